@@ -1,0 +1,112 @@
+"""Argument checks: static, before anything is computed, each with its cure."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+
+from traceax._operator import is_negative, is_positive, size
+
+
+def check_request(
+    name: str,
+    operator: object,
+    key: object,
+    num_matvecs: object,
+    minimum: int = 1,
+) -> None:
+    """What every estimator demands of its arguments."""
+    check_operator(name, operator)
+    check_key(name, key)
+    check_budget(name, num_matvecs, minimum)
+
+
+def check_operator(name: str, operator: object) -> None:
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        raise TypeError(
+            f"traceax.{name}(operator=...) must be a lineax operator, but got "
+            f"{type(operator).__name__}. Wrap a matrix as lx.MatrixLinearOperator(matrix), "
+            "a function as lx.FunctionLinearOperator(fn, input_structure)."
+        )
+    into, out = operator.in_structure(), operator.out_structure()
+    if eqx.tree_equal(into, out) is not True:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be square, that is, have equal input and "
+            f"output structures, but got an operator from {_show(into)} to {_show(out)}. "
+            "Compose it with its transpose, or make shapes and dtypes equal."
+        )
+    complexity = {
+        jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        for leaf in jax.tree.leaves(into)
+    }
+    if len(complexity) > 1:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must have leaves that are all real or all "
+            "complex, because a space that mixes them is not linear over either, but got "
+            f"{_show(into)}. Make the real leaves complex."
+        )
+    if size(operator) == 0:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must act on a space of at least one dimension, "
+            f"but got {_show(into)}. The trace of an empty operator is 0: leave it out."
+        )
+
+
+def check_key(name: str, key: object) -> None:
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(
+        key.dtype, jax.dtypes.prng_key
+    )
+    shape = getattr(key, "shape", None)
+    raw = (
+        getattr(key, "dtype", None) == jnp.uint32
+        and shape is not None
+        and len(shape) == 1
+    )
+    if typed and shape != ():
+        raise ValueError(
+            f"traceax.{name}(key=...) must be one key, but got keys of shape {shape}. Use "
+            "jax.vmap or jax.lax.map over them."
+        )
+    if not (typed or raw):
+        raise TypeError(
+            f"traceax.{name}(key=...) must be a JAX random key, because no default is "
+            f"hidden anywhere, but got {type(key).__name__}. Pass jax.random.key(0), say."
+        )
+
+
+def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
+    if isinstance(num_matvecs, jax.Array):
+        raise TypeError(
+            f"traceax.{name}(num_matvecs=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got a {type(num_matvecs).__name__}. Close over it, or "
+            "mark it static with static_argnames."
+        )
+    if not isinstance(num_matvecs, int) or isinstance(num_matvecs, bool):
+        raise TypeError(
+            f"traceax.{name}(num_matvecs=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got {num_matvecs!r}. Convert it with int()."
+        )
+    if num_matvecs < minimum:
+        raise ValueError(
+            f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
+            f"applications that the algorithm can use, but got {num_matvecs}. Raise it, or "
+            "use traceax.trace, which chooses by the budget."
+        )
+
+
+def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
+    if not (is_positive(operator) or is_negative(operator)):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be tagged positive or negative "
+            "semidefinite, because the algorithm is wrong for other operators, but got an "
+            f"untagged {type(operator).__name__}. If it is semidefinite, pass "
+            "lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag), also around "
+            "products with scalars; if not, use traceax.xtrace."
+        )
+
+
+def _show(structure: object) -> str:
+    def short(leaf: jax.ShapeDtypeStruct) -> str:
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+    return str(jax.tree.map(short, structure)).replace("'", "")

@@ -1,0 +1,305 @@
+"""The leave-one-out estimators: one derivation for all.
+
+Notation (Epperly, Tropp and Webber 2024; * the conjugate transpose): Omega holds k probes
+w_i, Y = A Omega = Q R is the sketch, P_i the orthogonal projector on the range of Y without
+column i. Since w_i is independent of P_i and isotropic,
+
+    tr A = E[ tr(P_i A P_i) + w_i* (I - P_i) A (I - P_i) w_i ]        for every i,
+
+and the k estimates of the right-hand side, each using k - 1 probes for the sketch and one
+for the remainder, are averaged: all probes are exchangeable. With P_i = Q (I - s_i s_i*) Q*
+(`_sketch.downdate`), Z = A Q, H = Q* Z, W = Q* Omega, everything is a product of blocks:
+
+    x_i = (I - s_i s_i*) W e_i     mu_i = w_i - Q x_i     A mu_i = y_i - Z x_i
+    e_i = tr H - s_i* H s_i + c_i mu_i* A mu_i
+
+mu_i and A mu_i are formed explicitly, where the papers' k x k formula cancels. For
+rotation-invariant probes c_i = (n - k + 1)/|mu_i|^2 instead of 1 ("resphering") removes the
+variance from the length of mu_i, and with it all of it that a multiple of I contributes.
+
+The weight of the derivative, frozen, is that of the mean of e_i:
+W = Q (I - S S*/k) Q* + sum_i mu_i (c_i/k) mu_i*, 2k columns.
+
+The e_i share probes, so their spread understates the error of their mean by up to three
+times: the standard error is the jackknife's (`_jackknife`).
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+
+from traceax._checks import check_request, check_semidefinite
+from traceax._estimate import Estimate
+from traceax._jackknife import (
+    jackknife_error,
+    standard_error,
+    xnystrace_replicates,
+    xtrace_replicates,
+)
+from traceax._operator import LinearMap, is_negative, resolution, size
+from traceax._rule import Outcome, Weight, estimate, exact_trace
+from traceax._samplers import (
+    Sampler,
+    check_independent,
+    draw,
+    is_rotation_invariant,
+    sphere,
+)
+from traceax._sketch import (
+    Basis,
+    after,
+    column_dots,
+    column_norms_squared,
+    downdate,
+    nystrom,
+    orthonormalise,
+)
+
+
+def xtrace(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler = sphere,
+) -> Estimate:
+    """Estimate tr A of any square operator by XTrace: sketch and remainder share probes.
+
+    k = num_matvecs // 2 probes w_i make a sketch A w_1, ..., A w_k. Each in turn is left
+    out; the trace on the range of the other k - 1 columns is exact, and the probe left out
+    estimates the rest:
+
+        value = 1/k sum_i [ tr(P_i A P_i) + c_i w_i* (I - P_i) A (I - P_i) w_i ]
+
+    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I, or
+    if `num_matvecs` reaches n. Never much worse than `hutchinson_trace`, and better by
+    orders of magnitude where singular values decay.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
+      and bfloat16 operators are sketched in float32.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
+      largest even number up to it is. From n on, n are spent.
+    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
+      projections can be resphered (so can those of `normal`); for others c_i = 1.
+
+    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
+    real if the operator is known to be Hermitian). `standard_error` is the jackknife's:
+    conservative; `inf` for k = 1; 0 where n applications were spent.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
+    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
+    below 2; if the sampler's probes are dependent or of the wrong shape.
+
+    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
+    gradient costs one matvec-VJP for each application of the value.
+
+    **Cost**: 2k applications, no adjoints, in two batches; 4 blocks of n x k; about
+    12 n k^2 flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
+    >>> estimate = tx.xtrace(operator, jax.random.key(1), 40)
+    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+    True
+
+    ```
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
+    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
+    Algorithm 2.1, doi:10.1137/23M1548323.
+    """
+    check_request("xtrace", operator, key, num_matvecs, minimum=2)
+    check_independent("xtrace", sampler)
+    if num_matvecs >= size(operator):
+        return exact_trace(operator)
+    k = num_matvecs // 2
+    probes = draw("xtrace", sampler, key, operator, k)
+    algorithm = partial(_xtrace, resphere=is_rotation_invariant(sampler))
+    return estimate(algorithm, operator, probes, num_matvecs=2 * k, num_samples=k)
+
+
+def xnystrace(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler = sphere,
+) -> Estimate:
+    """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
+
+    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
+    out of it, and estimates what the others miss:
+
+        value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
+
+    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I, or
+    if `num_matvecs` reaches n. The most accurate of the estimators wherever it applies.
+
+    **Arguments**
+
+    - `operator`: a square lineax operator tagged positive semidefinite, or negative
+      semidefinite (estimated as minus the trace of its negative); real or complex
+      Hermitian, of arrays or pytrees. float16 and bfloat16 operators are sketched in
+      float32. Products of a tagged operator with a scalar may have lost their tag.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
+      on, n are spent.
+    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
+      remainders can be resphered (so can those of `normal`); for others c_i = 1.
+
+    **Returns** an `Estimate` of shape `()`, real, in the operator's precision (at least 32
+    bits). `standard_error` is the jackknife's: conservative; `inf` for one probe; 0 where n
+    applications were spent.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged
+    semidefinite, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 1; if the sampler's probes are dependent or of the
+    wrong shape.
+
+    **Derivatives**: forward and reverse, to any order, unbiased, by XTrace's frozen weight
+    on the same sketch: exact for a multiple of I, and for a tangent that need not be
+    semidefinite. A gradient costs 2k matvec-VJPs.
+
+    **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k; about 11 n k^2
+    flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+    >>> tag = lx.positive_semidefinite_tag
+    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
+    >>> estimate = tx.xnystrace(operator, jax.random.key(1), 20)
+    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+    True
+
+    ```
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
+    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
+    Algorithm 2.2, doi:10.1137/23M1548323.
+    """
+    check_request("xnystrace", operator, key, num_matvecs)
+    check_semidefinite("xnystrace", operator)
+    check_independent("xnystrace", sampler)
+    if num_matvecs >= size(operator):
+        return exact_trace(operator)
+    probes = draw("xnystrace", sampler, key, operator, num_matvecs)
+    algorithm = partial(
+        _xnystrace,
+        resphere=is_rotation_invariant(sampler),
+        sign=-1 if is_negative(operator) else 1,
+    )
+    return estimate(algorithm, operator, probes, num_matvecs, num_samples=num_matvecs)
+
+
+class _LeaveOneOut(NamedTuple):
+    """What sketch and probes alone give; columns, one a probe."""
+
+    basis: Basis
+    directions: Inexact[Array, "k k"]
+    x: Inexact[Array, "k k"]
+    mu: Inexact[Array, "n k"]
+    resphering: Float[Array, " k"]
+
+    def weight(self) -> Weight:
+        q, s, k = self.basis.columns, self.directions, self.x.shape[0]
+        left = [q - (q @ s) @ s.conj().T / k, self.mu * (self.resphering / k)]
+        return Weight(jnp.hstack(left), jnp.hstack([q, self.mu]))
+
+
+def _leave_one_out(
+    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], resphere: bool
+) -> _LeaveOneOut:
+    n, k = probes.shape
+    basis = orthonormalise(sketch)
+    s = downdate(basis.triangle).directions
+    w = basis.columns.conj().T @ probes
+    x = w - s * column_dots(s, w)
+    mu = probes - basis.columns @ x
+    lengths = column_norms_squared(mu)
+    resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
+    return _LeaveOneOut(basis, s, x, mu, resphering)
+
+
+def _xtrace(
+    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
+) -> Outcome:
+    n, k = probes.shape
+    sketch = linear_map(probes)
+    loo = _leave_one_out(sketch, probes, resphere)
+    q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
+    z = linear_map(q) / scale
+    h = q.conj().T @ z
+    remainders = column_dots(loo.mu, sketch / scale - z @ loo.x)
+    samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
+
+    rounding = k**0.5 * jnp.linalg.norm(h) + jnp.mean(
+        jnp.abs(loo.resphering * remainders)
+    )
+    rounding = 4 * resolution(linear_map.operator) * rounding
+    if k < 3:
+        error = standard_error(samples, rounding)
+    else:
+        w = q.conj().T @ probes
+        # Q* A mu_j and (mu_j* A Q)*, without another tall product for the first.
+        after = loo.basis.triangle - h @ loo.x
+        before = z.conj().T @ loo.mu
+        replicates = xtrace_replicates(
+            h,
+            s,
+            w,
+            after,
+            before,
+            remainders,
+            column_norms_squared(loo.mu),
+            n - k + 2 if resphere else None,
+        )
+        error = jackknife_error(replicates, rounding)
+    return Outcome(scale * jnp.mean(samples), scale * error, loo.weight())
+
+
+def _xnystrace(
+    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool, sign: int
+) -> Outcome:
+    """The remainder w_i* (A - A<Omega_-i>) w_i is the Schur complement 1/(H^{-1})_ii of
+    the core H = Omega* A Omega: no long vectors, and no projections of probes."""
+    n, k = probes.shape
+    sketch = sign * linear_map(probes)
+    factor = nystrom(sketch, probes)
+    gram = factor.right.conj().T @ factor.right  # H^{-1}
+    removed = factor.left @ factor.right
+    removed = removed.conj().T @ removed  # |F g_i|^2 on its diagonal
+    test = factor.test_inverse.conj().T @ factor.test_inverse  # (Omega* Omega)^{-1}
+    whole = jnp.sum(jnp.abs(factor.left) ** 2)
+    core = jnp.diagonal(gram).real
+    resphering = (n - k + 1) * jnp.diagonal(test).real if resphere else 1.0
+    samples = (
+        whole + (resphering - jnp.diagonal(removed).real) / core - factor.shift * n
+    )
+
+    rounding = 4 * resolution(linear_map.operator) * whole
+    if k < 3:
+        error = standard_error(samples, rounding)
+    else:
+        replicates = xnystrace_replicates(
+            whole, gram, removed, test, n - k + 2 if resphere else None
+        )
+        error = jackknife_error(replicates, rounding)
+    scale = factor.scale
+    ordered = after(factor.left, sketch)
+    weight = _leave_one_out(ordered, probes, resphere).weight()
+    return Outcome(sign * scale * jnp.mean(samples), scale * error, weight)

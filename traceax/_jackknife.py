@@ -1,0 +1,120 @@
+"""Standard errors: of independent samples, and the jackknife's of shared probes.
+
+Delete probe i and evaluate the whole estimator from the others: the average over j != i of
+the estimates e_ij, each now lacking *two* probes in its sketch. The spread of these k
+averages T_i gives the standard error of an estimator whose samples are correlated
+(conservative, by the inequality of Efron and Stein 1981; the idea of doing so for low-rank
+approximations is Epperly and Tropp's, arXiv:2207.06342). No application is spent: everything
+is k x k. A matrix indexed [i, j] has probe i removed and probe j evaluated.
+
+XTrace (notation of `_exchangeable`): P_ij has range Q less span{s_i, s_j}, so e_ij is e_j
+downdated by u = (s_i - s_j L_ji)/a, the part of s_i that is orthogonal to s_j, of length 1,
+with L = S* S and a^2 = 1 - |L_ij|^2:
+
+    tr(P_ij A) = tr(P_j A) - u* H u
+    mu_ij = mu_j + Q u (u* w_j)
+    mu_ij* A mu_ij = t_j + conj(c) (Q u)* A mu_j + c mu_j* A Q u + |c|^2 u* H u,  c = u* w_j
+
+XNysTrace: with K = H^{-1} the inverse core and D = |F G|^2, removing the pair {i, j} takes
+tr(D_pp K_pp^{-1}) from ||F||_F^2, p the 2 x 2 principal block, and the remainder of probe j
+is the Schur complement of what is left, 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii K_jj).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+from traceax._sketch import magnitude
+
+
+def standard_error(
+    samples: Inexact[Array, " k"], rounding: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Of the mean of independent samples; infinite for one, which cannot tell."""
+    k = samples.shape[0]
+    if k == 1:
+        return jnp.full_like(rounding, jnp.inf)
+    deviations = samples - jnp.mean(samples)
+    return _length(jnp.append(deviations / (k * (k - 1)) ** 0.5, rounding))
+
+
+def jackknife_error(
+    replicates: Inexact[Array, " k"], rounding: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Of an estimator whose value without probe i is `replicates[i]`."""
+    k = replicates.shape[0]
+    deviations = replicates - jnp.mean(replicates)
+    return _length(jnp.append(deviations * ((k - 1) / k) ** 0.5, rounding))
+
+
+def xtrace_replicates(
+    h: Inexact[Array, "k k"],
+    s: Inexact[Array, "k k"],
+    w: Inexact[Array, "k k"],
+    after: Inexact[Array, "k k"],
+    before: Inexact[Array, "k k"],
+    remainders: Inexact[Array, " k"],
+    lengths: Float[Array, " k"],
+    residual_rank: int | None,
+) -> Inexact[Array, " k"]:
+    """`after` is Q* A mu_j, `before` is Q* A* mu_j, columns j; `remainders` mu_j* A mu_j;
+    `lengths` |mu_j|^2; `residual_rank` n - k + 2 to resphere, None not to."""
+    s_adjoint = s.conj().T
+    overlap = s_adjoint @ s
+    squared = _one_minus_squared_modulus(overlap)
+
+    def part(product: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
+        """u* v_j, times a, from s_i* v_j."""
+        return product - overlap * jnp.diagonal(product)
+
+    shs = s_adjoint @ h @ s
+    own = jnp.diagonal(shs)
+    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
+    uhu = (uhu + jnp.abs(overlap) ** 2 * own) / squared
+    uw = part(s_adjoint @ w)
+    c = uw / squared
+    cross = c.conj() * part(s_adjoint @ after) + c * part(s_adjoint @ before).conj()
+    products = remainders + cross + jnp.abs(uw) ** 2 / squared * uhu
+    if residual_rank is not None:
+        products = products * residual_rank / (lengths + jnp.abs(uw) ** 2 / squared)
+    return _mean_of_others(jnp.trace(h) - own - uhu + products)
+
+
+def xnystrace_replicates(
+    whole: Float[Array, ""],
+    gram: Inexact[Array, "k k"],
+    removed: Inexact[Array, "k k"],
+    test: Inexact[Array, "k k"],
+    residual_rank: int | None,
+) -> Float[Array, " k"]:
+    """`gram` is K, `removed` is D, `test` is (Omega* Omega)^{-1}; the shift, the same in
+    all replicates, is left out. Everything is scaled by K's diagonal, or it overflows."""
+    core = jnp.diagonal(gram).real
+    root = jnp.sqrt(core)
+    overlap = gram / root / root[:, None]
+    squared = _one_minus_squared_modulus(overlap)
+    normed = removed / root / root[:, None]
+    own = jnp.diagonal(normed).real
+    pair = own[:, None] + own - 2 * (normed * overlap.conj()).real
+    remainders = 1 / (core * squared)
+    if residual_rank is not None:
+        lone = jnp.diagonal(test).real
+        remainders *= residual_rank * (lone - jnp.abs(test) ** 2 / lone[:, None])
+    return _mean_of_others(whole - pair / squared + remainders)
+
+
+def _one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k k"]:
+    """1 - |L_ij|^2, floored off the diagonal; 1 on it, where nothing is evaluated."""
+    floored = jnp.maximum(1 - jnp.abs(overlap) ** 2, jnp.finfo(overlap.dtype).eps)
+    return jnp.where(jnp.eye(overlap.shape[0], dtype=bool), 1, floored)
+
+
+def _mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
+    k = estimates.shape[0]
+    others = jnp.where(jnp.eye(k, dtype=bool), 0, estimates)
+    return jnp.sum(others, axis=1) / (k - 1)
+
+
+def _length(vector: Inexact[Array, " k"]) -> Float[Array, ""]:
+    """The 2-norm; the squares alone would leave the range of float32."""
+    scale = magnitude(vector)
+    return scale * jnp.sqrt(jnp.sum(jnp.abs(vector / scale) ** 2))

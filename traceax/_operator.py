@@ -1,0 +1,152 @@
+"""Everything that the library asks of lineax."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Inexact, PyTree
+
+
+def size(operator: lx.AbstractLinearOperator) -> int:
+    """The dimension n of the space that a square operator acts on."""
+    leaves = jax.tree.leaves(operator.in_structure())
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def working_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
+    """The dtype of blocks: that of the operator, but at least 32 bits wide."""
+    leaves = jax.tree.leaves(operator.in_structure())
+    return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
+
+
+def resolution(operator: lx.AbstractLinearOperator) -> float:
+    """The relative rounding error of one application: eps of the coarsest leaf."""
+    leaves = jax.tree.leaves(operator.in_structure())
+    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
+
+
+def prepare(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The same operator, with every array leaf a strongly typed JAX array.
+
+    Under an eager `jax.grad(f)(1.3)` a derivative rule would be handed the bare Python
+    float, of which a closure-converted operator cannot make an application.
+    """
+
+    def strong(leaf: object) -> object:
+        if isinstance(leaf, np.ndarray):
+            leaf = jnp.asarray(leaf)
+        if eqx.is_inexact_array(leaf):
+            return jax.lax.convert_element_type(leaf, leaf.dtype)
+        return leaf
+
+    return jax.tree.map(strong, operator)
+
+
+def flatten(vector: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, " n"]:
+    """One vector of the operator's space, as a column."""
+    leaves = [jnp.ravel(leaf).astype(dtype) for leaf in jax.tree.leaves(vector)]
+    return leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
+
+
+def unflatten(
+    column: Inexact[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
+) -> PyTree[Array]:
+    """The inverse of `flatten`, rounded to the leaves' own dtypes."""
+    leaves, treedef = jax.tree.flatten(structure)
+    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1].tolist()
+    parts = jnp.split(column, ends)
+    pairs = zip(parts, leaves, strict=True)
+    leaves = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in pairs]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+class LinearMap(eqx.Module):
+    """A square operator as a map of n x k blocks, one application a column."""
+
+    operator: lx.AbstractLinearOperator
+
+    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        structure = self.operator.in_structure()
+        dtype = working_dtype(self.operator)
+
+        def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+            return flatten(self.operator.mv(unflatten(column, structure)), dtype)
+
+        return jax.vmap(apply, in_axes=1, out_axes=1)(block)
+
+    @property
+    def adjoint(self) -> "LinearMap":
+        """The conjugate transpose; a Hermitian operator is its own."""
+        if is_hermitian(self.operator):
+            return self
+        return LinearMap(lx.conj(self.operator).transpose())
+
+
+# What the tags promise. lineax answers for the primal of a TangentLinearOperator: the
+# tangent of a positive semidefinite operator need not be one. So a tangent anywhere
+# inside an operator voids every promise.
+
+
+def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    if _has_tangent(operator):
+        return False
+    real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
+    symmetric = real and lx.is_symmetric(operator)
+    return symmetric or is_positive(operator) or is_negative(operator)
+
+
+def is_positive(operator: lx.AbstractLinearOperator) -> bool:
+    return lx.is_positive_semidefinite(operator) and not _has_tangent(operator)
+
+
+def is_negative(operator: lx.AbstractLinearOperator) -> bool:
+    return lx.is_negative_semidefinite(operator) and not _has_tangent(operator)
+
+
+def _has_tangent(operator: lx.AbstractLinearOperator) -> bool:
+    def is_tangent(node: object) -> bool:
+        return isinstance(node, lx.TangentLinearOperator)
+
+    return any(map(is_tangent, jax.tree.leaves(operator, is_leaf=is_tangent)))
+
+
+def known_diagonal(
+    operator: lx.AbstractLinearOperator,
+) -> tuple[Inexact[Array, " n"], int] | None:
+    """The exact diagonal and its price in applications, where structure gives it."""
+    dtype = working_dtype(operator)
+    if _has_tangent(operator):
+        return None
+    if _stores_diagonal(operator):
+        return lx.diagonal(operator).astype(dtype), 0
+    if lx.is_diagonal(operator):
+        return LinearMap(operator)(jnp.ones((size(operator), 1), dtype))[:, 0], 1
+    return None
+
+
+def _stores_diagonal(operator: lx.AbstractLinearOperator) -> bool:
+    match operator:
+        case (
+            lx.MatrixLinearOperator()
+            | lx.PyTreeLinearOperator()
+            | lx.DiagonalLinearOperator()
+            | lx.IdentityLinearOperator()
+            | lx.TridiagonalLinearOperator()
+        ):
+            return True
+        case (
+            lx.TaggedLinearOperator()
+            | lx.NegLinearOperator()
+            | lx.MulLinearOperator()
+            | lx.DivLinearOperator()
+        ):
+            return _stores_diagonal(operator.operator)
+        case lx.AddLinearOperator():
+            return _stores_diagonal(operator.operator1) and _stores_diagonal(
+                operator.operator2
+            )
+        case _:
+            return False

@@ -1,0 +1,272 @@
+"""Probes: random vectors z with E[z z*] = I.
+
+A sampler is a function `(key, structure, num_probes) -> probes`: `structure` is the
+operator's input structure, and each leaf of `probes` has a leading axis of `num_probes`.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+
+from traceax._operator import flatten, unflatten, working_dtype
+
+Structure = PyTree[jax.ShapeDtypeStruct]
+Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
+
+
+def rademacher(
+    key: PRNGKeyArray, structure: Structure, num_probes: int
+) -> PyTree[Array]:
+    """Probes of independent random signs; for complex leaves, random phases (Steinhaus).
+
+    Every entry has modulus 1, so a diagonal operator's trace is exact from one probe.
+    Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
+    ||off(A)||_F^2 for complex probes, off() dropping the diagonal.
+
+    **Arguments**
+
+    - `key`: a JAX random key.
+    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
+    - `num_probes`: how many probes to draw, a Python int.
+
+    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
+    the leaf's dtype.
+
+    **Raises** nothing of its own.
+
+    **Derivatives**: none; the probes depend on the key alone.
+
+    **Cost**: one random number an entry.
+
+    **Example**
+
+    ```python
+    >>> import jax, traceax as tx
+    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+    >>> tx.rademacher(jax.random.key(0), structure, 3).shape
+    (3, 5)
+
+    ```
+
+    **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Girard (1989),
+    Numerische Mathematik 56.
+    """
+
+    def leaf(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        if not jnp.issubdtype(dtype, jnp.complexfloating):
+            return jax.random.rademacher(key, shape, dtype)
+        angle = jax.random.uniform(key, shape, jnp.finfo(dtype).dtype, 0, 2 * math.pi)
+        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
+
+    return _draw_leaves(leaf, key, structure, num_probes)
+
+
+def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
+    """Probes of independent standard normal entries; for complex leaves, E|z|^2 = 1.
+
+    Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2
+    for complex probes. Their random length makes them the worst of the samplers, never
+    better than `sphere`; they are here for comparison.
+
+    **Arguments**
+
+    - `key`: a JAX random key.
+    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
+    - `num_probes`: how many probes to draw, a Python int.
+
+    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
+    the leaf's dtype.
+
+    **Raises** nothing of its own.
+
+    **Derivatives**: none; the probes depend on the key alone.
+
+    **Cost**: one random number an entry.
+
+    **Example**
+
+    ```python
+    >>> import jax, traceax as tx
+    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+    >>> tx.normal(jax.random.key(0), structure, 3).shape
+    (3, 5)
+
+    ```
+
+    **Reference**: Girard (1989), Numerische Mathematik 56.
+    """
+
+    def leaf(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return jax.random.normal(key, shape, wide).astype(dtype)
+
+    return _draw_leaves(leaf, key, structure, num_probes)
+
+
+def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
+    """Probes uniform on the sphere of radius sqrt(n), n the size of the whole pytree.
+
+    Rotation-invariant, so the estimators that project probes may rescale them to the
+    length they should have ("resphering"). Variance of one quadratic form z* A z:
+    2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, zero for a multiple of the
+    identity.
+
+    **Arguments**
+
+    - `key`: a JAX random key.
+    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
+    - `num_probes`: how many probes to draw, a Python int.
+
+    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
+    the leaf's dtype.
+
+    **Raises** nothing of its own.
+
+    **Derivatives**: none; the probes depend on the key alone.
+
+    **Cost**: one random number an entry.
+
+    **Example**
+
+    ```python
+    >>> import jax, traceax as tx
+    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+    >>> probes = tx.sphere(jax.random.key(0), structure, 3)
+    >>> bool(jax.numpy.allclose((probes**2).sum(1), 5.0))
+    True
+
+    ```
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, SIAM Journal on Matrix
+    Analysis and Applications 45(1), section 2.3, doi:10.1137/23M1548323.
+    """
+    columns = _normal_columns(key, structure, num_probes)
+    n = columns.shape[0]
+    columns = columns * (math.sqrt(n) / jnp.linalg.norm(columns, axis=0))
+    return _to_probes(columns, structure)
+
+
+def orthogonal(
+    key: PRNGKeyArray, structure: Structure, num_probes: int
+) -> PyTree[Array]:
+    """Probes that are sqrt(n) times the columns of a random orthonormal frame (Haar).
+
+    Each is uniform on the sphere; being mutually orthogonal they lower the variance of a
+    Hutchinson mean by (n - num_probes)/(n - 1). They are dependent, so the leave-one-out
+    estimators refuse them.
+
+    **Arguments**
+
+    - `key`: a JAX random key.
+    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
+    - `num_probes`: how many probes to draw, a Python int of at most n.
+
+    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
+    the leaf's dtype.
+
+    **Raises** `ValueError` if `num_probes` exceeds n, because no more orthogonal
+    directions exist.
+
+    **Derivatives**: none; the probes depend on the key alone.
+
+    **Cost**: one random number an entry and a QR decomposition, 2 n num_probes^2 flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, traceax as tx
+    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+    >>> probes = tx.orthogonal(jax.random.key(0), structure, 3)
+    >>> bool(jax.numpy.allclose(probes @ probes.T, 5.0 * jax.numpy.eye(3), atol=1e-5))
+    True
+
+    ```
+
+    **Reference**: Mezzadri (2007), How to generate random matrices from the classical
+    compact groups, Notices of the AMS 54(5).
+    """
+    columns = _normal_columns(key, structure, num_probes)
+    n = columns.shape[0]
+    if num_probes > n:
+        raise ValueError(
+            f"traceax.orthogonal(num_probes=...) must be at most {n}, the dimension of the "
+            f"space, but got {num_probes}. Draw fewer, or use traceax.sphere."
+        )
+    frame, triangle = jnp.linalg.qr(columns)
+    diagonal = jnp.diagonal(triangle)
+    return _to_probes(frame * (math.sqrt(n) * diagonal / jnp.abs(diagonal)), structure)
+
+
+def is_rotation_invariant(sampler: Sampler) -> bool:
+    """Whether projected probes may be resphered; a sampler we do not know, never."""
+    return sampler in (sphere, normal, orthogonal)
+
+
+def draw(
+    name: str,
+    sampler: Sampler,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    num_probes: int,
+) -> Inexact[Array, "n k"]:
+    """The sampler's probes for an operator, checked, frozen, as columns of a block."""
+    structure = operator.in_structure()
+    probes = sampler(key, structure, num_probes)
+
+    def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_probes, *leaf.shape), leaf.dtype)
+
+    got = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), probes
+    )
+    if got != jax.tree.map(described, structure):
+        raise ValueError(
+            f"traceax.{name}(sampler=...) must return the operator's input structure with "
+            f"a leading axis of {num_probes} probes, because each is one application, but "
+            f"got {got}. Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
+        )
+    dtype = working_dtype(operator)
+    columns = jax.vmap(lambda probe: flatten(probe, dtype), out_axes=1)(probes)
+    return jax.lax.stop_gradient(columns)
+
+
+def check_independent(name: str, sampler: Sampler) -> None:
+    if sampler is orthogonal:
+        raise ValueError(
+            f"traceax.{name}(sampler=...) must draw independent probes, because each probe "
+            "is tested against a sketch made of the others, but got traceax.orthogonal. "
+            "Use traceax.sphere, or traceax.hutchinson_trace with orthogonal probes."
+        )
+
+
+def _draw_leaves(
+    draw_leaf: Callable[[PRNGKeyArray, tuple[int, ...], jnp.dtype], Array],
+    key: PRNGKeyArray,
+    structure: Structure,
+    num_probes: int,
+) -> PyTree[Array]:
+    leaves, treedef = jax.tree.flatten(structure)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [
+        draw_leaf(key, (num_probes, *leaf.shape), leaf.dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, drawn)
+
+
+def _normal_columns(
+    key: PRNGKeyArray, structure: Structure, num_probes: int
+) -> Inexact[Array, "n k"]:
+    """Normal probes as columns, not yet rounded to a low precision."""
+    leaves = jax.tree.leaves(structure)
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
+    n = sum(math.prod(leaf.shape) for leaf in leaves)
+    return jax.random.normal(key, (num_probes, n), dtype).T
+
+
+def _to_probes(columns: Inexact[Array, "n k"], structure: Structure) -> PyTree[Array]:
+    return jax.vmap(lambda column: unflatten(column, structure), in_axes=1)(columns)
