@@ -36,8 +36,7 @@ def check_operator(name: str, operator: object) -> None:
             "Compose it with its transpose, or make shapes and dtypes equal."
         )
     complexity = {
-        jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        for leaf in jax.tree.leaves(into)
+        jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(into)
     }
     if len(complexity) > 1:
         raise ValueError(
@@ -53,14 +52,10 @@ def check_operator(name: str, operator: object) -> None:
 
 
 def check_key(name: str, key: object) -> None:
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    )
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     shape = getattr(key, "shape", None)
     raw = (
-        getattr(key, "dtype", None) == jnp.uint32
-        and shape is not None
-        and len(shape) == 1
+        getattr(key, "dtype", None) == jnp.uint32 and shape is not None and len(shape) == 1
     )
     if typed and shape != ():
         raise ValueError(

@@ -86,9 +86,7 @@ class Estimate(eqx.Module):
         return low, high
 
 
-def _student_quantile(
-    level: float, degrees: Array, dtype: jnp.dtype
-) -> Real[Array, "..."]:
+def _student_quantile(level: float, degrees: Array, dtype: jnp.dtype) -> Real[Array, "..."]:
     """The t with P(|T| <= t) = level, T having Student's distribution.
 
     P(|T| <= t) = I_y(1/2, degrees/2) with y = t^2 / (degrees + t^2), the regularised

@@ -247,9 +247,7 @@ def _xtrace(
     remainders = column_dots(loo.mu, sketch / scale - z @ loo.x)
     samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
 
-    rounding = k**0.5 * jnp.linalg.norm(h) + jnp.mean(
-        jnp.abs(loo.resphering * remainders)
-    )
+    rounding = k**0.5 * jnp.linalg.norm(h) + jnp.mean(jnp.abs(loo.resphering * remainders))
     rounding = 4 * resolution(linear_map.operator) * rounding
     if k < 3:
         error = standard_error(samples, rounding)
@@ -287,9 +285,7 @@ def _xnystrace(
     whole = jnp.sum(jnp.abs(factor.left) ** 2)
     core = jnp.diagonal(gram).real
     resphering = (n - k + 1) * jnp.diagonal(test).real if resphere else 1.0
-    samples = (
-        whole + (resphering - jnp.diagonal(removed).real) / core - factor.shift * n
-    )
+    samples = whole + (resphering - jnp.diagonal(removed).real) / core - factor.shift * n
 
     rounding = 4 * resolution(linear_map.operator) * whole
     if k < 3:

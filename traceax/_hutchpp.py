@@ -211,9 +211,7 @@ def _na_hutchpp(
     # <A, W> with W = Q Pi S* + 1/l sum z z* (I - Q Pi S*): linear in A as it stands.
     oblique = left @ inverse.conj().T
     residual = rest - oblique @ (q.conj().T @ rest)
-    weight = Weight(
-        jnp.hstack([oblique, residual / rest.shape[1]]), jnp.hstack([q, rest])
-    )
+    weight = Weight(jnp.hstack([oblique, residual / rest.shape[1]]), jnp.hstack([q, rest]))
     rounding = jnp.mean(column_dots(jnp.abs(rest), jnp.abs(products)))
     error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
     return Outcome(low + jnp.mean(samples), error, weight)

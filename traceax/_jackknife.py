@@ -4,7 +4,7 @@ Delete probe i and evaluate the whole estimator from the others: the average ove
 the estimates e_ij, each now lacking *two* probes in its sketch. The spread of these k
 averages T_i gives the standard error of an estimator whose samples are correlated
 (conservative, by the inequality of Efron and Stein 1981; the idea of doing so for low-rank
-approximations is Epperly and Tropp's, arXiv:2207.06342). No application is spent: everything
+approximations is Epperly and Tropp's, arXiv:2207.06342). It costs no application: everything
 is k x k. A matrix indexed [i, j] has probe i removed and probe j evaluated.
 
 XTrace (notation of `_exchangeable`): P_ij has range Q less span{s_i, s_j}, so e_ij is e_j

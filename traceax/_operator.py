@@ -1,6 +1,7 @@
 """Everything that the library asks of lineax."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,7 +36,7 @@ def prepare(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     float, of which a closure-converted operator cannot make an application.
     """
 
-    def strong(leaf: object) -> object:
+    def strong(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray):
             leaf = jnp.asarray(leaf)
         if eqx.is_inexact_array(leaf):

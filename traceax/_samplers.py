@@ -18,9 +18,7 @@ Structure = PyTree[jax.ShapeDtypeStruct]
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 
 
-def rademacher(
-    key: PRNGKeyArray, structure: Structure, num_probes: int
-) -> PyTree[Array]:
+def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of independent random signs; for complex leaves, random phases (Steinhaus).
 
     Every entry has modulus 1, so a diagonal operator's trace is exact from one probe.
@@ -150,9 +148,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     return _to_probes(columns, structure)
 
 
-def orthogonal(
-    key: PRNGKeyArray, structure: Structure, num_probes: int
-) -> PyTree[Array]:
+def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes that are sqrt(n) times the columns of a random orthonormal frame (Haar).
 
     Each is uniform on the sphere; being mutually orthogonal they lower the variance of a
@@ -220,9 +216,7 @@ def draw(
     def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_probes, *leaf.shape), leaf.dtype)
 
-    got = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), probes
-    )
+    got = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), probes)
     if got != jax.tree.map(described, structure):
         raise ValueError(
             f"traceax.{name}(sampler=...) must return the operator's input structure with "

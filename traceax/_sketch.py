@@ -6,9 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 
-def column_dots(
-    a: Inexact[Array, "n k"], b: Inexact[Array, "n k"]
-) -> Inexact[Array, " k"]:
+def column_dots(a: Inexact[Array, "n k"], b: Inexact[Array, "n k"]) -> Inexact[Array, " k"]:
     """<a_j, b_j> = a_j* b_j for every column j."""
     return jnp.sum(a.conj() * b, axis=0)
 
