@@ -21,9 +21,9 @@ it, by freezing L and R:
 So the rule is linear in dA, and JAX derives its transpose: nothing is transposed by hand,
 no cotangent has to look like an operator, and every operator class works. It is unbiased;
 unbiased again when differentiated twice, <d2A, W>; exact for dA = I as far as <I, W> = n;
-and applied to dA = A it returns the value, where value = <A, W>. (XNysTrace reads its
-value more cheaply than through its weight: there the two agree to their errors.) In reverse
-mode it is one vector-Jacobian product of the matvec a column of R, with cotangent L.
+and applied to dA = A it returns the value, where value = <A, W>. (XNysTrace and NA-Hutch++
+spend fewer applications on their value than reading it through W would: there <A, W> is
+another estimate of the same trace, equal where the sketch is exact.) In reverse mode it is one vector-Jacobian product of the matvec a column of R, with cotangent L.
 
 A new estimator is one function `(LinearMap, probes) -> Outcome`.
 """

@@ -54,13 +54,12 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     Numerische Mathematik 56.
     """
 
-    def leaf(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        if not jnp.issubdtype(dtype, jnp.complexfloating):
-            return jax.random.rademacher(key, shape, dtype)
-        angle = jax.random.uniform(key, shape, jnp.finfo(dtype).dtype, 0, 2 * math.pi)
-        return jax.lax.complex(jnp.cos(angle), jnp.sin(angle)).astype(dtype)
-
-    return _draw_leaves(leaf, key, structure, num_probes)
+    n, dtype = _space(structure)
+    shape = (n, num_probes)
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return _to_probes(jax.random.rademacher(key, shape, dtype), structure)
+    angle = jax.random.uniform(key, shape, jnp.finfo(dtype).dtype, 0, 2 * math.pi)
+    return _to_probes(jax.lax.complex(jnp.cos(angle), jnp.sin(angle)), structure)
 
 
 def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
@@ -98,11 +97,8 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     **Reference**: Girard (1989), Numerische Mathematik 56.
     """
 
-    def leaf(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-        wide = jnp.promote_types(dtype, jnp.float32)
-        return jax.random.normal(key, shape, wide).astype(dtype)
-
-    return _draw_leaves(leaf, key, structure, num_probes)
+    n, dtype = _space(structure)
+    return _to_probes(jax.random.normal(key, (n, num_probes), dtype), structure)
 
 
 def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
@@ -142,8 +138,8 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, SIAM Journal on Matrix
     Analysis and Applications 45(1), section 2.3, doi:10.1137/23M1548323.
     """
-    columns = _normal_columns(key, structure, num_probes)
-    n = columns.shape[0]
+    n, dtype = _space(structure)
+    columns = jax.random.normal(key, (n, num_probes), dtype)
     columns = columns * (math.sqrt(n) / jnp.linalg.norm(columns, axis=0))
     return _to_probes(columns, structure)
 
@@ -185,14 +181,13 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     **Reference**: Mezzadri (2007), How to generate random matrices from the classical
     compact groups, Notices of the AMS 54(5).
     """
-    columns = _normal_columns(key, structure, num_probes)
-    n = columns.shape[0]
+    n, dtype = _space(structure)
     if num_probes > n:
         raise ValueError(
             f"traceax.orthogonal(num_probes=...) must be at most {n}, the dimension of the "
             f"space, but got {num_probes}. Draw fewer, or use traceax.sphere."
         )
-    frame, triangle = jnp.linalg.qr(columns)
+    frame, triangle = jnp.linalg.qr(jax.random.normal(key, (n, num_probes), dtype))
     diagonal = jnp.diagonal(triangle)
     return _to_probes(frame * (math.sqrt(n) * diagonal / jnp.abs(diagonal)), structure)
 
@@ -237,29 +232,12 @@ def check_independent(name: str, sampler: Sampler) -> None:
         )
 
 
-def _draw_leaves(
-    draw_leaf: Callable[[PRNGKeyArray, tuple[int, ...], jnp.dtype], Array],
-    key: PRNGKeyArray,
-    structure: Structure,
-    num_probes: int,
-) -> PyTree[Array]:
-    leaves, treedef = jax.tree.flatten(structure)
-    keys = jax.random.split(key, len(leaves))
-    drawn = [
-        draw_leaf(key, (num_probes, *leaf.shape), leaf.dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, drawn)
-
-
-def _normal_columns(
-    key: PRNGKeyArray, structure: Structure, num_probes: int
-) -> Inexact[Array, "n k"]:
-    """Normal probes as columns, not yet rounded to a low precision."""
+def _space(structure: Structure) -> tuple[int, jnp.dtype]:
+    """Dimension and dtype of the columns that probes are cut from: one draw for all leaves,
+    so that a probe does not depend on how the space is cut into leaves."""
     leaves = jax.tree.leaves(structure)
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
-    n = sum(math.prod(leaf.shape) for leaf in leaves)
-    return jax.random.normal(key, (num_probes, n), dtype).T
+    return sum(math.prod(leaf.shape) for leaf in leaves), dtype
 
 
 def _to_probes(columns: Inexact[Array, "n k"], structure: Structure) -> PyTree[Array]:

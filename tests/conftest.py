@@ -1,0 +1,15 @@
+"""Double precision everywhere; float32 is asked for by name where it is meant.
+
+Most of the suite's time is compilation, so the compiler is told not to optimise; the tests
+whose subject is the compiled program start a process of their own.
+"""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+)
+
+import jax  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)

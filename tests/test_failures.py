@@ -1,0 +1,158 @@
+"""The four ways in which an earlier, primitive-based design failed: every class, every
+estimator."""
+
+from typing import Any
+
+import diffrax
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+from tests.helpers import ALL, EVERY, Entry, as_semidefinite, close, part_of, suitable
+from traceax import Estimate
+
+N, BUDGET = 12, 8
+KEY = jax.random.key(3)
+
+everything = pytest.mark.parametrize("kind", list(EVERY))
+every_estimator = pytest.mark.parametrize("entry", ALL, ids=lambda e: e.name)
+
+
+def refuses(entry: Entry, kind: str) -> bool:
+    """A tangent promises nothing, so an estimator for semidefinite operators refuses it."""
+    return entry.semidefinite and kind == "Tangent"
+
+
+def run(entry: Entry, kind: str, matrix: Any) -> Estimate:
+    return entry.estimate(as_semidefinite(entry, EVERY[kind](matrix)), KEY, BUDGET)
+
+
+def matrix_for(entry: Entry, kind: str, dtype: Any = float) -> Any:
+    matrix = suitable(entry, N, dtype)
+    if kind == "Tridiagonal":  # stays semidefinite when its far corners are cut off
+        matrix = matrix + 9 * jnp.eye(N, dtype=matrix.dtype)
+    return matrix
+
+
+@everything
+@every_estimator
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_transposition(entry: Entry, kind: str, dtype: Any) -> None:
+    """The gradient exists, is the transpose of the jvp, and is that of the dense operator:
+    the class changes nothing."""
+    if refuses(entry, kind):
+        with pytest.raises(ValueError, match="tagged"):
+            run(entry, kind, matrix_for(entry, kind, dtype))
+        return
+    matrix = matrix_for(entry, kind, dtype)
+    direction = matrix[::-1] * 0.3
+
+    def value(matrix: Any) -> Any:
+        return run(entry, kind, matrix).value.real
+
+    def dense(matrix: Any) -> Any:
+        operator = lx.MatrixLinearOperator(part_of(kind, matrix))
+        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value.real
+
+    (got, slope), gradient = (
+        jax.jvp(value, (matrix,), (direction,)),
+        jax.grad(value)(matrix),
+    )
+    close(slope, jnp.sum(gradient * direction).real, 1e-12, N)
+    if entry.name != "trace":  # the front door is exact for some classes, and only for them
+        close(got, dense(matrix), 1e-12, N)
+        close(gradient, jax.grad(dense)(matrix), 1e-12, N)
+    else:
+        close(got, jnp.trace(part_of(kind, matrix)).real, 1e-12, N)
+
+
+@everything
+@every_estimator
+def test_symbolic_zeros_and_leaks(entry: Entry, kind: str) -> None:
+    """Closures over tracers, unperturbed operators and modules of arrays and functions, in
+    scan in vmap in jit, with leak checking on."""
+    if refuses(entry, kind):
+        return
+    matrix = matrix_for(entry, kind)
+
+    class Model(eqx.Module):
+        matrix: Any
+        activation: Any
+        name: str
+
+    @jax.jit
+    def slopes(shift: Any, scale: Any) -> Any:
+        def loss(scale: Any, shift: Any) -> Any:
+            def step(total: Any, _: None) -> tuple[Any, None]:
+                model = Model(scale * matrix, jnp.sin, "closure")
+                known = run(entry, kind, matrix).value  # an unperturbed operator
+                fresh = run(entry, kind, model.matrix).value
+                return total + shift * known + fresh, None
+
+            return jax.lax.scan(step, 0.0, None, length=2)[0].real
+
+        return jax.vmap(jax.grad(loss, (0, 1)), (0, None))(scale, shift)
+
+    with jax.checking_leaks():
+        by_scale, by_shift = slopes(0.5, jnp.array([1.0, 2.0]))
+    value = run(entry, kind, matrix).value
+    tolerance = 1e-10 * float(jnp.sum(jnp.abs(matrix)))
+    np.testing.assert_allclose(by_shift, [2 * value] * 2, atol=tolerance)
+    if entry.euler:
+        np.testing.assert_allclose(by_scale, [2 * value] * 2, atol=tolerance)
+
+
+@everything
+@every_estimator
+def test_static_shapes(entry: Entry, kind: str) -> None:
+    """A traced budget is a clear error, and shapes are known without running anything."""
+    if refuses(entry, kind):
+        return
+    operator = as_semidefinite(entry, EVERY[kind](matrix_for(entry, kind)))
+    with pytest.raises(
+        TypeError, match=rf"traceax\.{entry.name}\(num_matvecs=.*Python int"
+    ):
+        jax.jit(lambda budget: entry.estimate(operator, KEY, budget).value)(BUDGET)
+    shape = eqx.filter_eval_shape(entry.estimate, operator, KEY, BUDGET)
+    assert shape.value.shape == () == shape.standard_error.shape
+
+
+@everything
+@every_estimator
+def test_hashing(entry: Entry, kind: str) -> None:
+    """Inside while loops, plain and checkpointed, and inside a diffrax solver."""
+    if refuses(entry, kind):
+        return
+    matrix = matrix_for(entry, kind)
+
+    def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        i, x = carry
+        return i + 1, x + run(entry, kind, x * matrix).value.real / 100
+
+    def looped(x: Any, kind: Any) -> Any:
+        def more(carry: tuple[Any, Any]) -> Any:
+            return carry[0] < 2
+
+        return eqxi.while_loop(more, body, (0, x), kind=kind, max_steps=2)[1]
+
+    def solved(x: Any) -> Any:
+        field = diffrax.ODETerm(lambda t, y, args: body((0, y))[1] - y)
+        solution = diffrax.diffeqsolve(field, diffrax.Euler(), 0.0, 2.0, 1.0, x)
+        assert solution.ys is not None
+        return solution.ys[0]
+
+    @jax.jit
+    def all_of_them(x: Any) -> Any:
+        plain = looped(x, "lax")
+        checkpointed, slope = jax.value_and_grad(looped)(x, "checkpointed")
+        return plain, checkpointed, solved(x), slope
+
+    plain, checkpointed, ode, slope = all_of_them(jnp.array(1.0))
+    growth = run(entry, kind, matrix).value.real / 100  # the estimators are homogeneous
+    np.testing.assert_allclose([plain, checkpointed, ode], (1 + growth) ** 2, rtol=1e-10)
+    if entry.euler:
+        np.testing.assert_allclose(slope, (1 + growth) ** 2, rtol=1e-10)

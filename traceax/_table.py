@@ -1,0 +1,94 @@
+"""Estimates beside the exact value, as aligned text."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Row(NamedTuple):
+    """One line of a table."""
+
+    name: str
+    value: float | complex
+    error: float
+    num_matvecs: int
+    seconds: float
+
+
+def table(rows: list[Row], exact: float | complex) -> Iterator[str]:
+    """Aligned lines; numbers far from 1 share a power of ten."""
+    power = _power_of_ten([abs(exact), *(abs(row.value) for row in rows)])
+    rows = [_divide(row, 10.0**power) for row in rows]
+    exact = exact / 10.0**power
+    forms = [_forms(row.error) for row in rows]
+    values = [_show(row.value, form) for row, (form, _) in zip(rows, forms, strict=True)]
+    errors = [f"± {row.error:{form}}" for row, (_, form) in zip(rows, forms, strict=True)]
+    values, errors = _at_point([*values, _exact(exact, rows)]), [*errors, ""]
+    pairs = [" ".join(pair) for pair in zip(values, errors, strict=True)]
+    unit = f" (times 1e{power:+d})" if power else ""
+    columns = (
+        _left(["estimator", *(row.name for row in rows), "exact"]),
+        _left([f"estimate ± standard error{unit}", *pairs]),
+        _right(["products", *(str(row.num_matvecs) for row in rows), ""]),
+        _right(["time", *(f"{1000 * row.seconds:,.1f} ms" for row in rows), ""]),
+    )
+    for line in zip(*columns, strict=True):
+        yield ("  " + "   ".join(line)).rstrip()
+
+
+def _divide(row: Row, scale: float) -> Row:
+    return row._replace(value=row.value / scale, error=row.error / scale)
+
+
+def _power_of_ten(magnitudes: list[float]) -> int:
+    typical = float(np.median(magnitudes))
+    if typical == 0 or not np.isfinite(typical) or 1e-3 <= typical < 1e9:
+        return 0
+    return int(np.clip(np.floor(np.log10(typical)), -300, 300))
+
+
+def _forms(error: float) -> tuple[str, str]:
+    """How to print a value and its error: in as many decimals as show two digits of it."""
+    if error == 0:
+        return "z.12g", "g"
+    if not np.isfinite(error):
+        return "z.6g", "g"
+    decimals = _decimals(error)
+    return ("z.1e", ".1e") if decimals > 16 else (f"z.{decimals}f", f".{decimals}f")
+
+
+def _decimals(error: float) -> int:
+    return max(0, 1 - int(np.floor(np.log10(error))))
+
+
+def _exact(value: float | complex, rows: list[Row]) -> str:
+    """To 8 digits, or as many as the most precise estimate shows, 15 at most."""
+    precise = [row.error for row in rows if 0 < row.error < np.inf]
+    digits = [len(str(int(abs(value)))) + _decimals(error) for error in precise]
+    digits += [12 for row in rows if row.error == 0]
+    return _show(value, f"z.{min(max(8, *digits, 8), 15)}g")
+
+
+def _show(value: float | complex, form: str) -> str:
+    if isinstance(value, complex):
+        sign = "-" if value.imag < 0 else "+"
+        return f"{value.real:{form}} {sign} {abs(value.imag):{form}}j"
+    return f"{value:{form}}"
+
+
+def _left(cells: list[str]) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.ljust(width) for cell in cells]
+
+
+def _right(cells: list[str]) -> list[str]:
+    width = max(map(len, cells))
+    return [cell.rjust(width) for cell in cells]
+
+
+def _at_point(cells: list[str]) -> list[str]:
+    """Aligned at the decimal points."""
+    whole, point, rest = zip(*(cell.partition(".") for cell in cells), strict=True)
+    ends = _left([p + r for p, r in zip(point, rest, strict=True)])
+    return [w + end for w, end in zip(_right(list(whole)), ends, strict=True)]
