@@ -1,0 +1,247 @@
+"""Derivatives: of what, how exact, how much, and what refuses."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+import traceax as tx
+
+from tests.helpers import (
+    ALL,
+    ESTIMATORS,
+    PSD,
+    Entry,
+    as_semidefinite,
+    close,
+    function,
+    general,
+    hermitian,
+    spectrum,
+    suitable,
+)
+
+KEY = jax.random.key(5)
+N, BUDGET = 30, 12
+every_estimator = pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
+
+
+def value(entry: Entry, matrix: Any, budget: int = BUDGET) -> Any:
+    return entry.estimate(as_semidefinite(entry, function(matrix)), KEY, budget).value
+
+
+@every_estimator
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_euler(entry: Entry, dtype: Any) -> None:
+    """The rule applied to dA = A gives the value, where the value is read through it; for
+    the others where the sketch is exact."""
+    matrix = suitable(entry, N, dtype)
+    if not entry.euler:
+        matrix = hermitian(spectrum("rank5", N), dtype)
+    got, slope = jax.jvp(lambda m: value(entry, m, 24), (matrix,), (matrix,))
+    close(slope, got, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["hutchpp_trace", "xtrace", "xnystrace"])
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_a_shift_has_an_exact_derivative(name: str, dtype: Any) -> None:
+    """dA = I: the noise of a Gaussian process, the damping of a curvature."""
+    (entry,) = (entry for entry in ESTIMATORS if entry.name == name)
+    matrix = suitable(entry, N, dtype)
+    slope = jax.grad(lambda s: value(entry, matrix + s * jnp.eye(N, dtype=dtype)).real)(0.3)
+    close(slope, N, 1e-12)
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda e: e.name)
+def test_only_something_else_is_perturbed(entry: Entry) -> None:
+    """`None` tangents: the operator is a constant of the loss."""
+    operator = as_semidefinite(entry, function(suitable(entry, 70)))
+
+    def loss(theta: Any) -> Any:
+        return theta**2 * entry.estimate(operator, KEY, BUDGET).value
+
+    fixed = entry.estimate(operator, KEY, BUDGET).value
+    close(jax.grad(loss)(3.0), 6 * fixed, 1e-14)
+    close(jax.jvp(loss, (3.0,), (1.0,))[1], 6 * fixed, 1e-14)
+    close(jax.jit(jax.hessian(loss))(3.0), 2 * fixed, 1e-14)
+
+
+@every_estimator
+def test_part_of_an_operator_is_perturbed(entry: Entry) -> None:
+    """One factor of a sum, an array among non-arrays, through `eqx.filter_grad`."""
+    base = suitable(entry, N)
+
+    class Scaled(eqx.Module):
+        scale: Any
+        label: str
+        fixed: lx.AbstractLinearOperator
+
+    def loss(model: Scaled) -> Any:
+        operator = model.scale * lx.MatrixLinearOperator(base) + model.fixed
+        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value
+
+    gradient = eqx.filter_grad(loss)(Scaled(jnp.array(2.0), "label", function(base)))
+    total = value(entry, 3 * base)
+    if entry.euler:
+        close(gradient.scale, total / 3, 1e-12)
+    assert gradient.label is None
+    close(
+        jnp.sum(jax.grad(lambda m: value(entry, m))(3 * base) * base), gradient.scale, 1e-12
+    )
+
+
+@every_estimator
+def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
+    """With frozen weights the Hessian of A = sum of theta_i theta_j B_ij reads each B_ij
+    through the same weight, so it is symmetric and consistent with the gradient."""
+    parts = [suitable(entry, N, seed=seed) for seed in range(2)]
+
+    def loss(theta: Any) -> Any:
+        return value(entry, theta[0] ** 2 * parts[0] + theta[1] ** 2 * parts[1])
+
+    theta = jnp.array([1.0, 0.5])
+    gradient, hessian = jax.grad(loss)(theta), jax.hessian(loss)(theta)
+    close(jnp.diag(hessian), gradient / theta, 1e-11)
+    close(hessian, jnp.diag(jnp.diag(hessian)), 1e-12)
+    close(jax.jacrev(jax.grad(loss))(theta), hessian, 1e-12)
+    close(jax.jacfwd(jax.jacfwd(loss))(theta), hessian, 1e-12)
+
+
+@every_estimator
+def test_python_floats_are_differentiated(entry: Entry) -> None:
+    """Eager `jax.grad(f)(1.3)`: rules would meet a bare float inside the operator."""
+    base = suitable(entry, N)
+    structure = jax.ShapeDtypeStruct((N,), float)
+
+    def loss(scale: Any) -> Any:
+        operator = lx.FunctionLinearOperator(lambda v: scale * (base @ v), structure)
+        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value
+
+    slope = jax.grad(loss)(1.3)
+    gradient = jax.grad(lambda m: value(entry, m))(1.3 * base)
+    close(slope, jnp.sum(gradient * base), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        eqx.filter_jit,
+        lambda f: jax.vmap(f),
+        lambda f: eqx.filter_jit(jax.vmap(f)),
+    ],
+    ids=["eager", "jit", "vmap", "jit of vmap"],
+)
+def test_the_standard_error_refuses(transform: Any) -> None:
+    """Backwards an error by name, forwards NaN; a loss that only logs it is untouched."""
+    base = general(N)
+    x = jnp.ones(3)
+
+    def both(scale: Any) -> tx.Estimate:
+        return tx.xtrace(function(scale * base), KEY, BUDGET)
+
+    def per_element(gradient: Any) -> Any:
+        return lambda x: transform(gradient)(x if "vmap" in transform_name else x[0])
+
+    transform_name = "vmap" if transform(lambda y: y.ndim == 0)(x) is not False else "plain"
+    refused = jax.grad(lambda s: both(s).value + both(s).standard_error)
+    with pytest.raises(Exception, match="standard_error"):
+        jax.block_until_ready(per_element(refused)(x))
+    logged = jax.grad(lambda s: (both(s).value, both(s).standard_error), has_aux=True)
+    assert jnp.all(jnp.isfinite(per_element(logged)(x)[0]))
+    _, tangent = jax.jvp(both, (jnp.array(1.0),), (jnp.array(1.0),))
+    assert jnp.isnan(tangent.standard_error)
+    assert jnp.isfinite(tangent.value)
+
+
+def test_the_standard_error_may_be_carried_through_a_differentiated_scan() -> None:
+    """scan hands back zeros that are not symbolic; they are no reason to refuse."""
+    base = general(N)
+
+    def loss(x: Any) -> Any:
+        def step(x: Any, _: None) -> tuple[Any, Any]:
+            estimate = tx.xtrace(function(x * base), KEY, BUDGET)
+            return estimate.value / 100, (estimate.value, estimate.standard_error)
+
+        end, (values, _) = jax.lax.scan(step, x, None, length=2)
+        return end + values.sum()
+
+    slope = jax.grad(loss)(1.0)
+    close(slope, loss(1.0), 1e-12)
+
+
+@every_estimator
+def test_matvec_vjps_of_a_gradient(entry: Entry) -> None:
+    """Counted by a matvec that counts them: for XTrace no more than the value's matvecs."""
+    matrix = hermitian(spectrum("poly", N))
+    backward_calls = []
+
+    @jax.custom_vjp
+    def matvec(matrix: Any, v: Any) -> Any:
+        return matrix @ v
+
+    def forward(matrix: Any, v: Any) -> Any:
+        return matvec(matrix, v), (matrix, v)
+
+    def backward(residual: Any, ct: Any) -> Any:
+        matrix, v = residual
+        jax.debug.callback(backward_calls.append, ct[0])
+        return jnp.outer(ct, v), matrix.T @ ct
+
+    matvec.defvjp(forward, backward)
+
+    def loss(matrix: Any) -> Any:
+        structure = jax.ShapeDtypeStruct((N,), matrix.dtype)
+        tag = PSD if entry.semidefinite else lx.symmetric_tag
+        operator = lx.FunctionLinearOperator(lambda v: matvec(matrix, v), structure, tag)
+        return entry.estimate(operator, KEY, BUDGET).value
+
+    jax.block_until_ready(jax.grad(loss)(matrix))
+    jax.effects_barrier()
+    k, third, quarter = BUDGET // 2, BUDGET // 3, BUDGET // 4
+    expected = {
+        "hutchinson_trace": BUDGET,
+        "hutchpp_trace": 2 * third,
+        "na_hutchpp_trace": 2 * quarter,
+        "xtrace": 2 * k,
+        "xnystrace": 2 * BUDGET,
+    }
+    assert len(backward_calls) == expected[entry.name]
+
+
+@every_estimator
+def test_nothing_is_differentiated_through_the_sketch(entry: Entry) -> None:
+    """A gradient's program holds no derivative of QR, eigh or svd: the weight is frozen, so
+    perturbing the operator on the zero matrix, where those do not exist, is finite."""
+    zero = jnp.zeros((N, N))
+    gradient = jax.grad(lambda m: value(entry, m))(zero)
+    assert jnp.all(jnp.isfinite(gradient))
+    assert abs(jnp.trace(gradient) - N) < 10 * np.sqrt(N)
+
+
+def test_gradient_of_a_kernel_against_the_dense_one() -> None:
+    """n = 1000: tr K(l)^2 of a squared-exponential kernel, by the length scale. Sabotage: 2 %
+    off must fail."""
+    n, keys = 1000, jax.random.split(KEY, 8)
+    points = jax.random.uniform(jax.random.key(0), (n, 2))
+    squared = jnp.sum((points[:, None] - points) ** 2, axis=-1)
+
+    def kernel(scale: Any) -> Any:
+        return jnp.exp(-squared / (2 * scale**2))
+
+    def estimated(scale: Any, key: Any) -> Any:
+        k = kernel(scale)
+        structure = jax.ShapeDtypeStruct((n,), k.dtype)
+        squared_kernel = lx.FunctionLinearOperator(lambda v: k @ (k @ v), structure, PSD)
+        return tx.xtrace(squared_kernel, key, 60).value
+
+    truth = jax.grad(lambda scale: jnp.sum(kernel(scale) ** 2))(0.3)
+    slopes = jax.jit(lambda keys: jax.lax.map(lambda k: jax.grad(estimated)(0.3, k), keys))(
+        keys
+    )
+    relative = np.abs(np.asarray(slopes) / truth - 1)
+    assert relative.max() < 1e-3
+    assert abs(np.mean(slopes) * 1.02 / truth - 1) > 1e-3

@@ -1,0 +1,356 @@
+"""What is promised of every estimator: budgets, shapes, error messages, the front door."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.stats
+import traceax as tx
+
+from tests.helpers import (
+    ALL,
+    ESTIMATORS,
+    PSD,
+    Entry,
+    as_semidefinite,
+    close,
+    function,
+    general,
+    hermitian,
+    spectrum,
+    suitable,
+)
+
+KEY = jax.random.key(2)
+every_estimator = pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
+every_door = pytest.mark.parametrize("entry", ALL, ids=lambda e: e.name)
+
+
+class Counter:
+    """An operator that counts its own applications, one a column, and the adjoint's."""
+
+    def __init__(self, matrix: Any, tags: Any = ()) -> None:
+        self.calls: list[Any] = []
+        n = matrix.shape[0]
+
+        def matvec(v: Any) -> Any:
+            jax.debug.callback(self.calls.append, v[0])
+            return matrix @ v
+
+        structure = jax.ShapeDtypeStruct((n,), matrix.dtype)
+        self.operator = lx.FunctionLinearOperator(matvec, structure, tags)
+
+    def counted(self) -> int:
+        jax.effects_barrier()
+        return len(self.calls)
+
+
+@every_door
+@pytest.mark.parametrize("budget", [4, 7, 20, 23, 65, 70, 71, 1000])
+def test_applications_are_counted_right(entry: Entry, budget: int) -> None:
+    """`num_matvecs` is what was spent, and never more than was allowed."""
+    counter = Counter(hermitian(spectrum("poly", 70)), [lx.symmetric_tag, PSD])
+    estimate = entry.estimate(counter.operator, KEY, budget)
+    jax.block_until_ready(estimate)
+    assert estimate.num_matvecs == counter.counted() <= budget
+    assert isinstance(estimate.num_matvecs, int)
+    even = entry.name == "xtrace" and budget < 70
+    assert estimate.num_matvecs == min(2 * (budget // 2) if even else budget, 70)
+
+
+@every_estimator
+@pytest.mark.parametrize("compiled", [False, True])
+def test_small_dimensions(entry: Entry, compiled: bool) -> None:
+    """n = 1, 2, 3 with budgets below, at and above n."""
+    for n in (1, 2, 3):
+        for budget in range(entry.minimum, 5):
+            operator = as_semidefinite(entry, function(suitable(entry, n)))
+
+            def run(operator: Any, entry: Entry = entry, budget: int = budget) -> Any:
+                return entry.estimate(operator, KEY, budget)
+
+            estimate = (eqx.filter_jit(run) if compiled else run)(operator)
+            assert jnp.isfinite(estimate.value)
+            assert not jnp.isnan(estimate.standard_error)
+            if budget >= n:
+                close(estimate.value, jnp.trace(suitable(entry, n)), 1e-14, n)
+
+
+@every_estimator
+def test_one_sample_cannot_tell(entry: Entry) -> None:
+    operator = as_semidefinite(entry, function(suitable(entry, 70)))
+    estimate = entry.estimate(operator, KEY, entry.minimum)
+    assert estimate.num_matvecs == entry.minimum
+    assert estimate.standard_error == jnp.inf
+    low, high = estimate.interval()
+    assert (low, high) == (-jnp.inf, jnp.inf)
+
+
+@every_door
+def test_result_is_a_loss(entry: Entry) -> None:
+    """Shapes `()`, real for what is known to be Hermitian, complex otherwise."""
+    for dtype in (float, complex):
+        matrix = hermitian(spectrum("poly", 70), dtype)
+        known = lx.TaggedLinearOperator(function(matrix), PSD)
+        estimate = entry.estimate(known, KEY, 20)
+        assert estimate.value.shape == estimate.standard_error.shape == ()
+        assert estimate.value.dtype == estimate.standard_error.dtype == jnp.float64
+        if not entry.semidefinite:
+            assert entry.estimate(function(matrix), KEY, 20).value.dtype == matrix.dtype
+
+
+def test_negative_semidefinite() -> None:
+    matrix = hermitian(spectrum("poly", 70))
+    positive = lx.MatrixLinearOperator(matrix, PSD)
+    negative = lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag)
+    one, other = tx.xnystrace(positive, KEY, 20), tx.xnystrace(negative, KEY, 20)
+    assert one.value == -other.value
+    assert one.standard_error == other.standard_error
+    gradients = [
+        jax.grad(
+            lambda m, tag=tag: tx.xnystrace(lx.MatrixLinearOperator(m, tag), KEY, 20).value
+        )
+        for tag in (PSD, lx.negative_semidefinite_tag)
+    ]
+    close(gradients[0](matrix), gradients[1](-matrix), 1e-12)
+
+
+# The front door.
+
+
+@pytest.mark.parametrize(
+    ("budget", "tags", "chosen"),
+    [
+        (20, [PSD], tx.xnystrace),
+        (3, [PSD], tx.xnystrace),
+        (2, [PSD], tx.hutchinson_trace),
+        (20, [lx.negative_semidefinite_tag], tx.xnystrace),
+        (20, [], tx.xtrace),
+        (6, [], tx.xtrace),
+        (5, [], tx.hutchinson_trace),
+    ],
+)
+def test_the_front_door_chooses(budget: int, tags: Any, chosen: Any) -> None:
+    matrix = hermitian(spectrum("poly", 70))
+    sign = -1 if lx.negative_semidefinite_tag in tags else 1
+    operator = lx.TaggedLinearOperator(function(sign * matrix), tags)
+    assert tx.trace(operator, KEY, budget).value == chosen(operator, KEY, budget).value
+
+
+def test_the_front_door_is_exact_where_that_is_cheaper() -> None:
+    """Small operators, and those that hold their diagonal: price 0 or 1."""
+    big = general(70)
+    stored = lx.MatrixLinearOperator(big)
+    scalar = jnp.asarray(2.0)
+    identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((70,), jnp.float32))
+    diagonal = lx.TaggedLinearOperator(function(jnp.diag(big[0])), lx.diagonal_tag)
+    cases: list[tuple[lx.AbstractLinearOperator, Any, int]] = [
+        (stored, jnp.trace(big), 0),
+        (-(scalar * stored + stored) / scalar, -1.5 * jnp.trace(big), 0),
+        (identity, 70.0, 0),
+        (diagonal, big[0].sum(), 1),
+        (function(big[:64, :64]), jnp.trace(big[:64, :64]), 64),
+    ]
+    for operator, truth, price in cases:
+        estimate = tx.trace(operator, KEY, 10)
+        close(estimate.value, truth, 1e-12, 100)
+        assert estimate.standard_error == 0
+        assert estimate.num_matvecs == price
+    assert tx.trace(identity, KEY).value.dtype == jnp.float32
+
+
+def test_a_tangent_voids_every_promise() -> None:
+    """lineax answers for the primal; the derivative of a semidefinite operator is not one."""
+    matrix, direction = hermitian(spectrum("poly", 70)), general(70)
+
+    def make(m: Any) -> lx.AbstractLinearOperator:
+        structure = jax.ShapeDtypeStruct((70,), float)
+        return lx.FunctionLinearOperator(
+            lambda v: m @ v, structure, [lx.symmetric_tag, PSD]
+        )
+
+    primal, tangent = eqx.filter_jvp(make, (matrix,), (direction,))
+    derivative = lx.TangentLinearOperator(primal, tangent)
+    assert lx.is_positive_semidefinite(derivative)
+    plain = function(direction)
+    for operator in (derivative, derivative + function(0 * direction)):
+        close(tx.trace(operator, KEY, 20).value, tx.xtrace(plain, KEY, 20).value, 1e-12, 70)
+        got, want = (tx.na_hutchpp_trace(o, KEY, 20).value for o in (operator, plain))
+        close(got, want, 1e-12, 70)
+        with pytest.raises(ValueError, match="tagged"):
+            tx.xnystrace(operator, KEY, 20)
+
+
+# Errors: the argument as the user typed it, what was got, and the cure.
+
+
+@every_door
+@pytest.mark.parametrize(
+    ("budget", "error", "words"),
+    [
+        (0, ValueError, "at least"),
+        (-3, ValueError, "got -3"),
+        (10.0, TypeError, "Python int"),
+        (True, TypeError, "Python int"),
+        (np.int64(10), TypeError, r"int\(\)"),
+        (jnp.asarray(10), TypeError, "static_argnames"),
+        (None, TypeError, "got None"),
+    ],
+)
+def test_budget_errors(entry: Entry, budget: Any, error: Any, words: str) -> None:
+    operator = as_semidefinite(entry, function(suitable(entry, 12)))
+    with pytest.raises(
+        error, match=rf"traceax\.{entry.name}\(num_matvecs=\.\.\.\).*{words}"
+    ):
+        entry.estimate(operator, KEY, budget)
+
+
+@every_estimator
+def test_budgets_below_the_minimum(entry: Entry) -> None:
+    operator = as_semidefinite(entry, function(suitable(entry, 12)))
+    with pytest.raises(
+        ValueError, match=f"at least {entry.minimum}.*got {entry.minimum - 1}"
+    ):
+        entry.estimate(operator, KEY, entry.minimum - 1)
+
+
+def mixed() -> lx.AbstractLinearOperator:
+    structure = (jax.ShapeDtypeStruct((2,), float), jax.ShapeDtypeStruct((2,), complex))
+    return lx.IdentityLinearOperator(structure)
+
+
+def rectangular() -> lx.AbstractLinearOperator:
+    return lx.MatrixLinearOperator(jnp.ones((3, 2)))
+
+
+def same_size() -> lx.AbstractLinearOperator:
+    """Equal sizes are not equal structures."""
+    structure = jax.ShapeDtypeStruct((6,), float)
+    return lx.FunctionLinearOperator(lambda v: v.reshape(2, 3), structure)
+
+
+def empty() -> lx.AbstractLinearOperator:
+    return lx.MatrixLinearOperator(jnp.ones((0, 0)))
+
+
+@every_door
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: np.eye(3), TypeError, "got ndarray.*MatrixLinearOperator"),
+        (lambda: lambda v: v, TypeError, "got function.*FunctionLinearOperator"),
+        (rectangular, ValueError, r"square.*float64\[2\] to float64\[3\]"),
+        (same_size, ValueError, r"square.*float64\[6\] to float64\[2,3\]"),
+        (mixed, ValueError, "all real or all complex.*Make the real leaves complex"),
+        (empty, ValueError, "at least one dimension"),
+    ],
+)
+def test_operator_errors(
+    entry: Entry, make: Callable[[], Any], error: Any, words: str
+) -> None:
+    with pytest.raises(error, match=rf"traceax\.{entry.name}\(operator=\.\.\.\).*{words}"):
+        entry.estimate(make(), KEY, 10)
+
+
+@every_door
+@pytest.mark.parametrize(
+    ("key", "error", "words"),
+    [
+        (0, TypeError, "got int.*jax.random.key"),
+        (None, TypeError, "got NoneType"),
+        (jnp.ones(2), TypeError, "random key"),
+        (jax.random.split(KEY, 3), ValueError, r"one key.*\(3,\).*vmap"),
+        (
+            jax.random.split(jax.random.PRNGKey(0), 3),
+            ValueError,
+            r"one key.*\(3, 2\).*vmap",
+        ),
+    ],
+)
+def test_key_errors(entry: Entry, key: Any, error: Any, words: str) -> None:
+    operator = as_semidefinite(entry, function(suitable(entry, 12)))
+    with pytest.raises(error, match=rf"traceax\.{entry.name}\(key=\.\.\.\).*{words}"):
+        entry.estimate(operator, key, 10)
+
+
+def test_untagged_semidefinite_operators() -> None:
+    matrix = hermitian(spectrum("poly", 12))
+    with pytest.raises(ValueError, match=r"xnystrace\(operator=.*tagged.*positive_semidef"):
+        tx.xnystrace(function(matrix), KEY, 4)
+
+
+@every_estimator
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda key, structure, k: jnp.ones((k + 1, 12)),
+        lambda key, structure, k: jnp.ones((12, k)),
+        lambda key, structure, k: jnp.ones((k, 12), jnp.float32),
+        lambda key, structure, k: (jnp.ones((k, 12)),),
+    ],
+    ids=["too many", "columns", "dtype", "structure"],
+)
+def test_sampler_errors(entry: Entry, sampler: Any) -> None:
+    operator = as_semidefinite(entry, function(suitable(entry, 12)))
+    with pytest.raises(ValueError, match=r"\(sampler=\.\.\.\).*leading axis"):
+        entry.estimate(operator, KEY, 10, sampler=sampler)
+
+
+def test_dependent_probes() -> None:
+    operator = lx.TaggedLinearOperator(function(hermitian(spectrum("poly", 12))), PSD)
+    for estimate in (tx.xtrace, tx.xnystrace):
+        with pytest.raises(ValueError, match=r"\(sampler=\.\.\.\).*independent"):
+            estimate(operator, KEY, 10, sampler=tx.orthogonal)
+    with pytest.raises(ValueError, match=r"orthogonal\(num_probes=.*at most 12.*got 13"):
+        tx.orthogonal(KEY, operator.in_structure(), 13)
+
+
+# Estimate.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_interval_is_students(dtype: Any) -> None:
+    """Against scipy's quantiles, and after a trip through jit."""
+    value, error = jnp.asarray(3.0, dtype), jnp.asarray(0.5, dtype)
+    for degrees in (1, 2, 3, 9, 49, 1000):
+        for level in (0.5, 0.9, 0.95, 0.99):
+            estimate = tx.Estimate(value, error, 10, degrees)
+            half = 0.5 * scipy.stats.t.ppf((1 + level) / 2, degrees)
+            for low, high in (
+                estimate.interval(level),
+                jax.jit(lambda e, level=level: e.interval(level))(estimate),
+            ):
+                tolerance = 1e-10 if dtype == "float64" else 1e-3
+                close(low, 3 - half, tolerance, half)
+                close(high, 3 + half, tolerance, half)
+    plain = tx.Estimate(value, error, 10)
+    close(plain.interval()[1], 3 + 0.5 * scipy.stats.norm.ppf(0.975), 1e-3)
+
+
+def test_interval_errors() -> None:
+    estimate = tx.Estimate(jnp.asarray(1.0), jnp.asarray(1.0), 10, 9)
+    for level in (0, 1, 95, -0.5):
+        with pytest.raises(ValueError, match=r"interval\(level=\.\.\.\).*between 0 and 1"):
+            estimate.interval(level)
+    with pytest.raises(TypeError, match="complex"):
+        tx.Estimate(jnp.asarray(1.0j), jnp.asarray(1.0), 10, 9).interval()
+
+
+def test_estimates_of_different_estimators_have_one_structure() -> None:
+    """So that `jax.lax.cond` may choose between them."""
+    operator = function(general(70))
+
+    def choose(which: Any) -> Any:
+        return jax.lax.cond(
+            which,
+            lambda: tx.xtrace(operator, KEY, 20),
+            lambda: tx.hutchinson_trace(operator, KEY, 20),
+        )
+
+    chosen = jax.jit(choose)(True)
+    close(chosen.value, tx.xtrace(operator, KEY, 20).value, 1e-12)
