@@ -1,7 +1,8 @@
 """Double precision everywhere; float32 is asked for by name where it is meant.
 
 Most of the suite's time is compilation, so the compiler is told not to optimise; the tests
-whose subject is the compiled program start a process of their own.
+whose subject is the compiled program start a process of their own. LAPACK is given one
+thread: its threads and those of JAX get in each other's way, by orders of magnitude.
 """
 
 import os
@@ -10,6 +11,6 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 )
 
-import jax  # noqa: E402
+import jax
 
 jax.config.update("jax_enable_x64", True)

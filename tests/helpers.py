@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+
 import traceax as tx
 
 Maker = Callable[[Any], lx.AbstractLinearOperator]
@@ -56,7 +57,7 @@ def jacobian(matrix: Any) -> lx.AbstractLinearOperator:
     point = jnp.zeros(matrix.shape[1], matrix.dtype)
 
     def bent(x: Any, args: Any) -> Any:
-        return matrix @ x + jnp.sin(x) - x
+        return matrix @ jnp.sin(x)
 
     return lx.JacobianLinearOperator(bent, point)
 
@@ -155,10 +156,10 @@ def hermitian(eigenvalues: np.ndarray, dtype: Any = float, seed: int = 0) -> Any
     """A dense Hermitian matrix with these eigenvalues in a random orthonormal basis."""
     n = len(eigenvalues)
     rng = np.random.default_rng(seed)
-    block = rng.standard_normal((n, n)).astype(complex)
+    block: Any = rng.standard_normal((n, n))
     if np.issubdtype(np.dtype(dtype), np.complexfloating):
-        block += 1j * rng.standard_normal((n, n))
-    basis, _ = np.linalg.qr(block if np.any(block.imag) else block.real)
+        block = block + 1j * rng.standard_normal((n, n))
+    basis, _ = np.linalg.qr(block)
     matrix = (basis * eigenvalues) @ basis.conj().T
     return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-import traceax as tx
 
+import traceax as tx
 from tests.helpers import (
     ALL,
     ESTIMATORS,
@@ -91,6 +91,19 @@ def test_part_of_an_operator_is_perturbed(entry: Entry) -> None:
     close(
         jnp.sum(jax.grad(lambda m: value(entry, m))(3 * base) * base), gradient.scale, 1e-12
     )
+
+
+def test_a_perturbation_that_the_matvec_does_not_depend_on() -> None:
+    """The point at which a linear function has its Jacobian."""
+    matrix = general(N)
+
+    def loss(point: Any) -> Any:
+        operator = lx.JacobianLinearOperator(lambda x, args: matrix @ x, point)
+        return jnp.sum(point**2) + tx.xtrace(operator, KEY, BUDGET).value
+
+    for transform in (lambda f: f, jax.jit):
+        close(transform(jax.grad(loss))(jnp.ones(N)), 2 * jnp.ones(N), 1e-14)
+        close(transform(jax.jacfwd(loss))(jnp.ones(N)), 2 * jnp.ones(N), 1e-14)
 
 
 @every_estimator
@@ -223,8 +236,8 @@ def test_nothing_is_differentiated_through_the_sketch(entry: Entry) -> None:
 
 
 def test_gradient_of_a_kernel_against_the_dense_one() -> None:
-    """n = 1000: tr K(l)^2 of a squared-exponential kernel, by the length scale. Sabotage: 2 %
-    off must fail."""
+    """n = 1000: tr K(l)^2 of a squared-exponential kernel, by the length scale. Sabotage:
+    2 % off must fail."""
     n, keys = 1000, jax.random.split(KEY, 8)
     points = jax.random.uniform(jax.random.key(0), (n, 2))
     squared = jnp.sum((points[:, None] - points) ** 2, axis=-1)

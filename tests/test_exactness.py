@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-import traceax as tx
 
+import traceax as tx
 from tests.helpers import (
     ALL,
     ESTIMATORS,
@@ -301,7 +301,6 @@ def enumerated(entry: Entry, n: int, budget: int, loose: int) -> tuple[Any, Any,
             operator = as_semidefinite(entry, function(matrix))
             return entry.estimate(operator, KEY, budget, sampler=sampler).value
 
-        left = total
         return value(0.7), jax.grad(value)(0.7), jax.grad(jax.grad(value))(0.7)
 
     left = 0

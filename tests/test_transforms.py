@@ -14,8 +14,8 @@ import lineax as lx
 import numpy as np
 import optax
 import pytest
-import traceax as tx
 
+import traceax as tx
 from tests.helpers import ALL, ESTIMATORS, Entry, as_semidefinite, close, function, suitable
 
 KEY = jax.random.key(7)
@@ -108,7 +108,8 @@ def test_diffrax(adjoint: Any) -> None:
     """A flow whose log-density falls by an estimated divergence, under each adjoint.
 
     (Without leak checking: diffrax 0.7.2 fails it with any vector field. `test_failures`
-    checks leaks.) d/dt l = -tr(theta A): its derivative by theta is that estimate, exactly (Euler)."""
+    checks leaks.) d/dt l = -tr(theta A): its derivative by theta is that estimate, exactly.
+    """
     base = suitable(ESTIMATORS[3], N)
 
     def field(t: Any, state: Any, theta: Any) -> Any:

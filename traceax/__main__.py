@@ -18,7 +18,13 @@ import scipy.sparse.linalg
 from jaxtyping import PRNGKeyArray
 
 import traceax as tx
-from traceax._matrix import Matrix, MatrixError, matrix_operator, read_matrix
+from traceax._matrix import (
+    Matrix,
+    MatrixError,
+    examine,
+    matrix_operator,
+    read_matrix,
+)
 from traceax._table import Row, table
 
 Estimator = Callable[[lx.AbstractLinearOperator, PRNGKeyArray, int], tx.Estimate]
@@ -48,8 +54,8 @@ _INVERSE = """\
 """
 
 _LEGEND = """\
-products: how often the operator, or its adjoint, was applied
-time:     the best of three runs, after compilation"""
+matvecs: how often the operator, or its adjoint, was applied
+time:    the best of three runs, after compilation"""
 
 
 class Job(NamedTuple):
@@ -182,9 +188,7 @@ def _shifted_inverse(matrix: Matrix) -> Job:
     a = matrix.entries
     degrees = np.asarray(a.sum(axis=1)).ravel()
     shifted = scipy.sparse.csr_array(scipy.sparse.diags_array(1 + degrees) - a)
-    positive = lx.TaggedLinearOperator(
-        matrix_operator(matrix._replace(entries=shifted)), lx.positive_semidefinite_tag
-    )
+    positive = matrix_operator(examine(shifted, matrix.field))  # By Gershgorin's discs.
     inverse = scipy.sparse.linalg.splu(shifted.tocsc()).solve(np.eye(matrix.size))
     operator = lx.invert(positive, lx.CG(rtol=1e-8, atol=1e-8))
     return Job(operator, float(np.trace(inverse)))

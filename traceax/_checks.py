@@ -52,20 +52,17 @@ def check_operator(name: str, operator: object) -> None:
 
 
 def check_key(name: str, key: object) -> None:
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    shape = getattr(key, "shape", None)
-    raw = (
-        getattr(key, "dtype", None) == jnp.uint32 and shape is not None and len(shape) == 1
-    )
-    if typed and shape != ():
-        raise ValueError(
-            f"traceax.{name}(key=...) must be one key, but got keys of shape {shape}. Use "
-            "jax.vmap or jax.lax.map over them."
-        )
-    if not (typed or raw):
+    if shape is None or not (typed or dtype == jnp.uint32):
         raise TypeError(
             f"traceax.{name}(key=...) must be a JAX random key, because no default is "
             f"hidden anywhere, but got {type(key).__name__}. Pass jax.random.key(0), say."
+        )
+    if len(shape) != (0 if typed else 1):
+        raise ValueError(
+            f"traceax.{name}(key=...) must be one key, but got keys of shape {shape}. Use "
+            "jax.vmap or jax.lax.map over them."
         )
 
 

@@ -23,8 +23,8 @@ class Estimate(eqx.Module):
       Reverse-mode differentiation through it raises an error that says so; its
       forward-mode tangent is NaN. Wrap it in `jax.lax.stop_gradient` to weight a loss.
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
-    - `degrees_of_freedom`: how many independent deviations `standard_error` was made
-      from; sets the width of `interval`.
+    - `degrees_of_freedom`: of Student's distribution in `interval`: how well the probes
+      determine `standard_error`. Fewer than their number less one where samples are skewed.
 
     **Example**
 
@@ -42,7 +42,7 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     standard_error: PyTree[Float[Array, "..."]]
     num_matvecs: int | Int[Array, "..."]
-    degrees_of_freedom: int | Int[Array, "..."] = 10**6
+    degrees_of_freedom: float | Real[Array, "..."] = 1e6
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
@@ -93,7 +93,7 @@ def _student_quantile(level: float, degrees: Array, dtype: jnp.dtype) -> Real[Ar
     incomplete beta function; it increases in y, so y is found by bisection. Traced, since
     the degrees of freedom become an array as soon as an `Estimate` leaves `jax.jit`.
     """
-    degrees = jnp.clip(degrees, 1, 10**6).astype(dtype)
+    degrees = jnp.clip(degrees, 0.25, 1e6).astype(dtype)
     half = jnp.asarray(0.5, dtype)
 
     def halve(_: int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:

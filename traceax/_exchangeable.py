@@ -126,7 +126,9 @@ def xtrace(
     k = num_matvecs // 2
     probes = draw("xtrace", sampler, key, operator, k)
     algorithm = partial(_xtrace, resphere=is_rotation_invariant(sampler))
-    return estimate(algorithm, operator, probes, num_matvecs=2 * k, num_samples=k)
+    return estimate(
+        algorithm, operator, probes, num_matvecs=2 * k, degrees_of_freedom=k - 1
+    )
 
 
 def xnystrace(
@@ -203,7 +205,9 @@ def xnystrace(
         resphere=is_rotation_invariant(sampler),
         sign=-1 if is_negative(operator) else 1,
     )
-    return estimate(algorithm, operator, probes, num_matvecs, num_samples=num_matvecs)
+    return estimate(
+        algorithm, operator, probes, num_matvecs, degrees_of_freedom=num_matvecs - 1
+    )
 
 
 class _LeaveOneOut(NamedTuple):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
-from traceax._jackknife import standard_error
+from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, Weight, estimate, exact_trace
 from traceax._samplers import Sampler, draw, orthogonal, rademacher
@@ -72,10 +72,12 @@ def hutchinson_trace(
     if num_matvecs >= n:
         return exact_trace(operator)
     probes = draw("hutchinson_trace", sampler, key, operator, num_matvecs)
-    # Probes drawn without replacement, so to speak, vary less than independent ones.
-    shrink = ((n - num_matvecs) / (n - 1)) ** 0.5 if sampler is orthogonal else 1.0
+    # Orthogonal probes are drawn without replacement, so to speak: the finite-population
+    # correction of a survey of k out of n.
+    shrink = ((n - num_matvecs) / n) ** 0.5 if sampler is orthogonal else 1.0
     algorithm = partial(_hutchinson, shrink=shrink)
-    return estimate(algorithm, operator, probes, num_matvecs, num_samples=num_matvecs)
+    degrees = independent_degrees_of_freedom(num_matvecs)
+    return estimate(algorithm, operator, probes, num_matvecs, degrees)
 
 
 def _hutchinson(

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
-from traceax._jackknife import standard_error
+from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, Weight, estimate, exact_trace
 from traceax._samplers import Sampler, draw, is_rotation_invariant, rademacher, sphere
@@ -100,7 +100,8 @@ def hutchpp_trace(
         draw("hutchpp_trace", sampler, rest_key, operator, rest),
     )
     algorithm = partial(_hutchpp, resphere=is_rotation_invariant(sampler))
-    return estimate(algorithm, operator, probes, num_matvecs, num_samples=rest)
+    degrees = independent_degrees_of_freedom(rest)
+    return estimate(algorithm, operator, probes, num_matvecs, degrees)
 
 
 def na_hutchpp_trace(
@@ -142,7 +143,8 @@ def na_hutchpp_trace(
     below 4; if the sampler's probes are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by Hutch++'s frozen weight
-    on the same sketch: more accurate than the oblique one of the value. A gradient costs r + l matvec-VJPs.
+    on the same sketch: more accurate than the oblique one of the value. A gradient costs
+    r + l matvec-VJPs.
 
     **Cost**: `num_matvecs` applications in one batch for each of R, S and z; 3r + 2l
     columns of length n; about 16 n r^2 flops.
@@ -174,7 +176,8 @@ def na_hutchpp_trace(
         for key, count in zip(keys, (r, 2 * r, rest), strict=True)
     )
     algorithm = partial(_na_hutchpp, resphere=is_rotation_invariant(sampler))
-    return estimate(algorithm, operator, probes, num_matvecs, num_samples=rest)
+    degrees = independent_degrees_of_freedom(rest)
+    return estimate(algorithm, operator, probes, num_matvecs, degrees)
 
 
 def _hutchpp(

@@ -4,7 +4,7 @@ Delete probe i and evaluate the whole estimator from the others: the average ove
 the estimates e_ij, each now lacking *two* probes in its sketch. The spread of these k
 averages T_i gives the standard error of an estimator whose samples are correlated
 (conservative, by the inequality of Efron and Stein 1981; the idea of doing so for low-rank
-approximations is Epperly and Tropp's, arXiv:2207.06342). It costs no application: everything
+approximations is Epperly and Tropp's, arXiv:2207.06342). It costs no application: all of it
 is k x k. A matrix indexed [i, j] has probe i removed and probe j evaluated.
 
 XTrace (notation of `_exchangeable`): P_ij has range Q less span{s_i, s_j}, so e_ij is e_j
@@ -35,6 +35,18 @@ def standard_error(
         return jnp.full_like(rounding, jnp.inf)
     deviations = samples - jnp.mean(samples)
     return _length(jnp.append(deviations / (k * (k - 1)) ** 0.5, rounding))
+
+
+def independent_degrees_of_freedom(k: int) -> float:
+    """For the interval of a mean of k independent quadratic forms: a third of k - 1.
+
+    Such samples are skewed, up to a chi-squared variable of one degree for an operator of
+    rank one, and their mean and spread err together. Of intervals meant to hold the truth in
+    95 % of runs, those with k - 1 degrees then hold it in 82 % (k = 4) to 89 % (k = 20),
+    those with a third of that in at least 91 %, for every k from 3 on. At k = 60 they are
+    4 % wider.
+    """
+    return (k - 1) / 3
 
 
 def jackknife_error(

@@ -23,7 +23,8 @@ no cotangent has to look like an operator, and every operator class works. It is
 unbiased again when differentiated twice, <d2A, W>; exact for dA = I as far as <I, W> = n;
 and applied to dA = A it returns the value, where value = <A, W>. (XNysTrace and NA-Hutch++
 spend fewer applications on their value than reading it through W would: there <A, W> is
-another estimate of the same trace, equal where the sketch is exact.) In reverse mode it is one vector-Jacobian product of the matvec a column of R, with cotangent L.
+another estimate of the same trace, equal where the sketch is exact.) In reverse mode it is
+one vector-Jacobian product of the matvec a column of R, with cotangent L.
 
 A new estimator is one function `(LinearMap, probes) -> Outcome`.
 """
@@ -82,18 +83,21 @@ def _evaluate_jvp(
     tangent, _, _ = tangents
     # Through `_evaluate` again, so that a second derivative meets the rule again.
     outcome = _evaluate(*primals)
+    unperturbed = jax.tree.map(lambda _: None, outcome)
     if not jax.tree.leaves(tangent):
-        return outcome, jax.tree.map(lambda _: None, outcome)
-    # <dA, W>. `filter_jvp` takes the `None` of whatever is not perturbed.
+        return outcome, unperturbed
+    # <dA, W>. `filter_jvp` takes the `None` of whatever is not perturbed, and gives `None`
+    # where the matvec does not depend on what is (the point of a constant Jacobian).
     _, read = eqx.filter_jvp(
         lambda operator: outcome.weight(LinearMap(operator)), (operator,), (tangent,)
     )
+    if read is None:
+        return outcome, unperturbed
     if not jnp.iscomplexobj(outcome.value):
         read = read.real
     read = read.astype(outcome.value.dtype)
-    frozen = jax.tree.map(lambda _: None, outcome.weight)
     refused = _refuse(outcome.standard_error, read.real)
-    return outcome, Outcome(read, refused, frozen)
+    return outcome, Outcome(read, refused, unperturbed.weight)
 
 
 def _refuse(error: Float[Array, ""], tangent: Float[Array, ""]) -> Float[Array, ""]:
@@ -117,20 +121,18 @@ def estimate(
     operator: lx.AbstractLinearOperator,
     probes: PyTree[Array],
     num_matvecs: int,
-    num_samples: int,
+    degrees_of_freedom: float,
 ) -> Estimate:
-    """Run an algorithm under the rule. `num_samples` made its standard error."""
+    """Run an algorithm under the rule."""
     outcome = _evaluate(prepare(operator), algorithm, probes)
-    return Estimate(
-        outcome.value, outcome.standard_error, num_matvecs, max(num_samples - 1, 1)
-    )
+    return Estimate(outcome.value, outcome.standard_error, num_matvecs, degrees_of_freedom)
 
 
 def exact_trace(operator: lx.AbstractLinearOperator) -> Estimate:
     """The trace from n applications: W = I, nothing random."""
     n = size(operator)
     basis = jnp.eye(n, dtype=working_dtype(operator))
-    return estimate(_exact_trace, operator, basis, num_matvecs=n, num_samples=n)
+    return estimate(_exact_trace, operator, basis, num_matvecs=n, degrees_of_freedom=n)
 
 
 def _exact_trace(linear_map: LinearMap, basis: Inexact[Array, "n n"]) -> Outcome:

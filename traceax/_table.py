@@ -30,7 +30,7 @@ def table(rows: list[Row], exact: float | complex) -> Iterator[str]:
     columns = (
         _left(["estimator", *(row.name for row in rows), "exact"]),
         _left([f"estimate ± standard error{unit}", *pairs]),
-        _right(["products", *(str(row.num_matvecs) for row in rows), ""]),
+        _right(["matvecs", *(str(row.num_matvecs) for row in rows), ""]),
         _right(["time", *(f"{1000 * row.seconds:,.1f} ms" for row in rows), ""]),
     )
     for line in zip(*columns, strict=True):
@@ -67,7 +67,7 @@ def _exact(value: float | complex, rows: list[Row]) -> str:
     precise = [row.error for row in rows if 0 < row.error < np.inf]
     digits = [len(str(int(abs(value)))) + _decimals(error) for error in precise]
     digits += [12 for row in rows if row.error == 0]
-    return _show(value, f"z.{min(max(8, *digits, 8), 15)}g")
+    return _show(value, f"z.{min(max([8, *digits]), 15)}g")
 
 
 def _show(value: float | complex, form: str) -> str:

@@ -1,0 +1,163 @@
+"""What random probes do, with tolerances computed from theory, and a sabotage twin each."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import (
+    ESTIMATORS,
+    PSD,
+    Entry,
+    as_semidefinite,
+    function,
+    general,
+    hermitian,
+)
+from tests.helpers import spectrum as spectrum_of
+
+KEY = jax.random.key(1)
+REPEATS = 4000
+
+
+def mean_is(samples: Any, truth: Any, sigma: float) -> bool:
+    """|mean - truth| <= 6 sigma / sqrt(R), sigma the standard deviation of one sample."""
+    return bool(abs(np.mean(samples) - truth) <= 6 * sigma / np.sqrt(len(samples)))
+
+
+def repeated(function: Any, repeats: int = REPEATS, key: Any = KEY) -> Any:
+    keys = jax.random.split(key, repeats)
+    return jax.tree.map(np.asarray, jax.jit(lambda keys: jax.lax.map(function, keys))(keys))
+
+
+def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
+    """Of z* A z, from theory (the samplers' docstrings)."""
+    n = matrix.shape[0]
+    real = not np.iscomplexobj(matrix)
+    symmetric = (matrix + matrix.T) / 2
+    off = matrix - np.diag(np.diag(matrix))
+    trace = abs(np.trace(matrix)) ** 2
+    square = np.linalg.norm(symmetric if real else matrix) ** 2
+    if sampler is tx.rademacher:
+        off_symmetric = symmetric - np.diag(np.diag(symmetric))
+        return float(
+            2 * np.linalg.norm(off_symmetric) ** 2 if real else np.linalg.norm(off) ** 2
+        )
+    if sampler is tx.normal:
+        return float(2 * square if real else square)
+    if real:
+        return float(2 * n / (n + 2) * (square - trace / n))
+    return float(n / (n + 1) * (square - trace / n))
+
+
+@pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal])
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -> None:
+    n = 10
+    matrix = np.asarray(general(n, dtype))
+    operator = function(jnp.asarray(matrix))
+    samples = repeated(lambda k: tx.hutchinson_trace(operator, k, 1, sampler=sampler).value)
+    variance = variance_of_one_form(sampler, matrix)
+    assert mean_is(samples, np.trace(matrix), np.sqrt(variance))
+    squares = np.abs(samples - np.trace(matrix)) ** 2
+    assert mean_is(squares, variance, float(np.std(squares)))
+    assert np.std(squares) / np.sqrt(REPEATS) < 0.1 * variance
+    # Sabotage: probes 2 % too long are noticed.
+    assert not mean_is(samples * 1.02**2, np.trace(matrix), np.sqrt(variance) / 8) or (
+        abs(np.trace(matrix)) * 0.04 < 6 * np.sqrt(variance / REPEATS)
+    )
+
+
+@pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal])
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_probes_are_isotropic(sampler: Any, dtype: Any) -> None:
+    n = 4
+    structure = jax.ShapeDtypeStruct((n,), dtype)
+    probes = repeated(lambda key: sampler(key, structure, 2)[0])
+    second = probes[:, :, None] * probes[:, None, :].conj()
+    deviation = np.abs(second.mean(0) - np.eye(n))
+    limit = 6 * second.std(0) / np.sqrt(REPEATS) + 1e-12
+    assert np.all(deviation <= limit)
+    assert not np.all(np.abs(1.2 * second.mean(0) - np.eye(n)) <= limit)
+
+
+def test_orthogonal_probes_lower_the_variance() -> None:
+    n, k = 10, 5
+    matrix = general(n)
+    operator = function(matrix)
+
+    def run(key: Any) -> tx.Estimate:
+        return tx.hutchinson_trace(operator, key, k, sampler=tx.orthogonal)
+
+    estimates = repeated(run)
+    one = variance_of_one_form(tx.sphere, np.asarray(matrix))
+    theory = one / k * (n - k) / (n - 1)
+    squares = np.abs(estimates.value - np.trace(matrix)) ** 2
+    assert mean_is(squares, theory, float(np.std(squares)))
+    assert mean_is(
+        estimates.standard_error**2, theory, float(np.std(estimates.standard_error**2))
+    )
+    assert not mean_is(squares, one / k, float(np.std(squares)))
+
+
+@pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
+@pytest.mark.parametrize("name", ["flat", "poly", "exp", "step"])
+def test_intervals_hold_the_truth(entry: Entry, name: str) -> None:
+    """interval(0.95) in at least 90 % of runs: of 400 runs, one that holds exactly 90 %
+    falls below 86 % once in a hundred times. n = 200; n = 1000 is measured in the
+    benchmarks. Sabotage: an error bar a third as long does not pass, unless it is one of
+    the jackknife's, which are conservative on fast spectra."""
+    matrix = hermitian(spectrum_of(name, 200))
+    operator = as_semidefinite(entry, function(matrix))
+    truth = float(jnp.trace(matrix))
+
+    def covered(key: Any) -> tuple[Any, Any]:
+        estimate = entry.estimate(operator, key, 40)
+        low, high = estimate.interval(0.95)
+        third = tx.Estimate(estimate.value, estimate.standard_error / 3, 40, 10)
+        short_low, short_high = third.interval(0.95)
+        return (low <= truth) & (truth <= high), (short_low <= truth) & (
+            truth <= short_high
+        )
+
+    holds, short = repeated(covered, 400)
+    assert holds.mean() >= 0.86
+    jackknife = entry.name in ("xtrace", "xnystrace")
+    assert jackknife or short.mean() < 0.86
+
+
+@pytest.mark.parametrize("name", ["xtrace", "xnystrace"])
+def test_the_usual_leave_one_out_error_is_too_small(name: str) -> None:
+    """Why there is a jackknife: the spread of the leave-one-out samples, as if they were
+    independent, is well below the error that is made."""
+    (entry,) = (entry for entry in ESTIMATORS if entry.name == name)
+    matrix = hermitian(spectrum_of("exp", 200))
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    estimates = repeated(lambda key: entry.estimate(operator, key, 40), 400)
+    error = np.sqrt(np.mean((estimates.value - float(jnp.trace(matrix))) ** 2))
+    assert 1 <= np.sqrt(np.mean(estimates.standard_error**2)) / error <= 20
+
+
+def test_sketches_pay_on_decaying_spectra() -> None:
+    """Errors at equal matvecs, in the order that theory gives them."""
+    matrix = hermitian(spectrum_of("exp", 200))
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    errors = [
+        np.sqrt(
+            np.mean(
+                (
+                    repeated(lambda k, e=e: e.estimate(operator, k, 40).value, 50)
+                    - float(jnp.trace(matrix))
+                )
+                ** 2
+            )
+        )
+        for e in ESTIMATORS
+    ]
+    hutchinson, hutchpp, na_hutchpp, xtrace, xnystrace = errors
+    assert xnystrace < xtrace / 10 < hutchpp / 20 < hutchinson / 100
+    assert hutchpp < na_hutchpp < hutchinson
