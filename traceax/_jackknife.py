@@ -40,11 +40,11 @@ def standard_error(
 def independent_degrees_of_freedom(k: int) -> float:
     """For the interval of a mean of k independent quadratic forms: a third of k - 1.
 
-    Such samples are skewed, up to a chi-squared variable of one degree for an operator of
-    rank one, and their mean and spread err together. Of intervals meant to hold the truth in
-    95 % of runs, those with k - 1 degrees then hold it in 82 % (k = 4) to 89 % (k = 20),
-    those with a third of that in at least 91 %, for every k from 3 on. At k = 60 they are
-    4 % wider.
+    Such samples are skewed, up to a chi-squared variable of one degree for an operator
+    of rank one, and their mean and spread err together. Of intervals meant to hold the
+    truth in 95 % of runs, those with k - 1 degrees then hold it in 82 % (k = 4) to 89 %
+    (k = 20), those with a third of that in at least 91 %, for every k from 3 on. At k = 60
+    they are 4 % wider.
     """
     return (k - 1) / 3
 

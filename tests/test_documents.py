@@ -1,0 +1,121 @@
+"""What is written is true: examples run, docstrings are complete, versions agree."""
+
+import doctest
+import inspect
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import traceax as tx
+from traceax import _estimate, _exchangeable, _hutchinson, _hutchpp, _samplers, _trace
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+PUBLIC = {name: value for name, value in vars(tx).items() if not name.startswith("_")}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+SECTIONS = (
+    "**Arguments**",
+    "**Returns**",
+    "**Raises**",
+    "**Derivatives**",
+    "**Cost**",
+    "**Example**",
+    "**Reference**",
+)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_are_complete_and_in_order(name: str) -> None:
+    documentation = inspect.getdoc(FUNCTIONS[name])
+    assert documentation is not None
+    places = [documentation.find(section) for section in SECTIONS]
+    assert -1 not in places, SECTIONS[places.index(-1)]
+    assert places == sorted(places)
+    arguments = documentation[places[0] : places[1]]
+    for parameter in inspect.signature(FUNCTIONS[name]).parameters:
+        assert f"- `{parameter}`:" in arguments
+
+
+def test_estimate_is_documented() -> None:
+    for thing in (tx.Estimate, tx.Estimate.interval):
+        assert inspect.getdoc(thing)
+    attributes = inspect.getdoc(tx.Estimate) or ""
+    for field in tx.Estimate.__dataclass_fields__:
+        assert f"- `{field}`:" in attributes
+
+
+@pytest.mark.parametrize(
+    "module", [_estimate, _exchangeable, _hutchinson, _hutchpp, _samplers, _trace]
+)
+def test_examples_in_docstrings(module: Any) -> None:
+    results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_examples_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    with jax.enable_x64(False):
+        for block in blocks("python"):
+            exec(compile(block, "README.md", "exec"), {})
+    assert re.search(
+        r"[\d.]+, between [\d.]+ and [\d.]+; slope -[\d.]+", capsys.readouterr().out
+    )
+
+
+def test_the_readme_begins_with_two_commands() -> None:
+    """One line each, which CI reads and runs."""
+    first, second = blocks("sh")[:2]
+    assert len(first.strip().splitlines()) == len(second.strip().splitlines()) == 1
+    assert "python -m traceax" in first
+    assert "test" in second
+    assert "pytest" in second
+
+
+def test_every_public_name_is_in_the_readme_and_the_changelog() -> None:
+    for name in PUBLIC:
+        assert f"`{name}" in README or f"tx.{name}" in README, name
+        assert f"`{name}`" in CHANGELOG, name
+
+
+def test_versions_agree() -> None:
+    project = PYPROJECT["project"]
+    assert f"## {project['version']}" in CHANGELOG
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+    for package in ("jax", "equinox", "lineax"):
+        (spec,) = (d for d in project["dependencies"] if re.match(rf"{package}>=", d))
+        assert f"{package} {spec.split('>=')[1]} or newer" in README
+    (pin,) = project["optional-dependencies"]["benchmarks"]
+    assert pin.replace("==", " ") in CHANGELOG
+
+
+def test_notebooks_assert_what_they_claim() -> None:
+    """CI executes them; here: kept without outputs, with pictures and assertions."""
+    notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
+    assert notebooks
+    for path in notebooks:
+        cells = json.loads(path.read_text())["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        assert not any(cell.get("outputs") for cell in cells)
+        assert sum("assert " in source for source in code) >= 4
+        assert sum("plt." in source or "ax" in source for source in code) >= 2
+
+
+def test_the_package_is_typed_and_closed() -> None:
+    package = ROOT / "traceax"
+    assert (package / "py.typed").exists()
+    for path in package.glob("*.py"):
+        source = path.read_text()
+        assert "jax._src" not in source
+        assert len(source.splitlines()) <= 320, path
