@@ -97,8 +97,12 @@ def test_symbolic_zeros_and_leaks(entry: Entry, kind: str) -> None:
 
         return jax.vmap(jax.grad(loss, (0, 1)), (0, None))(scale, shift)
 
-    with jax.checking_leaks():
-        by_scale, by_shift = slopes(0.5, jnp.array([1.0, 2.0]))
+    arguments = 0.5, jnp.array([1.0, 2.0])
+    with jax.checking_leaks():  # leaks are a matter of tracing
+        jax.eval_shape(slopes, *arguments)
+    if kind not in ("PyTree", "Jacobian", "nested"):
+        return
+    by_scale, by_shift = slopes(*arguments)
     value = run(entry, kind, matrix).value
     tolerance = 1e-10 * float(jnp.sum(jnp.abs(matrix)))
     np.testing.assert_allclose(by_shift, [2 * value] * 2, atol=tolerance)

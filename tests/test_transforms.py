@@ -212,6 +212,20 @@ def test_training_with_optax(entry: Entry) -> None:
     assert values[-20:].mean() < values[:20].mean()
 
 
+@pytest.mark.parametrize("entry", ALL, ids=lambda e: e.name)
+def test_strict_settings(entry: Entry) -> None:
+    """With NaNs trapped, ranks not promoted, and dtypes not promoted."""
+    matrix = suitable(entry, 70)
+    with (
+        jax.debug_nans(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+    ):
+        value, gradient = jax.value_and_grad(lambda m: estimate(entry, m).value)(matrix)
+    assert value == estimate(entry, matrix).value
+    assert jnp.all(jnp.isfinite(gradient))
+
+
 MANY_KEYS = """
 import jax, lineax as lx, traceax as tx
 a = jax.random.normal(jax.random.key(0), (1000, 1000))

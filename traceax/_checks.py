@@ -90,10 +90,11 @@ def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
     if not (is_positive(operator) or is_negative(operator)):
         raise ValueError(
             f"traceax.{name}(operator=...) must be tagged positive or negative "
-            "semidefinite, because the algorithm is wrong for other operators, but got an "
-            f"untagged {type(operator).__name__}. If it is semidefinite, pass "
-            "lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag), also around "
-            "products with scalars; if not, use traceax.xtrace."
+            "semidefinite, because the algorithm is wrong for other operators, but got a "
+            f"{type(operator).__name__} that is not known to be. If it is semidefinite, "
+            "pass lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag), also "
+            "around products with scalars; if not, or if there is a TangentLinearOperator "
+            "in it (whose tags are those of its primal), use traceax.xtrace."
         )
 
 

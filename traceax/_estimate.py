@@ -21,7 +21,7 @@ class Estimate(eqx.Module):
       `value`, estimated from the same probes, with a floor at the rounding error of the
       operator's dtype. `inf` if a single probe cannot tell; `0` if `value` is exact.
       Reverse-mode differentiation through it raises an error that says so; its
-      forward-mode tangent is NaN. Wrap it in `jax.lax.stop_gradient` to weight a loss.
+      forward-mode tangent is infinite. Wrap it in `jax.lax.stop_gradient` to weight a loss.
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
     - `degrees_of_freedom`: of Student's distribution in `interval`: how well the probes
       determine `standard_error`. Fewer than their number less one where samples are skewed.
@@ -42,7 +42,7 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     standard_error: PyTree[Float[Array, "..."]]
     num_matvecs: int | Int[Array, "..."]
-    degrees_of_freedom: float | Real[Array, "..."] = 1e6
+    degrees_of_freedom: float | Float[Array, "..."] = 1e6
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
@@ -62,7 +62,7 @@ class Estimate(eqx.Module):
 
         **Cost**: no operator applications.
         """
-        if isinstance(level, (int, float)) and not 0 < level < 1:
+        if not isinstance(level, jax.Array) and not 0 < level < 1:
             raise ValueError(
                 "traceax.Estimate.interval(level=...) must be strictly between 0 and 1, "
                 f"because it is a probability, but got {level!r}. Pass 0.95, say."
@@ -87,21 +87,27 @@ class Estimate(eqx.Module):
 
 
 def _student_quantile(level: float, degrees: Array, dtype: jnp.dtype) -> Real[Array, "..."]:
-    """The t with P(|T| <= t) = level, T having Student's distribution.
+    """The t with P(|T| > t) = 1 - level, T having Student's distribution.
 
-    P(|T| <= t) = I_y(1/2, degrees/2) with y = t^2 / (degrees + t^2), the regularised
-    incomplete beta function; it increases in y, so y is found by bisection. Traced, since
-    the degrees of freedom become an array as soon as an `Estimate` leaves `jax.jit`.
+    P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised
+    incomplete beta function; it increases in u. Log u is found by bisection: 1 - u cannot
+    tell the long tails of few degrees apart, nor u the narrow ones of many. Traced, since
+    the degrees of freedom become an array when an `Estimate` leaves `jax.jit`.
     """
-    degrees = jnp.clip(degrees, 0.25, 1e6).astype(dtype)
+    degrees = jnp.clip(jnp.asarray(degrees, dtype), 0.25, 1e4)
     half = jnp.asarray(0.5, dtype)
+
+    def tail(log_u: Array) -> Array:
+        u, complement = jnp.exp(log_u), -jnp.expm1(log_u)
+        direct = betainc(degrees / 2, half, u)
+        return jnp.where(u < 0.5, direct, 1 - betainc(half, degrees / 2, complement))
 
     def halve(_: int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = (low + high) / 2
-        below = betainc(half, degrees / 2, middle) < level
+        below = tail(middle) < 1 - level
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
-    bracket = jnp.zeros_like(degrees), jnp.ones_like(degrees)
-    y, _ = jax.lax.fori_loop(0, 60, halve, bracket)
-    return jnp.sqrt(degrees * y / (1 - y))
+    least = jnp.full_like(degrees, jnp.log(jnp.finfo(dtype).tiny))
+    log_u, _ = jax.lax.fori_loop(0, 60, halve, (least, jnp.zeros_like(degrees)))
+    return jnp.sqrt(degrees * -jnp.expm1(log_u) / jnp.exp(log_u))

@@ -54,6 +54,7 @@ from traceax._sketch import (
     column_dots,
     column_norms_squared,
     downdate,
+    mean,
     nystrom,
     orthonormalise,
 )
@@ -74,9 +75,9 @@ def xtrace(
 
         value = 1/k sum_i [ tr(P_i A P_i) + c_i w_i* (I - P_i) A (I - P_i) w_i ]
 
-    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I, or
-    if `num_matvecs` reaches n. Never much worse than `hutchinson_trace`, and better by
-    orders of magnitude where singular values decay.
+    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
+    probes are resphered), or if `num_matvecs` reaches n. Never much worse than
+    `hutchinson_trace`, and better by orders of magnitude where singular values decay.
 
     **Arguments**
 
@@ -145,8 +146,9 @@ def xnystrace(
 
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 
-    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I, or
-    if `num_matvecs` reaches n. The most accurate of the estimators wherever it applies.
+    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
+    probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
+    estimators wherever it applies.
 
     **Arguments**
 
@@ -162,7 +164,8 @@ def xnystrace(
 
     **Returns** an `Estimate` of shape `()`, real, in the operator's precision (at least 32
     bits). `standard_error` is the jackknife's: conservative; `inf` for one probe; 0 where n
-    applications were spent.
+    applications were spent; wider by n times the depth of the most negative eigenvalue
+    found, if the operator is not semidefinite after all.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged
@@ -221,7 +224,7 @@ class _LeaveOneOut(NamedTuple):
 
     def weight(self) -> Weight:
         q, s, k = self.basis.columns, self.directions, self.x.shape[0]
-        left = [q - (q @ s) @ s.conj().T / k, self.mu * (self.resphering / k)]
+        left = [q - (q @ s) @ s.conj().T / k, self.mu * (self.resphering / k)[None, :]]
         return Weight(jnp.hstack(left), jnp.hstack([q, self.mu]))
 
 
@@ -232,7 +235,7 @@ def _leave_one_out(
     basis = orthonormalise(sketch)
     s = downdate(basis.triangle).directions
     w = basis.columns.conj().T @ probes
-    x = w - s * column_dots(s, w)
+    x = w - s * column_dots(s, w)[None, :]
     mu = probes - basis.columns @ x
     lengths = column_norms_squared(mu)
     resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
@@ -251,27 +254,27 @@ def _xtrace(
     remainders = column_dots(loo.mu, sketch / scale - z @ loo.x)
     samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
 
-    rounding = k**0.5 * jnp.linalg.norm(h) + jnp.mean(jnp.abs(loo.resphering * remainders))
+    rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(loo.resphering * remainders))
     rounding = 4 * resolution(linear_map.operator) * rounding
     if k < 3:
         error = standard_error(samples, rounding)
     else:
         w = q.conj().T @ probes
-        # Q* A mu_j and (mu_j* A Q)*, without another tall product for the first.
-        after = loo.basis.triangle - h @ loo.x
-        before = z.conj().T @ loo.mu
+        # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
+        image = loo.basis.triangle - h @ loo.x
+        coimage = z.conj().T @ loo.mu
         replicates = xtrace_replicates(
             h,
             s,
             w,
-            after,
-            before,
+            image,
+            coimage,
             remainders,
             column_norms_squared(loo.mu),
             n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
-    return Outcome(scale * jnp.mean(samples), scale * error, loo.weight())
+    return Outcome(scale * mean(samples), scale * error, loo.weight())
 
 
 def _xnystrace(
@@ -291,7 +294,7 @@ def _xnystrace(
     resphering = (n - k + 1) * jnp.diagonal(test).real if resphere else 1.0
     samples = whole + (resphering - jnp.diagonal(removed).real) / core - factor.shift * n
 
-    rounding = 4 * resolution(linear_map.operator) * whole
+    rounding = 4 * resolution(linear_map.operator) * whole + n * factor.indefinite
     if k < 3:
         error = standard_error(samples, rounding)
     else:
@@ -302,4 +305,4 @@ def _xnystrace(
     scale = factor.scale
     ordered = after(factor.left, sketch)
     weight = _leave_one_out(ordered, probes, resphere).weight()
-    return Outcome(sign * scale * jnp.mean(samples), scale * error, weight)
+    return Outcome(sign * scale * mean(samples), scale * error, weight)

@@ -11,8 +11,8 @@ from traceax._estimate import Estimate
 from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, Weight, estimate, exact_trace
-from traceax._samplers import Sampler, draw, orthogonal, rademacher
-from traceax._sketch import column_dots
+from traceax._samplers import Sampler, draw, is_without_replacement, rademacher
+from traceax._sketch import column_dots, mean
 
 
 def hutchinson_trace(
@@ -74,7 +74,7 @@ def hutchinson_trace(
     probes = draw("hutchinson_trace", sampler, key, operator, num_matvecs)
     # Orthogonal probes are drawn without replacement, so to speak: the finite-population
     # correction of a survey of k out of n.
-    shrink = ((n - num_matvecs) / n) ** 0.5 if sampler is orthogonal else 1.0
+    shrink = ((n - num_matvecs) / n) ** 0.5 if is_without_replacement(sampler) else 1.0
     algorithm = partial(_hutchinson, shrink=shrink)
     degrees = independent_degrees_of_freedom(num_matvecs)
     return estimate(algorithm, operator, probes, num_matvecs, degrees)
@@ -85,8 +85,8 @@ def _hutchinson(
 ) -> Outcome:
     products = linear_map(probes)
     samples = column_dots(probes, products)
-    rounding = jnp.mean(column_dots(jnp.abs(probes), jnp.abs(products)))
+    rounding = mean(column_dots(jnp.abs(probes), jnp.abs(products)))
     rounding = 4 * resolution(linear_map.operator) * rounding
     weight = Weight(probes / probes.shape[1], probes)
     error = standard_error(shrink * samples, rounding)
-    return Outcome(jnp.mean(samples), error, weight)
+    return Outcome(mean(samples), error, weight)

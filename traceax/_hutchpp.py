@@ -27,7 +27,7 @@ from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, Weight, estimate, exact_trace
 from traceax._samplers import Sampler, draw, is_rotation_invariant, rademacher, sphere
-from traceax._sketch import column_dots, column_norms_squared, orthonormalise
+from traceax._sketch import column_dots, column_norms_squared, mean, orthonormalise
 
 
 def hutchpp_trace(
@@ -44,9 +44,10 @@ def hutchpp_trace(
 
         value = tr(Q* A Q) + 1/l sum_j c_j z_j* (I - Q Q*) A (I - Q Q*) z_j
 
-    Unbiased. Exact (to rounding) if the rank of A is at most k, if A is a multiple of I, or
-    if `num_matvecs` reaches n. Given Q, its samples are independent, so its standard error
-    is honest without further ado; `xtrace` is the more accurate at equal cost.
+    Unbiased. Exact (to rounding) if the rank of A is at most k, if A is a multiple of I
+    (and probes are resphered), or if `num_matvecs` reaches n. Given Q, its samples are
+    independent, so its standard error is honest without further ado; `xtrace` is the more
+    accurate at equal cost.
 
     **Arguments**
 
@@ -191,9 +192,9 @@ def _hutchpp(
     mu, resphering = _project(rest, q, resphere)
     h = column_dots(q, linear_map(q))
     samples = resphering * column_dots(mu, linear_map(mu))
-    rounding = jnp.sum(jnp.abs(h)) + jnp.mean(jnp.abs(samples))
+    rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
     error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
-    return Outcome(jnp.sum(h) + jnp.mean(samples), error, _weight(q, mu, resphering))
+    return Outcome(jnp.sum(h) + mean(samples), error, _weight(q, mu, resphering))
 
 
 def _na_hutchpp(
@@ -210,10 +211,10 @@ def _na_hutchpp(
     products = linear_map(rest)
     missed = products - q @ (inverse @ (co_range.conj().T @ rest))
     samples = column_dots(rest, missed)
-    rounding = jnp.mean(column_dots(jnp.abs(rest), jnp.abs(products)))
+    rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
     error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
     weight = _weight(q, *_project(rest, q, resphere))
-    return Outcome(low + jnp.mean(samples), error, weight)
+    return Outcome(low + mean(samples), error, weight)
 
 
 def _project(
@@ -229,5 +230,5 @@ def _project(
 def _weight(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
 ) -> Weight:
-    left = jnp.hstack([q, mu * (resphering / mu.shape[1])])
+    left = jnp.hstack([q, mu * (resphering / mu.shape[1])[None, :]])
     return Weight(left, jnp.hstack([q, mu]))

@@ -23,7 +23,7 @@ is the Schur complement of what is left, 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._sketch import magnitude
+from traceax._sketch import magnitude, mean
 
 
 def standard_error(
@@ -33,7 +33,7 @@ def standard_error(
     k = samples.shape[0]
     if k == 1:
         return jnp.full_like(rounding, jnp.inf)
-    deviations = samples - jnp.mean(samples)
+    deviations = samples - mean(samples)
     return _length(jnp.append(deviations / (k * (k - 1)) ** 0.5, rounding))
 
 
@@ -54,7 +54,7 @@ def jackknife_error(
 ) -> Float[Array, ""]:
     """Of an estimator whose value without probe i is `replicates[i]`."""
     k = replicates.shape[0]
-    deviations = replicates - jnp.mean(replicates)
+    deviations = replicates - mean(replicates)
     return _length(jnp.append(deviations * ((k - 1) / k) ** 0.5, rounding))
 
 
@@ -62,13 +62,13 @@ def xtrace_replicates(
     h: Inexact[Array, "k k"],
     s: Inexact[Array, "k k"],
     w: Inexact[Array, "k k"],
-    after: Inexact[Array, "k k"],
-    before: Inexact[Array, "k k"],
+    image: Inexact[Array, "k k"],
+    coimage: Inexact[Array, "k k"],
     remainders: Inexact[Array, " k"],
     lengths: Float[Array, " k"],
     residual_rank: int | None,
 ) -> Inexact[Array, " k"]:
-    """`after` is Q* A mu_j, `before` is Q* A* mu_j, columns j; `remainders` mu_j* A mu_j;
+    """`image` is Q* A mu_j, `coimage` is Q* A* mu_j, columns j; `remainders` mu_j* A mu_j;
     `lengths` |mu_j|^2; `residual_rank` n - k + 2 to resphere, None not to."""
     s_adjoint = s.conj().T
     overlap = s_adjoint @ s
@@ -76,19 +76,21 @@ def xtrace_replicates(
 
     def part(product: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
         """u* v_j, times a, from s_i* v_j."""
-        return product - overlap * jnp.diagonal(product)
+        return product - overlap * jnp.diagonal(product)[None, :]
 
     shs = s_adjoint @ h @ s
     own = jnp.diagonal(shs)
     uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    uhu = (uhu + jnp.abs(overlap) ** 2 * own) / squared
+    uhu = (uhu + jnp.abs(overlap) ** 2 * own[None, :]) / squared
     uw = part(s_adjoint @ w)
     c = uw / squared
-    cross = c.conj() * part(s_adjoint @ after) + c * part(s_adjoint @ before).conj()
-    products = remainders + cross + jnp.abs(uw) ** 2 / squared * uhu
+    cross = c.conj() * part(s_adjoint @ image) + c * part(s_adjoint @ coimage).conj()
+    products = remainders[None, :] + cross + jnp.abs(uw) ** 2 / squared * uhu
     if residual_rank is not None:
-        products = products * residual_rank / (lengths + jnp.abs(uw) ** 2 / squared)
-    return _mean_of_others(jnp.trace(h) - own - uhu + products)
+        products = (
+            products * residual_rank / (lengths[None, :] + jnp.abs(uw) ** 2 / squared)
+        )
+    return _mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
 
 
 def xnystrace_replicates(
@@ -102,15 +104,15 @@ def xnystrace_replicates(
     all replicates, is left out. Everything is scaled by K's diagonal, or it overflows."""
     core = jnp.diagonal(gram).real
     root = jnp.sqrt(core)
-    overlap = gram / root / root[:, None]
+    overlap = gram / root[None, :] / root[:, None]
     squared = _one_minus_squared_modulus(overlap)
-    normed = removed / root / root[:, None]
+    normed = removed / root[None, :] / root[:, None]
     own = jnp.diagonal(normed).real
-    pair = own[:, None] + own - 2 * (normed * overlap.conj()).real
-    remainders = 1 / (core * squared)
+    pair = own[:, None] + own[None, :] - 2 * (normed * overlap.conj()).real
+    remainders = 1 / (core[None, :] * squared)
     if residual_rank is not None:
         lone = jnp.diagonal(test).real
-        remainders *= residual_rank * (lone - jnp.abs(test) ** 2 / lone[:, None])
+        remainders *= residual_rank * (lone[None, :] - jnp.abs(test) ** 2 / lone[:, None])
     return _mean_of_others(whole - pair / squared + remainders)
 
 

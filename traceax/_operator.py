@@ -17,10 +17,17 @@ def size(operator: lx.AbstractLinearOperator) -> int:
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
+def common_dtype(structure: PyTree[jax.ShapeDtypeStruct]) -> jnp.dtype:
+    """One that holds every leaf, but at least 32 bits wide."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(structure)]
+    low = [jnp.finfo(dtype).bits < 32 for dtype in dtypes]
+    pairs = zip(dtypes, low, strict=True)
+    return np.result_type(*(np.float32 if is_low else dtype for dtype, is_low in pairs))
+
+
 def working_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
-    """The dtype of blocks: that of the operator, but at least 32 bits wide."""
-    leaves = jax.tree.leaves(operator.in_structure())
-    return jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
+    """The dtype of blocks."""
+    return common_dtype(operator.in_structure())
 
 
 def resolution(operator: lx.AbstractLinearOperator) -> float:
@@ -30,16 +37,15 @@ def resolution(operator: lx.AbstractLinearOperator) -> float:
 
 
 def prepare(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The same operator, with every array leaf a strongly typed JAX array.
+    """The same operator, with every inexact array leaf a strongly typed JAX array.
 
     Under an eager `jax.grad(f)(1.3)` a derivative rule would be handed the bare Python
     float, of which a closure-converted operator cannot make an application.
     """
 
     def strong(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            leaf = jnp.asarray(leaf)
-        if eqx.is_inexact_array(leaf):
+        array = isinstance(leaf, np.ndarray | jax.Array)
+        if array and jnp.issubdtype(leaf.dtype, jnp.inexact):
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
 

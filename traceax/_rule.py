@@ -101,12 +101,14 @@ def _evaluate_jvp(
 
 
 def _refuse(error: Float[Array, ""], tangent: Float[Array, ""]) -> Float[Array, ""]:
-    """The tangent of the standard error: NaN forwards, an error by name backwards.
+    """The tangent of the standard error: infinite forwards, an error by name backwards.
+
+    (Not NaN: `jax_debug_nans` would stop at it, though nobody reads it.)
 
     The choice is always taken, but hangs on a value that the compiler does not know, or it
     would fold the choice, and with it the error.
     """
-    unknown = jnp.where(error > -1, jnp.nan, tangent)
+    unknown = jnp.where(error > -1, jnp.inf, tangent)
     return eqxi.nondifferentiable_backward(
         unknown,
         msg="traceax: `standard_error` of an Estimate must not be differentiated, because "
@@ -125,7 +127,9 @@ def estimate(
 ) -> Estimate:
     """Run an algorithm under the rule."""
     outcome = _evaluate(prepare(operator), algorithm, probes)
-    return Estimate(outcome.value, outcome.standard_error, num_matvecs, degrees_of_freedom)
+    return Estimate(
+        outcome.value, outcome.standard_error, num_matvecs, float(degrees_of_freedom)
+    )
 
 
 def exact_trace(operator: lx.AbstractLinearOperator) -> Estimate:

@@ -6,13 +6,15 @@ operator's input structure, and each leaf of `probes` has a leading axis of `num
 
 import math
 from collections.abc import Callable
+from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._operator import flatten, unflatten, working_dtype
+from traceax._operator import common_dtype, flatten, unflatten, working_dtype
 
 Structure = PyTree[jax.ShapeDtypeStruct]
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
@@ -38,7 +40,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry.
+    **Cost**: one random number an entry, two for complex leaves of all but `rademacher`.
 
     **Example**
 
@@ -82,7 +84,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry.
+    **Cost**: one random number an entry, two for complex leaves of all but `rademacher`.
 
     **Example**
 
@@ -122,7 +124,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry.
+    **Cost**: one random number an entry, two for complex leaves of all but `rademacher`.
 
     **Example**
 
@@ -140,14 +142,14 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     """
     n, dtype = _space(structure)
     columns = jax.random.normal(key, (n, num_probes), dtype)
-    columns = columns * (math.sqrt(n) / jnp.linalg.norm(columns, axis=0))
+    columns = columns * (math.sqrt(n) / jnp.linalg.norm(columns, axis=0, keepdims=True))
     return _to_probes(columns, structure)
 
 
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes that are sqrt(n) times the columns of a random orthonormal frame (Haar).
 
-    Each is uniform on the sphere; being mutually orthogonal they lower the variance of a
+    Each is uniform on the sphere; being mutually orthogonal they multiply the variance of a
     Hutchinson mean by (n - num_probes)/(n - 1). They are dependent, so the leave-one-out
     estimators refuse them.
 
@@ -189,12 +191,25 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
         )
     frame, triangle = jnp.linalg.qr(jax.random.normal(key, (n, num_probes), dtype))
     diagonal = jnp.diagonal(triangle)
-    return _to_probes(frame * (math.sqrt(n) * diagonal / jnp.abs(diagonal)), structure)
+    return _to_probes(
+        frame * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :], structure
+    )
 
 
 def is_rotation_invariant(sampler: Sampler) -> bool:
     """Whether projected probes may be resphered; a sampler we do not know, never."""
-    return sampler in (sphere, normal, orthogonal)
+    return _innermost(sampler) in (sphere, normal, orthogonal)
+
+
+def _innermost(sampler: Sampler) -> Sampler:
+    while isinstance(sampler, partial):
+        sampler = sampler.func
+    return sampler
+
+
+def is_without_replacement(sampler: Sampler) -> bool:
+    """Whether its probes are orthogonal, hence dependent."""
+    return _innermost(sampler) is orthogonal
 
 
 def draw(
@@ -206,13 +221,21 @@ def draw(
 ) -> Inexact[Array, "n k"]:
     """The sampler's probes for an operator, checked, frozen, as columns of a block."""
     structure = operator.in_structure()
+    if not callable(sampler):
+        raise TypeError(
+            f"traceax.{name}(sampler=...) must be a function (key, structure, num_probes) "
+            f"-> probes, but got {type(sampler).__name__}. Pass traceax.rademacher, say."
+        )
     probes = sampler(key, structure, num_probes)
 
     def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_probes, *leaf.shape), leaf.dtype)
 
-    got = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), probes)
-    if got != jax.tree.map(described, structure):
+    def shaped(leaf: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+    got = jax.tree.map(shaped, probes)
+    if eqx.tree_equal(got, jax.tree.map(described, structure)) is not True:
         raise ValueError(
             f"traceax.{name}(sampler=...) must return the operator's input structure with "
             f"a leading axis of {num_probes} probes, because each is one application, but "
@@ -224,7 +247,7 @@ def draw(
 
 
 def check_independent(name: str, sampler: Sampler) -> None:
-    if sampler is orthogonal:
+    if is_without_replacement(sampler):
         raise ValueError(
             f"traceax.{name}(sampler=...) must draw independent probes, because each probe "
             "is tested against a sketch made of the others, but got traceax.orthogonal. "
@@ -236,8 +259,7 @@ def _space(structure: Structure) -> tuple[int, jnp.dtype]:
     """Dimension and dtype of the columns that probes are cut from: one draw for all leaves,
     so that a probe does not depend on how the space is cut into leaves."""
     leaves = jax.tree.leaves(structure)
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in leaves))
-    return sum(math.prod(leaf.shape) for leaf in leaves), dtype
+    return sum(math.prod(leaf.shape) for leaf in leaves), common_dtype(structure)
 
 
 def _to_probes(columns: Inexact[Array, "n k"], structure: Structure) -> PyTree[Array]:

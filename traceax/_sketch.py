@@ -16,9 +16,14 @@ def column_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " k"]:
 
 
 def magnitude(block: Inexact[Array, "..."]) -> Float[Array, ""]:
-    """The largest modulus in a block, or 1 for a zero block: what to divide by."""
+    """The largest modulus in a block, or the least normal number: what to divide by."""
     largest = jnp.max(jnp.abs(block))
-    return jnp.where(largest > 0, largest, 1)
+    return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
+
+
+def mean(samples: Inexact[Array, " k"]) -> Inexact[Array, ""]:
+    """Divided before they are summed: k times the mean may be out of range."""
+    return jnp.sum(samples / samples.shape[0])
 
 
 class Basis(NamedTuple):
@@ -102,9 +107,9 @@ def downdate(triangle: Inexact[Array, "k k"]) -> Downdate:
     scale = magnitude(triangle)
     columns = inverse_adjoint(triangle / scale)
     largest = jnp.max(jnp.abs(columns), axis=0)
-    columns = columns / largest
+    columns = columns / largest[None, :]
     norms = jnp.sqrt(column_norms_squared(columns))
-    return Downdate(columns / norms, scale / (norms * largest))
+    return Downdate(columns / norms[None, :], scale / (norms * largest))
 
 
 class Nystrom(NamedTuple):
@@ -120,6 +125,7 @@ class Nystrom(NamedTuple):
     shift: Float[Array, ""]
     scale: Float[Array, ""]
     test_inverse: Inexact[Array, "k k"]
+    indefinite: Float[Array, ""]
 
 
 def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
@@ -128,7 +134,9 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     The textbook core Omega* A Omega is as ill-conditioned as A, and in floating point need
     not be definite. So: orthonormalise the *probes*, Omega = U R (no new application);
     shift by rounding plus the core's measured asymmetry, a free estimate of the matvec's
-    noise; floor the eigenvalues at the shift.
+    noise; floor the eigenvalues at the shift. An operator that is semidefinite only up to a
+    noise that is symmetric (a kernel rounded to float32, say) shows in negative eigenvalues
+    of the core: then the shift is four times their depth, and `indefinite` is the depth.
     """
     scale = magnitude(sketch)
     basis = orthonormalise(probes)
@@ -137,8 +145,10 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     core = basis.columns.conj().T @ turned
     skew = jnp.linalg.norm(core - core.conj().T) / 2
     size = jnp.maximum(jnp.linalg.norm(turned), 1e-3)
-    shift = jnp.finfo(sketch.dtype).eps * size + skew
+    noise = jnp.finfo(sketch.dtype).eps * size + skew
     eigenvalues, vectors = jnp.linalg.eigh((core + core.conj().T) / 2)
-    half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))
+    indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
+    shift = jnp.maximum(noise, 4 * indefinite)
+    half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
     left = (turned + shift * basis.columns) @ half
-    return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse)
+    return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse, indefinite)
