@@ -114,7 +114,7 @@ def _load(path: Path) -> tuple[Any, str]:
             return entries, str(entries.dtype)
         # In this order: what is no MatrixMarket file at all fails before it is parsed.
         field = scipy.io.mminfo(path)[4]
-        entries = scipy.io.mmread(path)
+        entries = scipy.io.mmread(path, spmatrix=False)
     except Exception as error:  # Garbage raises whatever the parsers stumble over.
         what = "a sparse .npz matrix of SciPy" if is_npz else "a MatrixMarket file"
         reason = error.strerror if isinstance(error, OSError) else None
