@@ -161,3 +161,23 @@ def test_sketches_pay_on_decaying_spectra() -> None:
     hutchinson, hutchpp, na_hutchpp, xtrace, xnystrace = errors
     assert xnystrace < xtrace / 10 < hutchpp / 20 < hutchinson / 100
     assert hutchpp < na_hutchpp < hutchinson
+
+
+@pytest.mark.parametrize("budget", [4, 20])
+def test_the_worst_case_of_independent_samples(budget: int) -> None:
+    """Rank one, normal probes: chi-squared samples of one degree of freedom. 90 % of 2000
+    runs are uncertain by 0.7 %. Sabotage: with k - 1 degrees it is 82 and 89 %."""
+    direction = jnp.ones(30)
+    operator = function(jnp.outer(direction, direction) / 30)
+
+    def covered(key: Any) -> tuple[Any, Any]:
+        estimate = tx.hutchinson_trace(operator, key, budget, sampler=tx.normal)
+        usual = tx.Estimate(estimate.value, estimate.standard_error, budget, budget - 1.0)
+        return tuple(
+            (low <= 1) & (high >= 1)
+            for low, high in (estimate.interval(), usual.interval())
+        )
+
+    holds, usual = repeated(covered, 2000)
+    assert holds.mean() >= 0.885
+    assert usual.mean() < holds.mean()
