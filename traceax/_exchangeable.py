@@ -1,23 +1,17 @@
 """The leave-one-out estimators: one derivation for all.
 
-Notation (Epperly, Tropp and Webber 2024; * the conjugate transpose): Omega holds k probes
-w_i, Y = A Omega = Q R is the sketch, P_i the orthogonal projector on the range of Y without
-column i. Since w_i is independent of P_i and isotropic,
+In the notation of `_leave_one_out`, since w_i is independent of P_i and isotropic,
 
     tr A = E[ tr(P_i A P_i) + w_i* (I - P_i) A (I - P_i) w_i ]        for every i,
 
 and the k estimates of the right-hand side, each using k - 1 probes for the sketch and one
-for the remainder, are averaged: all probes are exchangeable. With P_i = Q (I - s_i s_i*) Q*
-(`_sketch.downdate`), Z = A Q, H = Q* Z, W = Q* Omega, everything is a product of blocks:
+for the remainder, are averaged: all probes are exchangeable. With Z = A Q, H = Q* Z,
+everything is a product of blocks:
 
-    x_i = (I - s_i s_i*) W e_i     mu_i = w_i - Q x_i     A mu_i = y_i - Z x_i
-    e_i = tr H - s_i* H s_i + c_i mu_i* A mu_i
+    A mu_i = y_i - Z x_i        e_i = tr H - s_i* H s_i + c_i mu_i* A mu_i
 
-mu_i and A mu_i are formed explicitly, where the papers' k x k formula cancels. For
-rotation-invariant probes c_i = (n - k + 1)/|mu_i|^2 instead of 1 ("resphering") removes the
-variance from the length of mu_i, and with it all of it that a multiple of I contributes.
-
-The weight of the derivative, frozen, is that of the mean of e_i:
+Resphering takes all of the variance that a multiple of I contributes. The weight of the
+derivative, frozen, is that of the mean of e_i:
 W = Q (I - S S*/k) Q* + sum_i mu_i (c_i/k) mu_i*, 2k columns.
 
 The e_i share probes, so their spread understates the error of their mean by up to three
@@ -25,22 +19,23 @@ times: the standard error is the jackknife's (`_jackknife`).
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request, check_semidefinite
 from traceax._estimate import Estimate
+from traceax._exact import exact_trace
 from traceax._jackknife import (
     jackknife_error,
     standard_error,
     xnystrace_replicates,
     xtrace_replicates,
 )
+from traceax._leave_one_out import leave_one_out
 from traceax._operator import LinearMap, is_negative, resolution, size
-from traceax._rule import Outcome, Weight, estimate, exact_trace
+from traceax._rule import Outcome, estimate
 from traceax._samplers import (
     Sampler,
     check_independent,
@@ -49,14 +44,11 @@ from traceax._samplers import (
     sphere,
 )
 from traceax._sketch import (
-    Basis,
     after,
     column_dots,
     column_norms_squared,
-    downdate,
     mean,
     nystrom,
-    orthonormalise,
 )
 
 
@@ -213,41 +205,12 @@ def xnystrace(
     )
 
 
-class _LeaveOneOut(NamedTuple):
-    """What sketch and probes alone give; columns, one a probe."""
-
-    basis: Basis
-    directions: Inexact[Array, "k k"]
-    x: Inexact[Array, "k k"]
-    mu: Inexact[Array, "n k"]
-    resphering: Float[Array, " k"]
-
-    def weight(self) -> Weight:
-        q, s, k = self.basis.columns, self.directions, self.x.shape[0]
-        left = [q - (q @ s) @ s.conj().T / k, self.mu * (self.resphering / k)[None, :]]
-        return Weight(jnp.hstack(left), jnp.hstack([q, self.mu]))
-
-
-def _leave_one_out(
-    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], resphere: bool
-) -> _LeaveOneOut:
-    n, k = probes.shape
-    basis = orthonormalise(sketch)
-    s = downdate(basis.triangle).directions
-    w = basis.columns.conj().T @ probes
-    x = w - s * column_dots(s, w)[None, :]
-    mu = probes - basis.columns @ x
-    lengths = column_norms_squared(mu)
-    resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
-    return _LeaveOneOut(basis, s, x, mu, resphering)
-
-
 def _xtrace(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> Outcome:
     n, k = probes.shape
     sketch = linear_map(probes)
-    loo = _leave_one_out(sketch, probes, resphere)
+    loo = leave_one_out(sketch, probes, resphere=resphere)
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
     z = linear_map(q) / scale
     h = q.conj().T @ z
@@ -274,7 +237,7 @@ def _xtrace(
             n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
-    return Outcome(scale * mean(samples), scale * error, loo.weight())
+    return Outcome(scale * mean(samples), scale * error, loo.trace_weight())
 
 
 def _xnystrace(
@@ -304,5 +267,5 @@ def _xnystrace(
         error = jackknife_error(replicates, rounding)
     scale = factor.scale
     ordered = after(factor.left, sketch)
-    weight = _leave_one_out(ordered, probes, resphere).weight()
+    weight = leave_one_out(ordered, probes, resphere=resphere).trace_weight()
     return Outcome(sign * scale * mean(samples), scale * error, weight)

@@ -8,11 +8,13 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
+from traceax._exact import exact_trace
 from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
-from traceax._rule import Outcome, Weight, estimate, exact_trace
+from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, draw, is_without_replacement, rademacher
 from traceax._sketch import column_dots, mean
+from traceax._weights import TraceWeight
 
 
 def hutchinson_trace(
@@ -87,6 +89,6 @@ def _hutchinson(
     samples = column_dots(probes, products)
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(products)))
     rounding = 4 * resolution(linear_map.operator) * rounding
-    weight = Weight(probes / probes.shape[1], probes)
+    weight = TraceWeight(probes / probes.shape[1], probes)
     error = standard_error(shrink * samples, rounding)
     return Outcome(mean(samples), error, weight)

@@ -23,11 +23,13 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
+from traceax._exact import exact_trace
 from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
-from traceax._rule import Outcome, Weight, estimate, exact_trace
+from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, draw, is_rotation_invariant, rademacher, sphere
 from traceax._sketch import column_dots, column_norms_squared, mean, orthonormalise
+from traceax._weights import TraceWeight
 
 
 def hutchpp_trace(
@@ -229,6 +231,6 @@ def _project(
 
 def _weight(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
-) -> Weight:
+) -> TraceWeight:
     left = jnp.hstack([q, mu * (resphering / mu.shape[1])[None, :]])
-    return Weight(left, jnp.hstack([q, mu]))
+    return TraceWeight(left, jnp.hstack([q, mu]))

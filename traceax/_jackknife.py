@@ -23,18 +23,33 @@ is the Schur complement of what is left, 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._sketch import magnitude, mean
+from traceax._sketch import mean
 
 
 def standard_error(
-    samples: Inexact[Array, " k"], rounding: Float[Array, ""]
-) -> Float[Array, ""]:
+    samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+) -> Float[Array, "*values"]:
     """Of the mean of independent samples; infinite for one, which cannot tell."""
-    k = samples.shape[0]
+    k = samples.shape[-1]
     if k == 1:
         return jnp.full_like(rounding, jnp.inf)
-    deviations = samples - mean(samples)
-    return _length(jnp.append(deviations / (k * (k - 1)) ** 0.5, rounding))
+    deviations = samples - mean(samples)[..., None]
+    return _length(deviations / (k * (k - 1)) ** 0.5, rounding)
+
+
+def shared_error(
+    samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"], order: int
+) -> Float[Array, "*values"]:
+    """Of the mean of leave-one-out samples that share their probes.
+
+    Decompose the error of sample i into parts that involve sets of probes (Hoeffding
+    1948). Each part has mean zero given the other probes, so its set holds i; one of r
+    probes can occur in r samples. So r-fold parts make the mean at most sqrt(r) times less
+    certain than independent samples would be. For diagonals pairs are the worst (`order`
+    2, attained by multiples of I); row norms are quadratic in them (3). Unlike the
+    jackknife, which is up to ten times too wide here, it is so for every spectrum.
+    """
+    return standard_error(order**0.5 * samples, rounding)
 
 
 def independent_degrees_of_freedom(k: int) -> float:
@@ -55,7 +70,7 @@ def jackknife_error(
     """Of an estimator whose value without probe i is `replicates[i]`."""
     k = replicates.shape[0]
     deviations = replicates - mean(replicates)
-    return _length(jnp.append(deviations * ((k - 1) / k) ** 0.5, rounding))
+    return _length(deviations * ((k - 1) / k) ** 0.5, rounding)
 
 
 def xtrace_replicates(
@@ -128,7 +143,10 @@ def _mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     return jnp.sum(others, axis=1) / (k - 1)
 
 
-def _length(vector: Inexact[Array, " k"]) -> Float[Array, ""]:
-    """The 2-norm; the squares alone would leave the range of float32."""
-    scale = magnitude(vector)
-    return scale * jnp.sqrt(jnp.sum(jnp.abs(vector / scale) ** 2))
+def _length(
+    deviations: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+) -> Float[Array, "*values"]:
+    """sqrt(|deviations|^2 + rounding^2); the squares would leave the range of float32."""
+    vector = jnp.append(jnp.abs(deviations), rounding[..., None], axis=-1)
+    scale = jnp.maximum(jnp.max(vector, axis=-1), jnp.finfo(vector.dtype).tiny)
+    return scale * jnp.sqrt(jnp.sum((vector / scale[..., None]) ** 2, axis=-1))

@@ -10,14 +10,23 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
+Structure = PyTree[jax.ShapeDtypeStruct]
+
+
+def dimension(structure: Structure) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structure))
+
 
 def size(operator: lx.AbstractLinearOperator) -> int:
-    """The dimension n of the space that a square operator acts on."""
-    leaves = jax.tree.leaves(operator.in_structure())
-    return sum(math.prod(leaf.shape) for leaf in leaves)
+    """The dimension n of the space that an operator acts on."""
+    return dimension(operator.in_structure())
 
 
-def common_dtype(structure: PyTree[jax.ShapeDtypeStruct]) -> jnp.dtype:
+def _spaces(operator: lx.AbstractLinearOperator) -> tuple[Structure, Structure]:
+    return operator.in_structure(), operator.out_structure()
+
+
+def common_dtype(structure: Structure) -> jnp.dtype:
     """One that holds every leaf, but at least 32 bits wide."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(structure)]
     low = [jnp.finfo(dtype).bits < 32 for dtype in dtypes]
@@ -27,12 +36,12 @@ def common_dtype(structure: PyTree[jax.ShapeDtypeStruct]) -> jnp.dtype:
 
 def working_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
     """The dtype of blocks."""
-    return common_dtype(operator.in_structure())
+    return common_dtype(_spaces(operator))
 
 
 def resolution(operator: lx.AbstractLinearOperator) -> float:
     """The relative rounding error of one application: eps of the coarsest leaf."""
-    leaves = jax.tree.leaves(operator.in_structure())
+    leaves = jax.tree.leaves(_spaces(operator))
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
 
 
@@ -58,9 +67,7 @@ def flatten(vector: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, " n"]:
     return leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
 
 
-def unflatten(
-    column: Inexact[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
-) -> PyTree[Array]:
+def unflatten(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Array]:
     """The inverse of `flatten`, rounded to the leaves' own dtypes."""
     leaves, treedef = jax.tree.flatten(structure)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1].tolist()
@@ -70,12 +77,23 @@ def unflatten(
     return jax.tree.unflatten(treedef, leaves)
 
 
+def result_structure(structure: Structure, *, real: bool) -> Structure:
+    """Of a diagonal: a space's own leaves, but at least 32 bits wide."""
+
+    def result(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = common_dtype(leaf)
+        dtype = jnp.finfo(dtype).dtype if real else dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+    return jax.tree.map(result, structure)
+
+
 class LinearMap(eqx.Module):
-    """A square operator as a map of n x k blocks, one application a column."""
+    """An operator, p x n, as a map of n x k blocks, one application a column."""
 
     operator: lx.AbstractLinearOperator
 
-    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
         structure = self.operator.in_structure()
         dtype = working_dtype(self.operator)
 
@@ -85,9 +103,13 @@ class LinearMap(eqx.Module):
         return jax.vmap(apply, in_axes=1, out_axes=1)(block)
 
     @property
+    def is_hermitian(self) -> bool:
+        return is_hermitian(self.operator)
+
+    @property
     def adjoint(self) -> "LinearMap":
         """The conjugate transpose; a Hermitian operator is its own."""
-        if is_hermitian(self.operator):
+        if self.is_hermitian:
             return self
         return LinearMap(lx.conj(self.operator).transpose())
 

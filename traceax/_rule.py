@@ -1,30 +1,31 @@
 """The derivative rule, the heart of the library, in its only place.
 
-Notation: A the operator, n x n; dA a tangent of it; * the conjugate transpose.
+Notation: A the operator; t(A) what is estimated of it (its trace, diagonal, row norms); dA
+a tangent; * the conjugate transpose.
 
-Every estimator here is a weighted sum of entries of the operator,
+Every algorithm here makes blocks X out of the operator and its probes, and with them a
+readout r(B; X) of operators B that is unbiased whatever operator B is read:
 
-    value = <A, W> := sum over entries of conj(L) o (A R),      W = L R*,
+    E r(B; X) = t(B)    for every B, in particular where X was made from another operator.
 
-whose weight is a resolution of the identity in expectation, E[W] = I. The weight depends
-on the probes and, for all estimators but Hutchinson's, on A itself. Its derivative is
+For traces and diagonals the readout is linear, a sum over entries of conj(L) o (B R) with
+E[R L*] = I (`_weights`). The estimate is r(A; X), and its derivative has two parts,
 
-    d value = <dA, W> + <A, dW>.
+    d r(A; X) = D_B r(A; X)[dA] + D_X r(A; X)[dX].
 
-The second term has mean zero: E<A, W> = tr A for *every* A, so E<dA, W> = tr dA is all
-there is of E[d value]. It is pure noise, and costs the derivative of a QR or an
-eigendecomposition, which does not exist where the sketch is rank-deficient. The rule drops
-it, by freezing L and R:
+The second has mean zero: E r(A; X) = t(A) for *every* X that the algorithm could have made.
+It is pure noise, and costs the derivative of a QR or an eigendecomposition, which does not
+exist where the sketch is rank-deficient. The rule drops it, by freezing X:
 
-    d value  :=  <dA, W>.
+    d value  :=  D_B r(A; X)[dA],    for traces and diagonals  r(dA; X).
 
 So the rule is linear in dA, and JAX derives its transpose: nothing is transposed by hand,
-no cotangent has to look like an operator, and every operator class works. It is unbiased;
-unbiased again when differentiated twice, <d2A, W>; exact for dA = I as far as <I, W> = n;
-and applied to dA = A it returns the value, where value = <A, W>. (XNysTrace and NA-Hutch++
-spend fewer applications on their value than reading it through W would: there <A, W> is
-another estimate of the same trace, equal where the sketch is exact.) In reverse mode it is
-one vector-Jacobian product of the matvec a column of R, with cotangent L.
+no cotangent has to look like an operator, and every operator class works. It is unbiased,
+and unbiased again when differentiated twice. Applied to dA = A it returns the value, where
+value = r(A; X) and r is linear. (XNysTrace, NA-Hutch++, XNysDiag and the one-sided forms of
+Diag++ and XDiag spend fewer applications on their value than reading it would take: there
+r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
+mode it costs one vector-Jacobian product of the matvec for each application of r.
 
 A new estimator is one function `(LinearMap, probes) -> Outcome`.
 """
@@ -40,33 +41,36 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._estimate import Estimate
-from traceax._operator import LinearMap, is_hermitian, prepare, size, working_dtype
+from traceax._operator import (
+    LinearMap,
+    Structure,
+    is_hermitian,
+    prepare,
+    result_structure,
+    unflatten,
+)
+
+Values = Inexact[Array, "*values"]
+Errors = Float[Array, "*values"]
 
 
-class Weight(eqx.Module):
-    """W = L R*: read an operator A through it as <A, W>."""
-
-    left: Inexact[Array, "n r"]
-    right: Inexact[Array, "n r"]
-
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        return jnp.sum(self.left.conj() * linear_map(self.right))
+Readout = Callable[[LinearMap], Values]
 
 
 class Outcome(eqx.Module):
     """What an algorithm returns: an estimate, and the frozen blocks of its derivative."""
 
-    value: Inexact[Array, ""]
-    standard_error: Float[Array, ""]
-    weight: Weight
+    value: Values
+    standard_error: Errors
+    readout: Readout
 
 
-Algorithm = Callable[[LinearMap, PyTree[Array]], Outcome]
+Algorithm = Callable[[LinearMap, PyTree], Outcome]
 
 
 @eqx.filter_custom_jvp
 def _evaluate(
-    operator: lx.AbstractLinearOperator, algorithm: Algorithm, probes: PyTree[Array]
+    operator: lx.AbstractLinearOperator, algorithm: Algorithm, probes: PyTree
 ) -> Outcome:
     outcome = algorithm(LinearMap(operator), probes)
     if is_hermitian(operator):
@@ -76,7 +80,7 @@ def _evaluate(
 
 @_evaluate.def_jvp
 def _evaluate_jvp(
-    primals: tuple[lx.AbstractLinearOperator, Algorithm, PyTree[Array]],
+    primals: tuple[lx.AbstractLinearOperator, Algorithm, PyTree],
     tangents: tuple[Any, Any, Any],
 ) -> tuple[Outcome, Outcome]:
     operator, _, _ = primals
@@ -86,10 +90,10 @@ def _evaluate_jvp(
     unperturbed = jax.tree.map(lambda _: None, outcome)
     if not jax.tree.leaves(tangent):
         return outcome, unperturbed
-    # <dA, W>. `filter_jvp` takes the `None` of whatever is not perturbed, and gives `None`
+    # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of whatever is not perturbed, and gives `None`
     # where the matvec does not depend on what is (the point of a constant Jacobian).
     _, read = eqx.filter_jvp(
-        lambda operator: outcome.weight(LinearMap(operator)), (operator,), (tangent,)
+        lambda operator: outcome.readout(LinearMap(operator)), (operator,), (tangent,)
     )
     if read is None:
         return outcome, unperturbed
@@ -97,10 +101,10 @@ def _evaluate_jvp(
         read = read.real
     read = read.astype(outcome.value.dtype)
     refused = _refuse(outcome.standard_error, read.real)
-    return outcome, Outcome(read, refused, unperturbed.weight)
+    return outcome, Outcome(read, refused, unperturbed.readout)
 
 
-def _refuse(error: Float[Array, ""], tangent: Float[Array, ""]) -> Float[Array, ""]:
+def _refuse(error: Errors, tangent: Errors) -> Errors:
     """The tangent of the standard error: infinite forwards, an error by name backwards.
 
     (Not NaN: `jax_debug_nans` would stop at it, though nobody reads it.)
@@ -121,25 +125,17 @@ def _refuse(error: Float[Array, ""], tangent: Float[Array, ""]) -> Float[Array, 
 def estimate(
     algorithm: Algorithm,
     operator: lx.AbstractLinearOperator,
-    probes: PyTree[Array],
+    probes: PyTree,
     num_matvecs: int,
     degrees_of_freedom: float,
+    structure: Structure | None = None,
 ) -> Estimate:
-    """Run an algorithm under the rule."""
+    """Run an algorithm under the rule; cut what it returns into leaves if there is a
+    `structure`."""
     outcome = _evaluate(prepare(operator), algorithm, probes)
-    return Estimate(
-        outcome.value, outcome.standard_error, num_matvecs, float(degrees_of_freedom)
-    )
-
-
-def exact_trace(operator: lx.AbstractLinearOperator) -> Estimate:
-    """The trace from n applications: W = I, nothing random."""
-    n = size(operator)
-    basis = jnp.eye(n, dtype=working_dtype(operator))
-    return estimate(_exact_trace, operator, basis, num_matvecs=n, degrees_of_freedom=n)
-
-
-def _exact_trace(linear_map: LinearMap, basis: Inexact[Array, "n n"]) -> Outcome:
-    value = jnp.trace(linear_map(basis))
-    zero = jnp.zeros((), value.real.dtype)
-    return Outcome(value, zero, Weight(basis, basis))
+    value, error = outcome.value, outcome.standard_error
+    if structure is not None:
+        real = not jnp.iscomplexobj(value)
+        value = unflatten(value, result_structure(structure, real=real))
+        error = unflatten(error, result_structure(structure, real=True))
+    return Estimate(value, error, num_matvecs, float(degrees_of_freedom))

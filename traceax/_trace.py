@@ -6,6 +6,7 @@ from jaxtyping import PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
+from traceax._exact import exact_trace
 from traceax._exchangeable import xnystrace, xtrace
 from traceax._hutchinson import hutchinson_trace
 from traceax._operator import (
@@ -15,7 +16,6 @@ from traceax._operator import (
     known_diagonal,
     size,
 )
-from traceax._rule import exact_trace
 
 # Up to this dimension a batch of n applications is as quick as one of a few.
 _SMALL = 64

@@ -1,0 +1,64 @@
+"""Answers from n applications, where nothing is random."""
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact
+
+from traceax._estimate import Estimate
+from traceax._operator import LinearMap, Structure, dimension, size, working_dtype
+from traceax._rule import Outcome, Readout, estimate
+from traceax._weights import (
+    AllRowNorms,
+    DiagonalWeight,
+    SquaredNorm,
+    TraceWeight,
+)
+
+
+def exact_trace(operator: lx.AbstractLinearOperator) -> Estimate:
+    basis = _basis(operator, size(operator))
+    return _exact(operator, TraceWeight(basis, basis), size(operator))
+
+
+def exact_diagonal(operator: lx.AbstractLinearOperator) -> Estimate:
+    basis = _basis(operator, size(operator))
+    readout = DiagonalWeight(basis, basis)
+    return _exact(operator, readout, size(operator), operator.in_structure())
+
+
+def cost_of_norms(operator: lx.AbstractLinearOperator) -> int:
+    """Whichever are fewer: the columns, or by the adjoint the rows."""
+    return min(size(operator), dimension(operator.out_structure()))
+
+
+def exact_row_norms(operator: lx.AbstractLinearOperator) -> Estimate:
+    spent = cost_of_norms(operator)
+    return _exact(operator, _all_rows(operator), spent, operator.out_structure())
+
+
+def exact_norm(operator: lx.AbstractLinearOperator) -> Estimate:
+    return _exact(operator, SquaredNorm(_all_rows(operator)), cost_of_norms(operator))
+
+
+def _all_rows(operator: lx.AbstractLinearOperator) -> AllRowNorms:
+    spent = cost_of_norms(operator)
+    return AllRowNorms(_basis(operator, spent), by_adjoint=spent < size(operator))
+
+
+def _basis(operator: lx.AbstractLinearOperator, n: int) -> Inexact[Array, "n n"]:
+    return jnp.eye(n, dtype=working_dtype(operator))
+
+
+def _exact(
+    operator: lx.AbstractLinearOperator,
+    readout: Readout,
+    num_matvecs: int,
+    structure: Structure | None = None,
+) -> Estimate:
+    degrees = float(num_matvecs)
+    return estimate(_read, operator, readout, num_matvecs, degrees, structure)
+
+
+def _read(linear_map: LinearMap, readout: Readout) -> Outcome:
+    value = readout(linear_map)
+    return Outcome(value, jnp.zeros_like(value.real), readout)

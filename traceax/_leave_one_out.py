@@ -1,0 +1,65 @@
+"""Sketches from which each probe in turn is left out.
+
+Notation (Epperly, Tropp and Webber 2024; * the conjugate transpose): Omega holds k probes
+w_i, Y = A Omega = Q R is the sketch, P_i the orthogonal projector on the range of Y without
+column i. With the directions s_i of `_sketch.downdate`,
+
+    P_i = Q (I - s_i s_i*) Q*,    x_i = (I - s_i s_i*) Q* w_i,    mu_i = (I - P_i) w_i
+                                                                      = w_i - Q x_i.
+
+mu_i is formed explicitly, where the papers' k x k formulas cancel. w_i is independent of
+P_i and isotropic, so that E[mu_i mu_i*] = I - P_i; for rotation-invariant probes it may be
+rescaled to the length it should have, c_i = (n - k + 1)/|mu_i|^2 ("resphering"), which
+removes the variance that comes from its length.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+from traceax._sketch import (
+    Basis,
+    column_dots,
+    column_norms_squared,
+    downdate,
+    orthonormalise,
+)
+from traceax._weights import RowNorms, TraceWeight, TwoSidedWeight
+
+
+class LeaveOneOut(NamedTuple):
+    """What sketch and probes alone give; columns, one a probe."""
+
+    probes: Inexact[Array, "n k"]
+    basis: Basis
+    directions: Inexact[Array, "k k"]
+    x: Inexact[Array, "k k"]
+    mu: Inexact[Array, "n k"]
+    resphering: Float[Array, " k"]
+
+    def trace_weight(self) -> TraceWeight:
+        """The mean of P_i + c_i mu_i mu_i*, in 2k columns."""
+        q, s, k = self.basis.columns, self.directions, self.x.shape[0]
+        left = [q - (q @ s) @ s.conj().T / k, self.mu * (self.resphering / k)[None, :]]
+        return TraceWeight(jnp.hstack(left), jnp.hstack([q, self.mu]))
+
+    def diagonal_weight(self) -> TwoSidedWeight:
+        return TwoSidedWeight(self.basis.columns, self.directions, self.probes, self.mu)
+
+    def row_norms(self) -> RowNorms:
+        return RowNorms(self.basis.columns, self.directions, self.mu, self.resphering)
+
+
+def leave_one_out(
+    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], *, resphere: bool
+) -> LeaveOneOut:
+    n, k = probes.shape
+    basis = orthonormalise(sketch)
+    s = downdate(basis.triangle).directions
+    w = basis.columns.conj().T @ probes
+    x = w - s * column_dots(s, w)[None, :]
+    mu = probes - basis.columns @ x
+    lengths = column_norms_squared(mu)
+    resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
+    return LeaveOneOut(probes, basis, s, x, mu, resphering)
