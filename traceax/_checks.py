@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 
-from traceax._operator import is_negative, is_positive, size
+from traceax._operator import dimension, is_negative, is_positive, size
 
 
 def check_request(
@@ -14,14 +14,16 @@ def check_request(
     key: object,
     num_matvecs: object,
     minimum: int = 1,
+    *,
+    square: bool = True,
 ) -> None:
     """What every estimator demands of its arguments."""
-    check_operator(name, operator)
+    check_operator(name, operator, square=square)
     check_key(name, key)
     check_budget(name, num_matvecs, minimum)
 
 
-def check_operator(name: str, operator: object) -> None:
+def check_operator(name: str, operator: object, *, square: bool = True) -> None:
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             f"traceax.{name}(operator=...) must be a lineax operator, but got "
@@ -29,25 +31,26 @@ def check_operator(name: str, operator: object) -> None:
             "a function as lx.FunctionLinearOperator(fn, input_structure)."
         )
     into, out = operator.in_structure(), operator.out_structure()
-    if eqx.tree_equal(into, out) is not True:
+    if square and eqx.tree_equal(into, out) is not True:
         raise ValueError(
             f"traceax.{name}(operator=...) must be square, that is, have equal input and "
             f"output structures, but got an operator from {_show(into)} to {_show(out)}. "
             "Compose it with its transpose, or make shapes and dtypes equal."
         )
     complexity = {
-        jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in jax.tree.leaves(into)
+        jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        for leaf in jax.tree.leaves((into, out))
     }
     if len(complexity) > 1:
         raise ValueError(
             f"traceax.{name}(operator=...) must have leaves that are all real or all "
             "complex, because a space that mixes them is not linear over either, but got "
-            f"{_show(into)}. Make the real leaves complex."
+            f"{_show((into, out) if not square else into)}. Make the real leaves complex."
         )
-    if size(operator) == 0:
+    if 0 in (size(operator), dimension(out)):
         raise ValueError(
             f"traceax.{name}(operator=...) must act on a space of at least one dimension, "
-            f"but got {_show(into)}. The trace of an empty operator is 0: leave it out."
+            f"but got {_show(into)}. An empty operator adds nothing: leave it out."
         )
 
 
@@ -83,6 +86,15 @@ def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
             f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
             f"applications that the algorithm can use, but got {num_matvecs}. Raise it, or "
             "use traceax.trace, which chooses by the budget."
+        )
+
+
+def check_samples(name: str, num_matvecs: int, probes_a_sample: int) -> None:
+    if num_matvecs < probes_a_sample:
+        raise ValueError(
+            f"traceax.{name}(num_matvecs=...) must be at least {probes_a_sample}, one for "
+            f"each colour of its probing sampler, but got {num_matvecs}. Raise it, or use "
+            "fewer colours: traceax.colouring with a lower power makes them."
         )
 
 

@@ -194,14 +194,25 @@ def xnystrace(
     check_independent("xnystrace", sampler)
     if num_matvecs >= size(operator):
         return exact_trace(operator)
-    probes = draw("xnystrace", sampler, key, operator, num_matvecs)
+    return nystrom_trace("xnystrace", operator, key, num_matvecs, sampler)
+
+
+def nystrom_trace(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_probes: int,
+    sampler: Sampler,
+) -> Estimate:
+    """XNysTrace on behalf of the public function `name`, which has checked the rest."""
+    probes = draw(name, sampler, key, operator, num_probes)
     algorithm = partial(
         _xnystrace,
         resphere=is_rotation_invariant(sampler),
         sign=-1 if is_negative(operator) else 1,
     )
     return estimate(
-        algorithm, operator, probes, num_matvecs, degrees_of_freedom=num_matvecs - 1
+        algorithm, operator, probes, num_probes, degrees_of_freedom=num_probes - 1
     )
 
 

@@ -34,6 +34,7 @@ class LeaveOneOut(NamedTuple):
     probes: Inexact[Array, "n k"]
     basis: Basis
     directions: Inexact[Array, "k k"]
+    distances: Float[Array, " k"]
     x: Inexact[Array, "k k"]
     mu: Inexact[Array, "n k"]
     resphering: Float[Array, " k"]
@@ -56,10 +57,10 @@ def leave_one_out(
 ) -> LeaveOneOut:
     n, k = probes.shape
     basis = orthonormalise(sketch)
-    s = downdate(basis.triangle).directions
+    s, distances = downdate(basis.triangle)
     w = basis.columns.conj().T @ probes
     x = w - s * column_dots(s, w)[None, :]
     mu = probes - basis.columns @ x
     lengths = column_norms_squared(mu)
     resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
-    return LeaveOneOut(probes, basis, s, x, mu, resphering)
+    return LeaveOneOut(probes, basis, s, distances, x, mu, resphering)

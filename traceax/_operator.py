@@ -77,15 +77,16 @@ def unflatten(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Arra
     return jax.tree.unflatten(treedef, leaves)
 
 
-def result_structure(structure: Structure, *, real: bool) -> Structure:
-    """Of a diagonal: a space's own leaves, but at least 32 bits wide."""
+def as_result(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Array]:
+    """A diagonal in the shape of the space: leaves in their own dtypes, but of at least 32
+    bits, and real if the column is."""
 
     def result(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = common_dtype(leaf)
-        dtype = jnp.finfo(dtype).dtype if real else dtype
+        dtype = dtype if jnp.iscomplexobj(column) else jnp.finfo(dtype).dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    return jax.tree.map(result, structure)
+    return unflatten(column, jax.tree.map(result, structure))
 
 
 class LinearMap(eqx.Module):

@@ -44,10 +44,9 @@ from traceax._estimate import Estimate
 from traceax._operator import (
     LinearMap,
     Structure,
+    as_result,
     is_hermitian,
     prepare,
-    result_structure,
-    unflatten,
 )
 
 Values = Inexact[Array, "*values"]
@@ -90,8 +89,8 @@ def _evaluate_jvp(
     unperturbed = jax.tree.map(lambda _: None, outcome)
     if not jax.tree.leaves(tangent):
         return outcome, unperturbed
-    # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of whatever is not perturbed, and gives `None`
-    # where the matvec does not depend on what is (the point of a constant Jacobian).
+    # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of whatever is not perturbed, and gives
+    # `None` where the matvec does not depend on what is (a constant Jacobian's point).
     _, read = eqx.filter_jvp(
         lambda operator: outcome.readout(LinearMap(operator)), (operator,), (tangent,)
     )
@@ -135,7 +134,5 @@ def estimate(
     outcome = _evaluate(prepare(operator), algorithm, probes)
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
-        real = not jnp.iscomplexobj(value)
-        value = unflatten(value, result_structure(structure, real=real))
-        error = unflatten(error, result_structure(structure, real=True))
+        value, error = as_result(value, structure), as_result(error, structure)
     return Estimate(value, error, num_matvecs, float(degrees_of_freedom))

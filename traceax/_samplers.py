@@ -14,9 +14,15 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._operator import common_dtype, flatten, unflatten, working_dtype
+from traceax._operator import (
+    Structure,
+    common_dtype,
+    dimension,
+    flatten,
+    unflatten,
+    working_dtype,
+)
 
-Structure = PyTree[jax.ShapeDtypeStruct]
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 
 
@@ -218,14 +224,21 @@ def draw(
     key: PRNGKeyArray,
     operator: lx.AbstractLinearOperator,
     num_probes: int,
+    *,
+    in_samples: bool = False,
 ) -> Inexact[Array, "n k"]:
-    """The sampler's probes for an operator, checked, frozen, as columns of a block."""
+    """The sampler's probes for an operator, checked, frozen, as columns of a block.
+
+    `in_samples`: the estimator keeps together what makes one sample (`probes_a_sample`).
+    """
     structure = operator.in_structure()
     if not callable(sampler):
         raise TypeError(
             f"traceax.{name}(sampler=...) must be a function (key, structure, num_probes) "
             f"-> probes, but got {type(sampler).__name__}. Pass traceax.rademacher, say."
         )
+    if probes_a_sample(sampler) > 1 and not in_samples:
+        check_independent(name, sampler)
     probes = sampler(key, structure, num_probes)
 
     def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -246,20 +259,27 @@ def draw(
     return jax.lax.stop_gradient(columns)
 
 
+def probes_a_sample(sampler: Sampler) -> int:
+    """How many probes make one sample, E[sum of z z*] their number times I: the colours of
+    `probing`; for all others each probe is one."""
+    return getattr(_innermost(sampler), "num_colours", 1)
+
+
 def check_independent(name: str, sampler: Sampler) -> None:
-    if is_without_replacement(sampler):
+    if is_without_replacement(sampler) or probes_a_sample(sampler) > 1:
+        got = "orthogonal" if is_without_replacement(sampler) else "probing"
         raise ValueError(
             f"traceax.{name}(sampler=...) must draw independent probes, because each probe "
-            "is tested against a sketch made of the others, but got traceax.orthogonal. "
-            "Use traceax.sphere, or traceax.hutchinson_trace with orthogonal probes."
+            "is tested against a sketch made of the others or is a sample of its own, but "
+            f"got traceax.{got}. Use traceax.sphere or traceax.rademacher, or give "
+            f"traceax.{got} to the hutchinson functions."
         )
 
 
 def _space(structure: Structure) -> tuple[int, jnp.dtype]:
     """Dimension and dtype of the columns that probes are cut from: one draw for all leaves,
     so that a probe does not depend on how the space is cut into leaves."""
-    leaves = jax.tree.leaves(structure)
-    return sum(math.prod(leaf.shape) for leaf in leaves), common_dtype(structure)
+    return dimension(structure), common_dtype(structure)
 
 
 def _to_probes(columns: Inexact[Array, "n k"], structure: Structure) -> PyTree[Array]:

@@ -24,6 +24,11 @@ def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
     return row_dots(a, a).real
 
 
+def squared_modulus(a: Inexact[Array, "..."]) -> Float[Array, "..."]:
+    """Not `abs(a)**2`: its derivative at 0 is one, too."""
+    return (a * a.conj()).real
+
+
 def magnitude(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     """The largest modulus in a block, or the least normal number: what to divide by."""
     largest = jnp.max(jnp.abs(block))

@@ -6,7 +6,7 @@ from jaxtyping import PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
-from traceax._exact import exact_trace
+from traceax._exact import SMALL, exact_trace
 from traceax._exchangeable import xnystrace, xtrace
 from traceax._hutchinson import hutchinson_trace
 from traceax._operator import (
@@ -16,9 +16,6 @@ from traceax._operator import (
     known_diagonal,
     size,
 )
-
-# Up to this dimension a batch of n applications is as quick as one of a few.
-_SMALL = 64
 
 
 def trace(
@@ -81,7 +78,7 @@ def trace(
         value = jnp.sum(diagonal)
         value = value.real if is_hermitian(operator) else value
         return Estimate(value, jnp.zeros((), value.real.dtype), spent)
-    if size(operator) <= max(num_matvecs, _SMALL):
+    if size(operator) <= max(num_matvecs, SMALL):
         return exact_trace(operator)
     if num_matvecs >= 3 and (is_positive(operator) or is_negative(operator)):
         return xnystrace(operator, key, num_matvecs)

@@ -14,6 +14,7 @@ from traceax._sketch import (
     mean,
     row_dots,
     row_norms_squared,
+    squared_modulus,
 )
 
 
@@ -40,19 +41,19 @@ class DiagonalWeight(eqx.Module):
 class TwoSidedWeight(eqx.Module):
     """diag B = diag(P B + B P - P B P) + E[conj(w) o (I - P) B (I - P) w], P a projector.
 
-    The mean over l pairs P_i, w_i with P_i = Q (I - s_i s_i*) Q*; `complement` holds
-    mu_i = (I - P_i) w_i. (Where one P serves all, the s_i are 0.) What is left to chance is
-    second order in what P misses. With one-sided projections, diag(P B) + conj(w) o
-    (I - P) B w, it is first order: on tangents dA no better than no sketch at all.
+    The mean over l pairs P_i, w_i with P_i = Q (I - s_i s_i*) Q*, the s_i in `directions`
+    (None where P = Q Q* serves all); `complement` holds mu_i = (I - P_i) w_i. What is left
+    to chance is second order in what P misses. With one-sided projections, diag(P B) +
+    conj(w) o (I - P) B w, it is first order: on tangents no better than no sketch at all.
 
-    With H = Q* B Q and overlines for means over i, the first term is read as
+    With H = Q* B Q, the first term is
 
-        diag( Q K (Q* B) + (B Q K - Q E) Q* ),    K = I - mean s_i s_i*,
-        E = mean (I - s_i s_i*) H (I - s_i s_i*).
+        diag( Q K (Q* B) + (B Q K - Q E) Q* ),    K = I - mean_i s_i s_i*,
+        E = mean_i (I - s_i s_i*) H (I - s_i s_i*).
     """
 
     basis: Inexact[Array, "n k"]
-    directions: Inexact[Array, "k l"]
+    directions: Inexact[Array, "k l"] | None
     probes: Inexact[Array, "n l"]
     complement: Inexact[Array, "n l"]
 
@@ -60,30 +61,30 @@ class TwoSidedWeight(eqx.Module):
         image = linear_map(self.basis)
         hermitian = linear_map.is_hermitian
         coimage = image if hermitian else linear_map.adjoint(self.basis)
-        return self.read(image, coimage, linear_map(self.complement))
+        residual = self.residual(linear_map(self.complement))
+        count = self.probes.shape[1]
+        return self.known(image, coimage) + row_dots(residual, self.probes / count)
 
-    def read(
-        self,
-        image: Inexact[Array, "n k"],
-        coimage: Inexact[Array, "n k"],
-        remainder: Inexact[Array, "n l"],
+    def known(
+        self, image: Inexact[Array, "n k"], coimage: Inexact[Array, "n k"]
     ) -> Inexact[Array, " n"]:
-        """From B Q, B* Q and the columns B mu_i."""
-        q, s, l = self.basis, self.directions, self.probes.shape[1]  # noqa: E741
-
-        def kept(block: Inexact[Array, "_ k"]) -> Inexact[Array, "_ k"]:
-            return block - (block @ s) @ s.conj().T / l
-
+        """The first term, from B Q and B* Q."""
+        q, s = self.basis, self.directions
         h = q.conj().T @ image
-        core = kept(h) - s @ (s.conj().T @ h) / l
-        core = core + (s * column_dots(s, h @ s)[None, :]) @ s.conj().T / l
-        known = row_dots(kept(q), coimage) + row_dots(kept(image) - q @ core, q)
-        return known + row_dots(self.residual(remainder), self.probes / l)
+        if s is None:
+            return row_dots(q, coimage) + row_dots(image - q @ h, q)
+        weighted = s.conj().T / s.shape[1]
+        core = h - s @ (weighted @ h) - (h @ s) @ weighted
+        core = core + (s * column_dots(s, h @ s)[None, :]) @ weighted
+        kept, kept_image = q - (q @ s) @ weighted, image - (image @ s) @ weighted
+        return row_dots(kept, coimage) + row_dots(kept_image - q @ core, q)
 
     def residual(self, remainder: Inexact[Array, "n l"]) -> Inexact[Array, "n l"]:
-        """(I - P_i) B (I - P_i) w_i."""
+        """(I - P_i) b_i for the columns b_i."""
+        s = self.directions
         inside = self.basis.conj().T @ remainder
-        inside = inside - self.directions * column_dots(self.directions, inside)[None, :]
+        if s is not None:
+            inside = inside - s * column_dots(s, inside)[None, :]
         return remainder - self.basis @ inside
 
 
@@ -108,8 +109,8 @@ class RowNorms(eqx.Module):
     ) -> Float[Array, "p k"]:
         """From B Q and the columns B mu_i, one estimate for each i."""
         inside = row_norms_squared(image)[:, None]
-        removed = jnp.abs(image @ self.directions) ** 2
-        return inside - removed + self.resphering[None, :] * jnp.abs(remainder) ** 2
+        removed = squared_modulus(image @ self.directions)
+        return inside - removed + self.resphering[None, :] * squared_modulus(remainder)
 
 
 class AllRowNorms(eqx.Module):
