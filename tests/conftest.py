@@ -12,5 +12,15 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import pytest
 
 jax.config.update("jax_enable_x64", True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of one estimator in one worker: they share what is compiled."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        entry = callspec.params.get("entry") if callspec else None
+        if entry is not None:
+            item.add_marker(pytest.mark.xdist_group(entry.name))

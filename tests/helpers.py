@@ -15,14 +15,34 @@ Maker = Callable[[Any], lx.AbstractLinearOperator]
 PSD = lx.positive_semidefinite_tag
 
 
+def row_norms(matrix: Any) -> Any:
+    return jnp.sum(abs(matrix) ** 2, axis=1)
+
+
 class Entry(NamedTuple):
-    """`euler`: the value is read through the weight of the derivative, <A, W>."""
+    """`euler`: the value is read through the frozen blocks of its derivative; `truth`: of a
+    dense matrix, homogeneous of degree `degree` in it."""
 
     name: str
     estimate: Callable[..., tx.Estimate]
     minimum: int
     semidefinite: bool = False
     euler: bool = True
+    truth: Callable[[Any], Any] = jnp.trace
+    degree: int = 1
+
+    def contracted(self, value: Any) -> Any:
+        """A scalar loss of the value, whatever its structure."""
+        flat = flatten(value)
+        weights = 1.5 + jnp.cos(jnp.arange(flat.size)).astype(flat.real.dtype)
+        return flat if flat.ndim == 0 else jnp.sum(flat * weights)
+
+
+def flatten(tree: Any) -> Any:
+    leaves = jax.tree.leaves(tree)
+    if len(leaves) == 1 and leaves[0].ndim == 0:
+        return leaves[0]
+    return jnp.concatenate([leaf.ravel() for leaf in leaves])
 
 
 ESTIMATORS = [
@@ -34,6 +54,29 @@ ESTIMATORS = [
 ]
 FRONT_DOOR = Entry("trace", tx.trace, 1)
 ALL = [*ESTIMATORS, FRONT_DOOR]
+"""The traces."""
+
+DIAGONALS = [
+    Entry("hutchinson_diagonal", tx.hutchinson_diagonal, 1, truth=jnp.diagonal),
+    Entry("diagpp", tx.diagpp, 3, truth=jnp.diagonal, euler=False),
+    Entry("xdiag", tx.xdiag, 2, truth=jnp.diagonal, euler=False),
+    Entry("xnysdiag", tx.xnysdiag, 1, semidefinite=True, truth=jnp.diagonal, euler=False),
+]
+NORMS = [
+    Entry("row_norms_squared", tx.row_norms_squared, 3, truth=row_norms, degree=2),
+    Entry(
+        "frobenius_norm_squared",
+        tx.frobenius_norm_squared,
+        2,
+        truth=lambda m: jnp.sum(row_norms(m)),
+        degree=2,
+        euler=False,
+    ),
+]
+DIAGONAL_DOOR = Entry("diagonal", tx.diagonal, 1, truth=jnp.diagonal)
+REST = [*DIAGONALS, *NORMS]
+REST_ALL = [*REST, DIAGONAL_DOOR]
+"""Diagonals and norms."""
 
 
 def names(entries: list[Entry]) -> list[str]:

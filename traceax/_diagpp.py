@@ -12,7 +12,7 @@ from traceax._jackknife import standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, draw, rademacher
-from traceax._sketch import mean, orthonormalise, row_dots
+from traceax._sketch import magnitude, mean, orthonormalise, row_dots
 from traceax._weights import TwoSidedWeight
 
 
@@ -106,7 +106,7 @@ def _diagpp(
     else:
         known = row_dots(q, image)
         samples = weight.residual(linear_map(rest)) * rest.conj()
-    scattered = jnp.linalg.norm(image) / q.shape[0]
+    scattered = magnitude(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
     error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
     return Outcome(known + mean(samples), error, weight)
