@@ -15,10 +15,12 @@ import traceax as tx
 from tests.helpers import (
     ESTIMATORS,
     PSD,
+    REST,
     Entry,
     as_semidefinite,
     close,
     function,
+    general,
     hermitian,
     spectrum,
     suitable,
@@ -113,6 +115,104 @@ def test_probes_are_exchangeable(name: str) -> None:
     close(one.standard_error, other.standard_error, 1e-9)
 
 
+# Diagonals: entry by entry; the error is the spread of the samples, times sqrt(2) for what
+# they share. Row norms: the jackknife.
+
+
+def xdiag_by_loop(matrix: np.ndarray, probes: np.ndarray, two_sided: bool) -> np.ndarray:
+    n, k = probes.shape
+    samples = []
+    for i in range(k):
+        others = np.delete(probes, i, axis=1)
+        p = projector(matrix @ others) if k > 1 else np.zeros((n, n))
+        known = p @ matrix + (np.eye(n) - p) @ matrix @ p * two_sided
+        w = probes[:, i]
+        samples.append(np.diag(known) + w.conj() * ((matrix - known) @ w))
+    samples = np.array(samples)
+    return samples.real if two_sided else samples
+
+
+def xnysdiag_by_loop(matrix: np.ndarray, probes: np.ndarray, _: bool) -> np.ndarray:
+    samples = []
+    for i in range(probes.shape[1]):
+        others = np.delete(probes, i, axis=1)
+        sketch = matrix @ others
+        core = np.linalg.pinv(others.conj().T @ sketch, hermitian=True)
+        low = sketch @ core @ sketch.conj().T
+        w = probes[:, i]
+        samples.append((np.diag(low) + w.conj() * ((matrix - low) @ w)).real)
+    return np.array(samples)
+
+
+def row_norms_by_loop(
+    matrix: np.ndarray, probes: np.ndarray, resphere: bool, hermitian: bool
+) -> np.ndarray:
+    n, k = probes.shape
+    samples = []
+    for i in range(k):
+        others = np.delete(probes, i, axis=1)
+        sketch = matrix @ others if hermitian else matrix.conj().T @ (matrix @ others)
+        p = projector(sketch) if k > 1 else np.zeros((n, n))
+        mu = probes[:, i] - p @ probes[:, i]
+        scale = (n - k + 1) / np.vdot(mu, mu).real if resphere else 1.0
+        known = np.sum(np.abs(matrix @ p) ** 2, axis=1)
+        samples.append(known + scale * np.abs(matrix @ mu) ** 2)
+    return np.array(samples)
+
+
+@pytest.mark.parametrize("form", ["two-sided", "one-sided", "xnysdiag"])
+@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_leave_one_out_diagonals(form: str, dtype: Any, k: int) -> None:
+    matrix = hermitian(spectrum("poly", 30), dtype)
+    if form == "one-sided":
+        matrix = matrix + 0.3 * jnp.triu(matrix)
+    operator = lx.MatrixLinearOperator(matrix, () if form == "one-sided" else PSD)
+    probes = np.asarray(tx.rademacher(KEY, operator.in_structure(), k)).T
+    if form == "xnysdiag":
+        got = tx.xnysdiag(operator, KEY, k)
+        samples = xnysdiag_by_loop(np.asarray(matrix), probes, False)
+    else:
+        got = tx.xdiag(operator, KEY, 2 * k)
+        samples = xdiag_by_loop(np.asarray(matrix), probes, form == "two-sided")
+    close(got.value, samples.mean(0), 1e-11)
+    if k == 1:
+        assert jnp.all(got.standard_error == jnp.inf)
+        return
+    spread = np.sum(np.abs(samples - samples.mean(0)) ** 2, axis=0)
+    close(got.standard_error, np.sqrt(2 * spread / (k * (k - 1))), 1e-10)
+
+
+@pytest.mark.parametrize("hermitian_tag", [True, False])
+@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("sampler", [tx.sphere, tx.rademacher])
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_leave_one_out_row_norms(
+    hermitian_tag: bool, dtype: Any, sampler: Any, k: int
+) -> None:
+    matrix = hermitian(spectrum("poly", 30), dtype)
+    if not hermitian_tag:
+        matrix = (matrix + 0.3 * jnp.triu(matrix))[:25]
+    operator = lx.MatrixLinearOperator(matrix, PSD if hermitian_tag else ())
+    cost = 2 if hermitian_tag else 3
+    got = tx.row_norms_squared(operator, KEY, cost * k, sampler=sampler)
+    probes = np.asarray(sampler(KEY, operator.in_structure(), k)).T
+    resphere = sampler is tx.sphere
+
+    def loop(probes: np.ndarray) -> np.ndarray:
+        return row_norms_by_loop(np.asarray(matrix), probes, resphere, hermitian_tag)
+
+    close(got.value, loop(probes).mean(0), 1e-11)
+    if k == 1:
+        assert jnp.all(got.standard_error == jnp.inf)
+    if k == 7:
+        replicates = np.array(
+            [loop(np.delete(probes, i, axis=1)).mean(0) for i in range(k)]
+        )
+        spread = np.sum((replicates - replicates.mean(0)) ** 2, axis=0)
+        close(got.standard_error, np.sqrt((k - 1) / k * spread), 1e-9)
+
+
 # Exact expectations: the mean over all sign vectors.
 
 
@@ -173,6 +273,7 @@ def enumerated(entry: Entry, n: int, budget: int, loose: int) -> tuple[Any, Any,
         ("hutchpp_trace", 5, 3, 2),
         ("na_hutchpp_trace", 5, 4, 1),
         ("xnystrace", 4, 1, 1),
+        ("xnystrace", 5, 2, 2),
     ],
 )
 def test_unbiased_by_enumeration(name: str, n: int, budget: int, loose: int) -> None:
@@ -180,3 +281,60 @@ def test_unbiased_by_enumeration(name: str, n: int, budget: int, loose: int) -> 
     (entry,) = (entry for entry in ESTIMATORS if entry.name == name)
     means, truth, _ = enumerated(entry, n, budget, loose)
     close(jnp.stack(means), jnp.stack(truth), 1e-12)
+
+
+def enumerated_rest(
+    entry: Entry, n: int, budget: int, count: int, symmetric: bool
+) -> tuple[Any, Any]:
+    """The mean over all signs of `count` probes, and the truth, of value, first and second
+    derivative by theta of A0 + theta A1 + theta^2 A2."""
+    parts = [general(n, seed=seed) for seed in range(3)]
+    if symmetric:
+        parts = [hermitian(1.0 + np.arange(n), seed=seed) for seed in range(3)]
+    tags = [lx.symmetric_tag] if symmetric else []
+    tags += [PSD] if entry.semidefinite else []
+
+    def matrix(theta: Any) -> Any:
+        return parts[0] + theta * parts[1] + theta**2 * parts[2]
+
+    def outcome(signs: Any) -> Any:
+        def value(theta: Any) -> Any:
+            rows = iter(signs.reshape(count, n))
+
+            def sampler(key: Any, structure: Any, num_probes: int) -> Any:
+                return jnp.stack([next(rows) for _ in range(num_probes)])
+
+            operator = lx.MatrixLinearOperator(matrix(theta), tags)
+            return entry.estimate(operator, KEY, budget, sampler=sampler).value
+
+        return three(value)
+
+    def three(function: Any) -> Any:
+        slope = jax.jacfwd(function)
+        return jnp.stack([function(0.7), slope(0.7), jax.jacfwd(slope)(0.7)])
+
+    outcomes = jax.jit(lambda s: jax.lax.map(outcome, s))(all_signs(count * n))
+    return jnp.mean(outcomes, axis=0), three(lambda theta: entry.truth(matrix(theta)))
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "budget", "count", "symmetric"),
+    [
+        ("hutchinson_diagonal", 5, 2, 2, False),
+        ("xdiag", 5, 4, 2, False),
+        ("xdiag", 5, 4, 2, True),
+        ("xnysdiag", 5, 2, 2, True),
+        ("diagpp", 5, 3, 2, False),
+        ("diagpp", 5, 3, 2, True),
+        ("row_norms_squared", 5, 3, 1, False),
+        ("row_norms_squared", 5, 4, 2, True),
+        ("frobenius_norm_squared", 5, 4, 2, False),
+    ],
+)
+def test_diagonals_and_norms_are_unbiased_by_enumeration(
+    name: str, n: int, budget: int, count: int, symmetric: bool
+) -> None:
+    (entry,) = (entry for entry in REST if entry.name == name)
+    mean, truth = enumerated_rest(entry, n, budget, count, symmetric)
+    for got, want in zip(mean, truth, strict=True):
+        close(got, want, 1e-11)

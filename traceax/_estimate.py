@@ -74,10 +74,14 @@ class Estimate(eqx.Module):
                 "`standard_error` directly, or estimate the operator's Hermitian part."
             )
 
+        degrees = jnp.asarray(self.degrees_of_freedom)
+
         def ends(value: Array, error: Array) -> tuple[Array, Array]:
-            degrees = jnp.asarray(self.degrees_of_freedom)
-            width = error * _student_quantile(level, degrees, error.dtype)
-            width = jnp.where(error == 0, 0, width)
+            quantile = _student_quantile(level, degrees.astype(error.dtype))
+            # Each estimate of a batch has its own, for all of its entries.
+            entries = (1,) * (error.ndim - quantile.ndim)
+            quantile = quantile.reshape(quantile.shape + entries)
+            width = jnp.where(error == 0, 0, error * quantile)
             return value - width, value + width
 
         pairs = jax.tree.map(ends, self.value, self.standard_error)
@@ -86,7 +90,10 @@ class Estimate(eqx.Module):
         return low, high
 
 
-def _student_quantile(level: float, degrees: Array, dtype: jnp.dtype) -> Real[Array, "..."]:
+@jax.jit
+def _student_quantile(
+    level: float | Float[Array, ""], degrees: Real[Array, "..."]
+) -> Real[Array, "..."]:
     """The t with P(|T| > t) = 1 - level, T having Student's distribution.
 
     P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised
@@ -94,7 +101,8 @@ def _student_quantile(level: float, degrees: Array, dtype: jnp.dtype) -> Real[Ar
     tell the long tails of few degrees apart, nor u the narrow ones of many. Traced, since
     the degrees of freedom become an array when an `Estimate` leaves `jax.jit`.
     """
-    degrees = jnp.clip(jnp.asarray(degrees, dtype), 0.25, 1e4)
+    dtype = degrees.dtype
+    degrees = jnp.clip(degrees, 0.25, 1e4)
     half = jnp.asarray(0.5, dtype)
 
     def tail(log_u: Array) -> Array:

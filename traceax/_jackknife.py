@@ -18,12 +18,14 @@ with L = S* S and a^2 = 1 - |L_ij|^2:
 XNysTrace: with K = H^{-1} the inverse core and D = |F G|^2, removing the pair {i, j} takes
 tr(D_pp K_pp^{-1}) from ||F||_F^2, p the 2 x 2 principal block, and the remainder of probe j
 is the Schur complement of what is left, 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii K_jj).
+
+Row norms: as XTrace, with b Q u = (v_i - v_j L_ji)/a for every row b, v = b Q S.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._sketch import mean
+from traceax._sketch import mean, squared_modulus
 
 
 def standard_error(
@@ -38,18 +40,18 @@ def standard_error(
 
 
 def shared_error(
-    samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"], order: int
+    samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
-    """Of the mean of leave-one-out samples that share their probes.
+    """Of the mean of leave-one-out samples of a diagonal, which share their probes.
 
     Decompose the error of sample i into parts that involve sets of probes (Hoeffding
     1948). Each part has mean zero given the other probes, so its set holds i; one of r
     probes can occur in r samples. So r-fold parts make the mean at most sqrt(r) times less
-    certain than independent samples would be. For diagonals pairs are the worst (`order`
-    2, attained by multiples of I); row norms are quadratic in them (3). Unlike the
-    jackknife, which is up to ten times too wide here, it is so for every spectrum.
+    certain than independent samples would be. Of diagonals no part of more than two
+    mattered in any spectrum measured (multiples of I attain sqrt(2)), and the jackknife,
+    which knows no such bound, is up to ten times too wide.
     """
-    return standard_error(order**0.5 * samples, rounding)
+    return standard_error(2**0.5 * samples, rounding)
 
 
 def independent_degrees_of_freedom(k: int) -> float:
@@ -65,11 +67,11 @@ def independent_degrees_of_freedom(k: int) -> float:
 
 
 def jackknife_error(
-    replicates: Inexact[Array, " k"], rounding: Float[Array, ""]
-) -> Float[Array, ""]:
-    """Of an estimator whose value without probe i is `replicates[i]`."""
-    k = replicates.shape[0]
-    deviations = replicates - mean(replicates)
+    replicates: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+) -> Float[Array, "*values"]:
+    """Of an estimator whose value without probe i is `replicates[..., i]`."""
+    k = replicates.shape[-1]
+    deviations = replicates - mean(replicates)[..., None]
     return _length(deviations * ((k - 1) / k) ** 0.5, rounding)
 
 
@@ -129,6 +131,47 @@ def xnystrace_replicates(
         lone = jnp.diagonal(test).real
         remainders *= residual_rank * (lone[None, :] - jnp.abs(test) ** 2 / lone[:, None])
     return _mean_of_others(whole - pair / squared + remainders)
+
+
+def row_norm_replicates(
+    known: Float[Array, "p k"],
+    v: Inexact[Array, "p k"],
+    remainders: Inexact[Array, "p k"],
+    s: Inexact[Array, "k k"],
+    w: Inexact[Array, "k k"],
+    lengths: Float[Array, " k"],
+    residual_rank: int | None,
+) -> Float[Array, "p k"]:
+    """`known` is |b P_j|^2, columns j, for all rows b; `v` is B Q S; `remainders` B mu_j;
+    the rest as for XTrace. With u as above and beta = u* w_j / a,
+
+        e_ij = |b P_j|^2 - |b Q u|^2 + c |b mu_j + beta (v_i - v_j L_ji)|^2,
+
+    of which sums over j != i are products with k x k matrices."""
+    k = s.shape[0]
+    overlap = s.conj().T @ s
+    inverse = 1 / _one_minus_squared_modulus(overlap)
+    sw = s.conj().T @ w
+    beta = inverse * (sw - overlap * jnp.diagonal(sw)[None, :])
+    c = jnp.ones_like(inverse)
+    if residual_rank is not None:
+        c = residual_rank / (lengths[None, :] + squared_modulus(beta) / inverse)
+    others = (1 - jnp.eye(k, dtype=c.dtype)) / (k - 1)
+    inverse, c = inverse * others, c * others
+    cross, tested = overlap.conj(), c * squared_modulus(beta)  # cross is L_ji
+
+    def over_j(block: Inexact[Array, "p k"], weights: Inexact[Array, "k k"]) -> Array:
+        return block @ weights.T
+
+    squares = squared_modulus(v)
+    shape = squared_modulus(overlap)
+    own = squares * jnp.sum(tested - inverse, axis=1)[None, :]
+    alone = over_j(squared_modulus(remainders), c) + over_j(
+        squares, (tested - inverse) * shape
+    )
+    alone = alone - 2 * over_j(remainders.conj() * v, c * beta * cross).real
+    mixed = over_j(v, (inverse - tested) * cross) + over_j(remainders, c * beta.conj())
+    return over_j(known, others) + own + alone + 2 * (v.conj() * mixed).real
 
 
 def _one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k k"]:

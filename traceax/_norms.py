@@ -13,6 +13,7 @@ with P_i, w_i frozen (`_weights.RowNorms`), unbiased because the identity holds 
 
 from functools import partial
 
+import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
@@ -20,7 +21,12 @@ from traceax._checks import check_request
 from traceax._estimate import Estimate
 from traceax._exact import cost_of_norms, exact_norm, exact_row_norms
 from traceax._exchangeable import nystrom_trace
-from traceax._jackknife import independent_degrees_of_freedom, shared_error
+from traceax._jackknife import (
+    independent_degrees_of_freedom,
+    jackknife_error,
+    row_norm_replicates,
+    standard_error,
+)
 from traceax._leave_one_out import leave_one_out
 from traceax._operator import (
     LinearMap,
@@ -36,9 +42,10 @@ from traceax._samplers import (
     check_independent,
     draw,
     is_rotation_invariant,
+    rademacher,
     sphere,
 )
-from traceax._sketch import magnitude, mean
+from traceax._sketch import column_norms_squared, magnitude, mean
 
 
 def row_norms_squared(
@@ -46,7 +53,7 @@ def row_norms_squared(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = sphere,
+    sampler: Sampler = rademacher,
 ) -> Estimate:
     """Estimate the squared norm of every row of an operator B, p x n, by XRowNorm.
 
@@ -68,13 +75,13 @@ def row_norms_squared(
     - `num_matvecs`: how many applications may be spent, a Python int of at least 3, of
       which the largest multiple of 3 is; of 2 if the operator is known to be Hermitian.
       From n or p on, the smaller, as many are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      projections can be resphered (so can those of `normal`); for others c_i = 1.
+    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
+      rows of one entry; `sphere` and `normal` are resphered (for others c_i = 1), which
+      gains little here and costs much on nearly diagonal operators.
 
     **Returns** an `Estimate` with the operator's output structure (real leaves of at least
-    32 bits). `standard_error` is, row by row, the spread of the k estimates with an
-    allowance for the probes that they share: conservative; `inf` for k = 1; 0 where n or p
-    applications were spent.
+    32 bits). `standard_error` is, row by row, the jackknife's: conservative; `inf` for
+    k = 1; 0 where n or p applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` mixes real and complex
@@ -85,7 +92,7 @@ def row_norms_squared(
     gradient costs 2k matvec-VJPs.
 
     **Cost**: 2k applications and k of the adjoint (none if the operator is known to be
-    Hermitian), in three batches; 4 blocks of n x k, 3 of p x k; about 14 n k^2 flops.
+    Hermitian), in three batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
 
     **Example**
 
@@ -132,7 +139,8 @@ def frobenius_norm_squared(
     tr B* B, or tr B B* if B has fewer rows than columns, by XNysTrace (see `xnystrace`)
     from k = num_matvecs // 2 probes. Unbiased. Exact (to rounding) if the rank of B is
     below k, if B* B is a multiple of I (and probes are resphered), or if `num_matvecs`
-    reaches the smaller of B's dimensions.
+    reaches the smaller of B's dimensions. On flat spectra the mean of |B w|^2, one
+    application a probe, has up to 1.5 times less error.
 
     **Arguments**
 
@@ -211,8 +219,22 @@ def _row_norms(
     image = linear_map(loo.basis.columns)
     scale = magnitude(first)
     remainder = (first - image @ loo.x) / scale
-    samples = readout.samples(image / scale, remainder)
-    sizes = mean(abs(samples))
+    known = readout.known(image / scale)
+    samples = known + readout.tested(remainder)
+    sizes = mean(jnp.abs(samples))
     rounding = 4 * resolution(linear_map.operator) * (sizes + mean(sizes))
-    error = shared_error(samples, rounding, order=3)
+    n, k = probes.shape
+    if k < 3:
+        error = standard_error(samples, rounding)
+    else:
+        replicates = row_norm_replicates(
+            known,
+            (image / scale) @ loo.directions,
+            remainder,
+            loo.directions,
+            loo.basis.columns.conj().T @ probes,
+            column_norms_squared(loo.mu),
+            n - k + 2 if resphere else None,
+        )
+        error = jackknife_error(replicates, rounding)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)

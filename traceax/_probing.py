@@ -57,9 +57,12 @@ def probing(colours: PyTree[Int[np.ndarray, "..."]]) -> Probing:
 
     Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. For
     `hutchinson_trace` and `hutchinson_diagonal`, which spend a multiple of the number of
-    colours; the others need independent probes. Standard errors come from repeats, so a
-    budget of at least twice the number of colours has one; at equal budgets more colours
-    are the more accurate, more repeats the surer.
+    colours; the others need independent probes.
+
+    At equal budgets more colours are the more accurate, more repeats the surer: standard
+    errors come from repeats. One has none; two agree by chance, and then promise too much,
+    as often as every other time if a single neighbour disturbs an entry; three or more are
+    honest.
 
     **Arguments**
 

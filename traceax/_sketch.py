@@ -155,8 +155,13 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     scale = magnitude(sketch)
     basis = orthonormalise(probes)
     inverse = inverse_adjoint(basis.triangle * basis.scale)
-    turned = (sketch / scale) @ inverse.conj().T
-    core = basis.columns.conj().T @ turned
+    # A probe that repeats others (signs do in few dimensions) adds a column to U that is
+    # not in their span, where A is not known: it is left out.
+    diagonal = jnp.abs(jnp.diagonal(basis.triangle))
+    repeated = diagonal < 10 * probes.shape[0] ** 0.5 * jnp.finfo(sketch.dtype).eps
+    columns = jnp.where(repeated[None, :], 0, basis.columns)
+    turned = jnp.where(repeated[None, :], 0, (sketch / scale) @ inverse.conj().T)
+    core = columns.conj().T @ turned
     skew = jnp.linalg.norm(core - core.conj().T) / 2
     size = jnp.maximum(jnp.linalg.norm(turned), 1e-3)
     noise = jnp.finfo(sketch.dtype).eps * size + skew
@@ -164,5 +169,5 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
     shift = jnp.maximum(noise, 4 * indefinite)
     half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
-    left = (turned + shift * basis.columns) @ half
+    left = (turned + shift * columns) @ half
     return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse, indefinite)

@@ -102,15 +102,17 @@ class RowNorms(eqx.Module):
 
     def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:
         image = linear_map(self.basis)
-        return mean(self.samples(image, linear_map(self.complement)))
+        known = self.known(image)
+        return mean(known + self.tested(linear_map(self.complement)))
 
-    def samples(
-        self, image: Inexact[Array, "p k"], remainder: Inexact[Array, "p k"]
-    ) -> Float[Array, "p k"]:
-        """From B Q and the columns B mu_i, one estimate for each i."""
-        inside = row_norms_squared(image)[:, None]
+    def known(self, image: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
+        """|b_a P_i|^2, from B Q."""
         removed = squared_modulus(image @ self.directions)
-        return inside - removed + self.resphering[None, :] * squared_modulus(remainder)
+        return row_norms_squared(image)[:, None] - removed
+
+    def tested(self, remainder: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
+        """c_i |b_a mu_i|^2, from the columns B mu_i."""
+        return self.resphering[None, :] * squared_modulus(remainder)
 
 
 class AllRowNorms(eqx.Module):
