@@ -12,7 +12,19 @@ import jax
 import pytest
 
 import traceax as tx
-from traceax import _estimate, _exchangeable, _hutchinson, _hutchpp, _samplers, _trace
+from traceax import (
+    _diagonal,
+    _diagpp,
+    _estimate,
+    _exchangeable,
+    _hutchinson,
+    _hutchpp,
+    _norms,
+    _probing,
+    _samplers,
+    _trace,
+    _xdiag,
+)
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -57,7 +69,20 @@ def test_estimate_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [_estimate, _exchangeable, _hutchinson, _hutchpp, _samplers, _trace]
+    "module",
+    [
+        _diagonal,
+        _diagpp,
+        _estimate,
+        _exchangeable,
+        _hutchinson,
+        _hutchpp,
+        _norms,
+        _probing,
+        _samplers,
+        _trace,
+        _xdiag,
+    ],
 )
 def test_examples_in_docstrings(module: Any) -> None:
     results = doctest.testmod(module, optionflags=doctest.ELLIPSIS)

@@ -1,0 +1,122 @@
+"""Norms of operators that need not be square."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import pytest
+
+import traceax as tx
+from tests.helpers import close, general, row_norms
+
+KEY = jax.random.key(13)
+
+
+def low_rank(p: int, n: int, rank: int, dtype: Any) -> Any:
+    left, right = general(max(p, n), dtype), general(max(p, n), dtype, seed=1)
+    return left[:p, :rank] @ right[:rank, :n]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex128"])
+@pytest.mark.parametrize("shape", [(40, 70), (70, 40)])
+def test_rectangular(shape: tuple[int, int], dtype: Any) -> None:
+    """Exact below the sketch's rank, honest above it, differentiable, real."""
+    eps = float(jnp.finfo(dtype).eps)
+    low = lx.MatrixLinearOperator(low_rank(*shape, 5, dtype))
+    full = lx.MatrixLinearOperator(low_rank(*shape, 40, dtype))
+    for operator in (low, full):
+        truth = row_norms(operator.matrix)
+        rows = tx.row_norms_squared(operator, KEY, 30)
+        norm = tx.frobenius_norm_squared(operator, KEY, 30)
+        assert rows.value.shape == rows.standard_error.shape == shape[:1]
+        assert norm.value.shape == ()
+        assert rows.value.dtype == norm.value.dtype == jnp.finfo(dtype).dtype
+        lower, upper = rows.interval(0.95)
+        assert jnp.mean((lower <= truth) & (truth <= upper)) >= 0.9
+        assert jnp.abs(norm.value - truth.sum()) <= 6 * norm.standard_error
+        if operator is low:
+            close(rows.value, truth, 2000 * eps)
+            close(norm.value, truth.sum(), 2000 * eps)
+
+    def both(matrix: Any) -> Any:
+        operator = lx.MatrixLinearOperator(matrix)
+        weights = jnp.linspace(1.0, 2.0, shape[0]).astype(rows.value.dtype)
+        rows_value = tx.row_norms_squared(operator, KEY, 30).value
+        return weights @ rows_value + tx.frobenius_norm_squared(operator, KEY, 30).value
+
+    def dense(matrix: Any) -> Any:
+        weights = jnp.linspace(2.0, 3.0, shape[0]).astype(rows.value.dtype)
+        return weights @ row_norms(matrix)
+
+    turned = low.matrix @ general(shape[1], dtype)
+    for derivative in (both, dense):
+        assert jax.grad(derivative)(low.matrix).shape == shape
+    slope, exact = (jnp.sum(jax.grad(f)(low.matrix) * turned).real for f in (both, dense))
+    close(slope, exact, 1e4 * eps)
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (70, 40)])
+def test_exact_from_the_smaller_side(shape: tuple[int, int]) -> None:
+    operator = lx.MatrixLinearOperator(low_rank(*shape, 40, complex))
+    truth = row_norms(operator.matrix)
+    for budget in (40, 1000):
+        rows = tx.row_norms_squared(operator, KEY, budget)
+        norm = tx.frobenius_norm_squared(operator, KEY, budget)
+        close(rows.value, truth, 1e-13)
+        close(norm.value, truth.sum(), 1e-13)
+        assert rows.num_matvecs == norm.num_matvecs == 40
+        assert norm.standard_error == jnp.max(rows.standard_error) == 0
+    assert tx.row_norms_squared(operator, KEY, 39).num_matvecs == 39
+
+
+def test_rows_are_the_leaves_of_the_output() -> None:
+    """From a pytree to another of other shapes and precision."""
+    matrix = low_rank(40, 70, 8, float)
+    into = {"x": jax.ShapeDtypeStruct((7, 10), jnp.float32)}
+
+    def apply(v: Any) -> Any:
+        out = matrix @ v["x"].ravel().astype(float)
+        return out[:10].reshape(2, 5), out[10:].astype(jnp.float32)
+
+    operator = lx.FunctionLinearOperator(apply, into)
+    estimate = tx.row_norms_squared(operator, KEY, 33)
+    first, second = estimate.value
+    assert (first.shape, first.dtype) == ((2, 5), float)
+    assert (second.shape, second.dtype) == ((30,), jnp.float32)
+    truth = row_norms(matrix)
+    close(jnp.concatenate([first.ravel(), second]), truth, 1e-4)
+    close(tx.frobenius_norm_squared(operator, KEY, 33).value, truth.sum(), 1e-4)
+
+
+def test_transposes_have_the_same_norm() -> None:
+    operator = lx.MatrixLinearOperator(low_rank(40, 70, 40, complex))
+    one = tx.frobenius_norm_squared(operator, KEY, 20)
+    other = tx.frobenius_norm_squared(operator.T, KEY, 20)
+    error = jnp.hypot(one.standard_error, other.standard_error)
+    assert abs(one.value - other.value) <= 4 * error
+
+
+def test_a_tangent_inside() -> None:
+    """Its tags promise nothing, but the Gram operator is semidefinite all the same."""
+    matrix, direction = general(70, complex), general(70, complex, seed=1)
+
+    def make(m: Any) -> lx.AbstractLinearOperator:
+        structure = jax.ShapeDtypeStruct((70,), complex)
+        return lx.FunctionLinearOperator(lambda v: m @ v, structure)
+
+    primal, tangent = eqx.filter_jvp(make, (matrix,), (direction,))
+    derivative = lx.TangentLinearOperator(primal, tangent)
+    estimate = tx.frobenius_norm_squared(derivative, KEY, 40)
+    assert estimate.value.dtype == float
+    truth = jnp.sum(row_norms(direction))
+    assert abs(estimate.value - truth) <= 4 * estimate.standard_error
+
+
+@pytest.mark.parametrize("name", ["row_norms_squared", "frobenius_norm_squared"])
+def test_norms_refuse_what_mixes_real_and_complex(name: str) -> None:
+    structure = jax.ShapeDtypeStruct((5,), float)
+    operator = lx.FunctionLinearOperator(lambda v: v.astype(complex), structure)
+    with pytest.raises(ValueError, match=rf"{name}\(operator=.*all real or all complex"):
+        getattr(tx, name)(operator, KEY, 3)
