@@ -129,7 +129,7 @@ def xdiag_by_loop(matrix: np.ndarray, probes: np.ndarray, two_sided: bool) -> np
         w = probes[:, i]
         samples.append(np.diag(known) + w.conj() * ((matrix - known) @ w))
     samples = np.array(samples)
-    return samples.real if two_sided else samples
+    return np.real(samples) if two_sided else samples
 
 
 def xnysdiag_by_loop(matrix: np.ndarray, probes: np.ndarray, _: bool) -> np.ndarray:

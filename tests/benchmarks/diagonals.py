@@ -1,16 +1,16 @@
 """Diagonals and norms at equal matvecs against matfree, and how many entries the error
-bars hold; on a sparse problem, unstructured probes against `probing`.
+bars hold.
 
 `python -m tests.benchmarks.diagonals [--keys 20]`, from the root of the repository.
 
-First table: four spectra in a random orthonormal basis, n = 1000, float64, symmetric and
+Four spectra in a random orthonormal basis, n = 1000, float64, symmetric and
 positive semidefinite; besides them an indefinite matrix of eigenvalues 1, -1/2, 1/3, ...
 and a general one of singular values 1/i^2, its singular vectors random on either side.
 The error is the root mean square over keys and entries, relative to that of the true
 entries: |error| / |diagonal|. A ratio is traceax / matfree, below 1 in traceax's favour:
 
-- *independent*: each library draws its own probes of the same distribution, random signs
-  for diagonals and points of the sphere for norms; with the standard error of the ratio.
+- *independent*: each library draws its own probes of the same distribution, random signs,
+  points of the sphere for the Frobenius norm; with the standard error of the ratio.
 - *paired*: both get the same probes, so only the arithmetic differs. None where they
   spend another number of matvecs on a probe (`monte_carlo_frobeniusnorm_squared`).
 - *signs*: against matfree with random signs, which its documentation recommends for
@@ -20,13 +20,7 @@ entries: |error| / |diagonal|. A ratio is traceax / matfree, below 1 in traceax'
 its mean +- 1.96 standard errors. matfree has no counterpart of Diag++. A Frobenius norm has
 a single entry, so it gets ten times as many keys.
 
-Second table: the inverse of a precision matrix on a 32 x 32 grid, a Laplacian of 5 points
-plus kappa^2. `probing` gets as many colours as the budget has matvecs, or half as many,
-so that they repeat and there is an error bar: those of the largest power of the pattern
-that needs no more. It may spend less than the budget. A factor is the error of an
-unstructured estimator over that of probing.
-
-At the end, the claims that the tables are to bear out. All takes about four minutes.
+At the end, the claims that the table is to bear out. All takes about four minutes.
 """
 
 import argparse
@@ -38,12 +32,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 from matfree import stochtrace
 
 import traceax as tx
 from tests.benchmarks.accuracy import ROUNDING, Run, as_ratio, spectra, with_spectrum
+from tests.benchmarks.scores import (
+    SEMIDEFINITE,
+    Estimator,
+    Matrix,
+    Score,
+    claim_intervals,
+    ours,
+    over_keys,
+    score,
+    verdict,
+)
 from tests.benchmarks.speed import in_turn
 
 N = 1000
@@ -51,17 +55,8 @@ BUDGETS = (24, 60, 100)
 KEYS_OF_A_SCALAR = 10
 REPEATS = 7
 
-SIDE = 32
-KAPPAS_SQUARED = (0.1, 1.0)
-GRID_BUDGETS = (25, 50, 100)
-MOST_POWER = 16  # needs more colours than any budget has
-
 SYMMETRIC = (lx.symmetric_tag,)
-SEMIDEFINITE = (lx.symmetric_tag, lx.positive_semidefinite_tag)
 
-Matrix = Float[Array, "n n"]
-Estimator = Callable[[Matrix, PRNGKeyArray], Run]
-Operator = Callable[[Matrix], lx.AbstractLinearOperator]
 
 OURS = {
     "hutchinson_diagonal": tx.hutchinson_diagonal,
@@ -71,7 +66,6 @@ OURS = {
     "row_norms_squared": tx.row_norms_squared,
     "frobenius_norm_squared": tx.frobenius_norm_squared,
 }
-NORMS = ("row_norms_squared", "frobenius_norm_squared")
 
 
 class Rival(NamedTuple):
@@ -106,8 +100,6 @@ def libraries(name: str) -> tuple[str, ...]:
     match name:
         case "diagpp":
             return ()
-        case "row_norms_squared":
-            return ("independent", "paired", "signs")
         case "frobenius_norm_squared":
             return ("independent", "signs")
     return ("independent", "paired")
@@ -151,21 +143,11 @@ def general(singular_values: Float[Array, " n"], key: PRNGKeyArray) -> Matrix:
     return (left * singular_values) @ right.T
 
 
-def ours(
-    function: Callable[..., tx.Estimate], as_operator: Operator, num_matvecs: int
-) -> Estimator:
-    def estimate(matrix: Matrix, key: PRNGKeyArray) -> Run:
-        result = function(as_operator(matrix), key, num_matvecs)
-        return Run(result.value, *result.interval(0.95))
-
-    return estimate
-
-
 def theirs(name: str, library: str, rival: Rival, num_matvecs: int) -> Estimator:
     """Its error bar is 1.96 standard errors."""
     num = num_matvecs // rival.matvecs_per_probe
     zeros = jnp.zeros(N)
-    on_sphere = name in NORMS and library != "signs"
+    on_sphere = name == "frobenius_norm_squared" and library != "signs"
     if library == "paired":  # what traceax draws from the same key
         sampler = tx.sphere if on_sphere else tx.rademacher
         structure = jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)
@@ -183,11 +165,6 @@ def theirs(name: str, library: str, rival: Rival, num_matvecs: int) -> Estimator
     return estimate
 
 
-def over_keys(estimate: Estimator) -> Callable[[Matrix, PRNGKeyArray], Run]:
-    """One key after another: see `accuracy.repeat`."""
-    return jax.jit(lambda matrix, keys: jax.lax.map(partial(estimate, matrix), keys))
-
-
 @cache
 def repeat(
     library: str, name: str, num_matvecs: int, tags: tuple[object, ...]
@@ -197,31 +174,6 @@ def repeat(
         as_operator = partial(lx.MatrixLinearOperator, tags=tags)
         return over_keys(ours(OURS[name], as_operator, num_matvecs))
     return over_keys(theirs(name, library, counterpart, num_matvecs))
-
-
-class Score(NamedTuple):
-    """The error and the share held, each with its standard error over the keys (of the
-    error a relative one); the share is infinite where there is no interval."""
-
-    error: float
-    error_noise: float
-    held: float
-    held_noise: float
-
-
-def score(run: Run, truth: Float[Array, "..."]) -> Score:
-    num_keys = run.value.shape[0]
-
-    def by_key(entries: Array) -> tuple[float, float]:
-        means = jnp.mean(entries.reshape(num_keys, -1), axis=1)
-        return float(jnp.mean(means)), float(jnp.std(means) / (num_keys - 1) ** 0.5)
-
-    mean, noise = by_key((run.value - truth) ** 2)
-    error = (mean / float(jnp.mean(truth**2))) ** 0.5
-    if not jnp.all(jnp.isfinite(run.high)):
-        return Score(error, noise / (2 * mean), jnp.inf, 0.0)
-    held = by_key((run.low <= truth) & (truth <= run.high))
-    return Score(error, noise / (2 * mean), *held)
 
 
 class Cell(NamedTuple):
@@ -314,102 +266,7 @@ def print_times(matrix: Matrix, num_matvecs: int) -> None:
         print(f"{name:<23}{mine:>10.2f}{others:>10.2f}{mine / others:>8.2f}")
 
 
-# The second table.
-
-
-class GridCell(NamedTuple):
-    """One estimator on one grid with one budget; `spent` no more than that."""
-
-    name: str
-    kappa_squared: float
-    num_matvecs: int
-    spent: int
-    score: Score
-
-    @property
-    def is_probing(self) -> bool:
-        return self.name.startswith("probing")
-
-
-def precision(kappa_squared: float) -> Float[np.ndarray, "n n"]:
-    """The Laplacian of 5 points, zero beyond the edges, plus kappa^2."""
-    one = np.eye(SIDE)
-    path = 2 * one - np.eye(SIDE, k=1) - np.eye(SIDE, k=-1)
-    return np.kron(path, one) + np.kron(one, path) + kappa_squared * np.eye(SIDE**2)
-
-
-@cache
-def colours(power: int) -> Int[np.ndarray, " n"]:
-    return tx.colouring(precision(1.0), power)
-
-
-def largest_power(most: int) -> int:
-    """Of the pattern, that `most` colours are enough for. Greedy colouring may need fewer
-    for a larger power."""
-    powers = [p for p in range(1, MOST_POWER + 1) if colours(p).max() < most]
-    return max(powers)
-
-
-def as_function(matrix: Matrix) -> lx.AbstractLinearOperator:
-    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, SEMIDEFINITE)
-
-
-def on_grid(kappa_squared: float, num_matvecs: int, num_keys: int) -> list[GridCell]:
-    inverse = jnp.linalg.inv(jnp.asarray(precision(kappa_squared)))
-    keys = jax.random.split(jax.random.key(1), num_keys)
-    functions: dict[str, tuple[Callable[..., tx.Estimate], int]] = {
-        "hutchinson_diagonal": (tx.hutchinson_diagonal, num_matvecs),
-        "xdiag": (tx.xdiag, num_matvecs // 2 * 2),
-        "xnysdiag": (tx.xnysdiag, num_matvecs),
-    }
-    for repeats in (1, 2):
-        power = largest_power(num_matvecs // repeats)
-        sampler = tx.probing(colours(power))
-        name = f"probing, power {power}, {sampler.num_colours} colours"
-        spent = num_matvecs // sampler.num_colours * sampler.num_colours
-        functions[name] = partial(tx.hutchinson_diagonal, sampler=sampler), spent
-    cells = []
-    for name, (function, spent) in functions.items():
-        run = over_keys(ours(function, as_function, spent))(inverse, keys)
-        outcome = score(run, jnp.diagonal(inverse))
-        cells.append(GridCell(name, kappa_squared, num_matvecs, spent, outcome))
-    return cells
-
-
-def unstructured(cells: list[GridCell], probed: GridCell) -> list[GridCell]:
-    """What else was measured on the same grid with the same budget."""
-    same = (probed.kappa_squared, probed.num_matvecs)
-    return [
-        cell
-        for cell in cells
-        if (cell.kappa_squared, cell.num_matvecs) == same and not cell.is_probing
-    ]
-
-
-def print_grid(cells: list[GridCell]) -> None:
-    print(
-        f"{'':<64}{'factor of probing over':>30}\n{'estimator':<35}{'kappa^2':>7}"
-        f"{'matvecs':>8}{'spent':>6}{'error':>10}{'held':>8}"
-        f"{'hutchinson':>12}{'xdiag':>7}{'xnysdiag':>10}"
-    )
-    for cell in cells:
-        held = f"{cell.score.held:.1%}" if math.isfinite(cell.score.held) else "none"
-        row = (
-            f"{cell.name:<35}{cell.kappa_squared:>7}{cell.num_matvecs:>8}{cell.spent:>6}"
-            f"{cell.score.error:>10.2e}{held:>8}"
-        )
-        if cell.is_probing:
-            for other, width in zip(unstructured(cells, cell), (12, 7, 10), strict=True):
-                row += f"{other.score.error / cell.score.error:>{width}.1f}"
-        print(row)
-
-
-# What the tables are to show.
-
-
-def verdict(passed: bool, claim: str, figures: str) -> None:
-    print(f"{'PASS' if passed else 'FAIL'}  {claim}: {figures}")
+# What the table is to show.
 
 
 def claim_xdiag(cells: list[Cell]) -> None:
@@ -436,33 +293,6 @@ def claim_xnysdiag(cells: list[Cell]) -> None:
         )
 
 
-def claim_intervals(cells: list[Cell], grid: list[GridCell]) -> None:
-    every = [(c.traceax, c.name, c.label, c.num_matvecs) for c in cells]
-    every += [(c.score, c.name, f"kappa^2 {c.kappa_squared}", c.num_matvecs) for c in grid]
-    every.sort(key=lambda entry: entry[0].held)
-    low = [entry for entry in every if entry[0].held < 0.88]
-    shares = "".join(
-        f"\n      {score.held:.1%} +- {score.held_noise:.1%}: {name}, {where}, {budget}"
-        for score, name, where, budget in low or every[:1]
-    )
-    verdict(not low, "interval(0.95) holds >= 88 % in every cell, the lowest", shares)
-
-
-def claim_probing(grid: list[GridCell], kappa_squared: float) -> None:
-    factors = [
-        (other.score.error / cell.score.error, cell, other)
-        for cell in grid
-        if cell.is_probing and cell.kappa_squared == kappa_squared
-        for other in unstructured(grid, cell)
-    ]
-    factor, cell, other = min(factors, key=lambda entry: entry[0])
-    verdict(
-        factor >= 3,
-        f"probing beats all others by >= 3, kappa^2 = {kappa_squared}, at least",
-        f"{factor:.1f} ({cell.name}, over {other.name}, {cell.num_matvecs} matvecs)",
-    )
-
-
 def main(num_keys: int = 20) -> None:
     jax.config.update("jax_enable_x64", True)
     every = problems()
@@ -478,20 +308,10 @@ def main(num_keys: int = 20) -> None:
     [poly] = [problem.matrix for problem in every if problem.label == "poly"]
     print(f"\nMedians of {REPEATS}, poly, 100 matvecs, {poly.dtype}.\n")
     print_times(poly, 100)
-    grid = [
-        cell
-        for kappa_squared in KAPPAS_SQUARED
-        for budget in GRID_BUDGETS
-        for cell in on_grid(kappa_squared, budget, num_keys)
-    ]
-    print(f"\nInverse of a precision matrix on a grid of {SIDE} x {SIDE}.\n")
-    print_grid(grid)
     print()
     claim_xdiag(cells)
     claim_xnysdiag(cells)
-    claim_intervals(cells, grid)
-    for kappa_squared in KAPPAS_SQUARED:
-        claim_probing(grid, kappa_squared)
+    claim_intervals([(c.traceax, f"{c.name}, {c.label}, {c.num_matvecs}") for c in cells])
 
 
 if __name__ == "__main__":
