@@ -7,6 +7,8 @@ thread: its threads and those of JAX get in each other's way, by orders of magni
 
 import gc
 import os
+import re
+from typing import Any
 
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
@@ -14,25 +16,40 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.helpers import ALL, REST_ALL, names
 
 jax.config.update("jax_enable_x64", True)
 
+ESTIMATORS = frozenset(names(ALL + REST_ALL))
+
+
+def estimator(nodeid: str) -> str | None:
+    """Whose test it is, if an estimator is among its parameters."""
+    return next((w for w in re.split(r"[\[\]-]", nodeid) if w in ESTIMATORS), None)
+
+
+class ByEstimator(LoadScopeScheduling):
+    """All tests of one estimator in one worker: they share what is compiled."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return estimator(nodeid) or nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEstimator:
+    return ByEstimator(config, log)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of one estimator in one worker: they share what is compiled. Those that
-    check for leaks come first, because the checker looks through all objects there are."""
+    """What checks for leaks comes first: the checker looks through all that there is."""
     items.sort(key=lambda item: "leaks" not in item.name)
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        entry = callspec.params.get("entry") if callspec else None
-        if entry is not None:
-            item.add_marker(pytest.mark.xdist_group(entry.name))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What was compiled for one estimator is of no use to the next, and takes gigabytes."""
-    mine, others = (i and i.get_closest_marker("xdist_group") for i in (item, nextitem))
-    if mine != others:
+    mine = estimator(item.nodeid)
+    if mine and mine != (nextitem and estimator(nextitem.nodeid)):
         jax.clear_caches()
         gc.collect()

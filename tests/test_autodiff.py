@@ -144,7 +144,6 @@ def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
     close(jnp.diag(hessian), gradient / theta, 1e-11)
     close(hessian, jnp.diag(jnp.diag(hessian)), 1e-12)
     close(jax.jacrev(jax.grad(loss))(theta), hessian, 1e-12)
-    close(jax.jacfwd(jax.jacfwd(loss))(theta), hessian, 1e-12)
 
 
 @every_estimator

@@ -31,7 +31,6 @@ KEY = jax.random.key(3)
 
 # Of what fails in tracing, if at all, only these are compiled and run.
 EXECUTED = ("PyTree", "Jacobian", "nested")
-XDIAG = [entry for entry in REST_ALL if entry.name == "xdiag"]
 
 
 def pairs(entries: list[Entry], kinds: Any, *dtypes: type) -> list[Any]:
@@ -43,18 +42,21 @@ def pairs(entries: list[Entry], kinds: Any, *dtypes: type) -> list[Any]:
     ]
 
 
-# Diagonals and norms go through the same rule. What differs by class is how the adjoint
-# is applied: that of every class by XDiag, of which the real symmetric ones do without.
+# Every class goes through the same rule with every estimator. What differs by class are the
+# application and its adjoint: all classes with XTrace, which stands for the one, and XDiag,
+# which needs the other unless the class is symmetric; the gradient, with all traces.
+WHOLE = [entry for entry in ALL if entry.name in ("xtrace", "trace")]
+XDIAG = [entry for entry in REST_ALL if entry.name == "xdiag"]
+OTHERS = [entry for entry in ALL + REST_ALL if entry not in WHOLE + XDIAG]
 every_pair = pytest.mark.parametrize(
     ("dtype", "entry", "kind"),
-    pairs(ALL, EVERY, float)
-    + pairs(ALL, EVERY, complex)
-    + pairs(XDIAG, EVERY, complex)
+    pairs(WHOLE, EVERY, float)
+    + pairs([*ALL, *XDIAG], EVERY, complex)
     + pairs(XDIAG, BANDED, float)
     + pairs([entry for entry in REST_ALL if entry not in XDIAG], EXECUTED, complex),
 )
 most_pairs = pytest.mark.parametrize(
-    ("entry", "kind"), pairs(ALL, EVERY) + pairs(REST_ALL, EXECUTED)
+    ("entry", "kind"), pairs(WHOLE, EVERY) + pairs(XDIAG + OTHERS, EXECUTED)
 )
 
 
