@@ -21,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.helpers import ALL, REST_ALL, names
 
 jax.config.update("jax_enable_x64", True)
+gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 
 ESTIMATORS = frozenset(names(ALL + REST_ALL))
 

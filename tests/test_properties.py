@@ -25,7 +25,7 @@ SIZES = (1, 2, 3, 8)  # each is a compilation
 DTYPES = ("float32", "float64", "complex64", "complex128")
 
 hypothesis.settings.register_profile(
-    "suite", max_examples=8, deadline=None, derandomize=True, database=None
+    "suite", max_examples=6, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("suite")
 

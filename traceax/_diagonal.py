@@ -5,16 +5,14 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from traceax._checks import check_request
+from traceax._choice import choice
 from traceax._estimate import Estimate
-from traceax._exact import SMALL, exact_diagonal
+from traceax._exact import exact_diagonal
 from traceax._hutchinson import hutchinson_diagonal
 from traceax._operator import (
     as_result,
     is_hermitian,
-    is_negative,
-    is_positive,
     known_diagonal,
-    size,
 )
 from traceax._xdiag import xdiag, xnysdiag
 
@@ -86,10 +84,12 @@ def diagonal(
         zero = jnp.zeros_like(value.real)
         structure = operator.in_structure()
         return Estimate(as_result(value, structure), as_result(zero, structure), spent)
-    if size(operator) <= max(num_matvecs, SMALL):
-        return exact_diagonal(operator)
-    if num_matvecs >= 3 and (is_positive(operator) or is_negative(operator)):
-        return xnysdiag(operator, key, num_matvecs)
-    if num_matvecs >= 6:
-        return xdiag(operator, key, num_matvecs)
-    return hutchinson_diagonal(operator, key, num_matvecs)
+    match choice(operator, num_matvecs):
+        case "exact":
+            return exact_diagonal(operator)
+        case "semidefinite":
+            return xnysdiag(operator, key, num_matvecs)
+        case "general":
+            return xdiag(operator, key, num_matvecs)
+        case "few":
+            return hutchinson_diagonal(operator, key, num_matvecs)

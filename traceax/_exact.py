@@ -14,9 +14,6 @@ from traceax._weights import (
     TraceWeight,
 )
 
-# Up to this dimension a batch of n applications is as quick as one of a few.
-SMALL = 64
-
 
 def exact_trace(operator: lx.AbstractLinearOperator) -> Estimate:
     basis = _basis(operator, size(operator))

@@ -5,16 +5,14 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from traceax._checks import check_request
+from traceax._choice import choice
 from traceax._estimate import Estimate
-from traceax._exact import SMALL, exact_trace
+from traceax._exact import exact_trace
 from traceax._exchangeable import xnystrace, xtrace
 from traceax._hutchinson import hutchinson_trace
 from traceax._operator import (
     is_hermitian,
-    is_negative,
-    is_positive,
     known_diagonal,
-    size,
 )
 
 
@@ -78,10 +76,12 @@ def trace(
         value = jnp.sum(diagonal)
         value = value.real if is_hermitian(operator) else value
         return Estimate(value, jnp.zeros((), value.real.dtype), spent)
-    if size(operator) <= max(num_matvecs, SMALL):
-        return exact_trace(operator)
-    if num_matvecs >= 3 and (is_positive(operator) or is_negative(operator)):
-        return xnystrace(operator, key, num_matvecs)
-    if num_matvecs >= 6:
-        return xtrace(operator, key, num_matvecs)
-    return hutchinson_trace(operator, key, num_matvecs)
+    match choice(operator, num_matvecs):
+        case "exact":
+            return exact_trace(operator)
+        case "semidefinite":
+            return xnystrace(operator, key, num_matvecs)
+        case "general":
+            return xtrace(operator, key, num_matvecs)
+        case "few":
+            return hutchinson_trace(operator, key, num_matvecs)
