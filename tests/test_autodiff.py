@@ -128,7 +128,7 @@ def test_a_perturbation_that_the_matvec_does_not_depend_on() -> None:
         close(transform(jax.jacfwd(loss))(jnp.ones(N)), 2 * jnp.ones(N), 1e-14)
 
 
-@every_estimator
+@pytest.mark.parametrize("entry", ESTIMATORS[-2:], ids=lambda e: e.name)
 def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
     """With frozen weights the Hessian of A = sum of theta_i theta_j B_ij reads each B_ij
     through the same weight, so it is symmetric and consistent with the gradient."""

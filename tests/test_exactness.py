@@ -175,7 +175,7 @@ def test_a_kernel_that_is_semidefinite_up_to_rounding(sampler: Any) -> None:
     squared = ((points[:, None] - points) ** 2).sum(-1)
     kernel = jnp.asarray(np.exp(-squared / 2), float)
     operator = lx.TaggedLinearOperator(function((kernel + kernel.T) / 2), PSD)
-    for budget in (50, 100, 150):
+    for budget in (50, 150):
         estimate = tx.xnystrace(operator, KEY, budget, sampler=sampler)
         assert abs(estimate.value - 200) <= 4 * estimate.standard_error
         assert estimate.standard_error <= (0.2 if budget == 50 else 1e-3)

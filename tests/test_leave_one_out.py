@@ -162,7 +162,7 @@ def row_norms_by_loop(
 
 @pytest.mark.parametrize("form", ["two-sided", "one-sided", "xnysdiag"])
 @pytest.mark.parametrize("dtype", [float, complex])
-@pytest.mark.parametrize("k", [1, 2, 7])
+@pytest.mark.parametrize("k", [1, 7])
 def test_leave_one_out_diagonals(form: str, dtype: Any, k: int) -> None:
     matrix = hermitian(spectrum("poly", 30), dtype)
     if form == "one-sided":

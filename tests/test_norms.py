@@ -19,8 +19,9 @@ def low_rank(p: int, n: int, rank: int, dtype: Any) -> Any:
     return left[:p, :rank] @ right[:rank, :n]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex128"])
-@pytest.mark.parametrize("shape", [(40, 70), (70, 40)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", (40, 70)), ("complex128", (70, 40))]
+)
 def test_rectangular(shape: tuple[int, int], dtype: Any) -> None:
     """Exact below the sketch's rank, honest above it, differentiable, real."""
     eps = float(jnp.finfo(dtype).eps)
