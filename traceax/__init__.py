@@ -20,3 +20,6 @@ from traceax._samplers import sphere as sphere
 from traceax._trace import trace as trace
 from traceax._xdiag import xdiag as xdiag
 from traceax._xdiag import xnysdiag as xnysdiag
+from traceax._slq import slq_trace as slq_trace
+from traceax._function_trace import function_trace as function_trace
+from traceax._logdet import logdet as logdet

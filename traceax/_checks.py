@@ -70,23 +70,42 @@ def check_key(name: str, key: object) -> None:
 
 
 def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
-    if isinstance(num_matvecs, jax.Array):
-        raise TypeError(
-            f"traceax.{name}(num_matvecs=...) must be a Python int, because it sets the "
-            f"shapes of arrays, but got a {type(num_matvecs).__name__}. Close over it, or "
-            "mark it static with static_argnames."
-        )
-    if not isinstance(num_matvecs, int) or isinstance(num_matvecs, bool):
-        raise TypeError(
-            f"traceax.{name}(num_matvecs=...) must be a Python int, because it sets the "
-            f"shapes of arrays, but got {num_matvecs!r}. Convert it with int()."
-        )
+    check_count(name, "num_matvecs", num_matvecs)
     if num_matvecs < minimum:
         raise ValueError(
             f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
             f"applications that the algorithm can use, but got {num_matvecs}. Raise it, or "
             "use traceax.trace, which chooses by the budget."
         )
+
+
+def check_count(name: str, argument: str, count: object) -> None:
+    if isinstance(count, jax.Array):
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got a {type(count).__name__}. Close over it, or "
+            "mark it static with static_argnames."
+        )
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got {count!r}. Convert it with int()."
+        )
+
+
+def check_function_request(
+    name: str, operator: object, key: object, *, square: bool = True, **counts: object
+) -> None:
+    """What every estimator by probes and steps demands of its arguments."""
+    check_operator(name, operator, square=square)
+    check_key(name, key)
+    for argument, count in counts.items():
+        check_count(name, argument, count)
+        if count < 1:
+            raise ValueError(
+                f"traceax.{name}({argument}=...) must be at least 1, because nothing can "
+                f"be told from none, but got {count}. Raise it: 20, say."
+            )
 
 
 def check_samples(name: str, num_matvecs: int, probes_a_sample: int) -> None:
@@ -108,6 +127,25 @@ def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
             "around products with scalars; if not, or if there is a TangentLinearOperator "
             "in it (whose tags are those of its primal), use traceax.xtrace."
         )
+
+
+def check_shift(
+    name: str, operator: lx.AbstractLinearOperator, shift: object
+) -> jax.Array | float:
+    """Of log det(A + shift I), which A must not be known to make impossible."""
+    if is_negative(operator):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must not be tagged negative semidefinite, "
+            "because the logarithm of a negative number is not real, but got a "
+            f"{type(operator).__name__} that is. Negate it: log det(-A) is what there is."
+        )
+    dtype = getattr(shift, "dtype", None)
+    if not (isinstance(shift, int | float) or dtype is not None) or jnp.iscomplexobj(shift):
+        raise TypeError(
+            f"traceax.{name}(shift=...) must be real, a number or an array of them, "
+            f"because A + shift I must be Hermitian, but got {shift!r}. Take its real part."
+        )
+    return shift
 
 
 def _show(structure: object) -> str:

@@ -66,6 +66,14 @@ def independent_degrees_of_freedom(k: int) -> float:
     return (k - 1) / 3
 
 
+def both_errors(
+    spread: Float[Array, "*values"], bias: Float[Array, "*values"]
+) -> Float[Array, "*values"]:
+    """Of an estimate that is uncertain in two ways that have nothing to do with each
+    other."""
+    return jnp.hypot(spread, bias)
+
+
 def jackknife_error(
     replicates: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:

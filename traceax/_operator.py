@@ -103,6 +103,13 @@ class LinearMap(eqx.Module):
 
         return jax.vmap(apply, in_axes=1, out_axes=1)(block)
 
+    def dense(self) -> Inexact[Array, "p n"]:
+        """The matrix: as it is stored, or column by column."""
+        dtype = working_dtype(self.operator)
+        if stores_matrix(self.operator):
+            return self.operator.as_matrix().astype(dtype)
+        return self(jnp.eye(size(self.operator), dtype=dtype))
+
     @property
     def is_hermitian(self) -> bool:
         return is_hermitian(self.operator)
@@ -150,14 +157,15 @@ def known_diagonal(
     dtype = working_dtype(operator)
     if _has_tangent(operator):
         return None
-    if _stores_diagonal(operator):
+    if stores_matrix(operator):
         return lx.diagonal(operator).astype(dtype), 0
     if lx.is_diagonal(operator):
         return LinearMap(operator)(jnp.ones((size(operator), 1), dtype))[:, 0], 1
     return None
 
 
-def _stores_diagonal(operator: lx.AbstractLinearOperator) -> bool:
+def stores_matrix(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether its entries are there to be looked up."""
     match operator:
         case (
             lx.MatrixLinearOperator()
@@ -173,9 +181,9 @@ def _stores_diagonal(operator: lx.AbstractLinearOperator) -> bool:
             | lx.MulLinearOperator()
             | lx.DivLinearOperator()
         ):
-            return _stores_diagonal(operator.operator)
+            return stores_matrix(operator.operator)
         case lx.AddLinearOperator():
-            return _stores_diagonal(operator.operator1) and _stores_diagonal(
+            return stores_matrix(operator.operator1) and stores_matrix(
                 operator.operator2
             )
         case _:

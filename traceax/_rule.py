@@ -31,6 +31,7 @@ A new estimator is one function `(LinearMap, probes) -> Outcome`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -53,7 +54,7 @@ Values = Inexact[Array, "*values"]
 Errors = Float[Array, "*values"]
 
 
-Readout = Callable[[LinearMap], Values]
+Readout = Callable[[Any], Values]
 
 
 class Outcome(eqx.Module):
@@ -64,25 +65,22 @@ class Outcome(eqx.Module):
     readout: Readout
 
 
-Algorithm = Callable[[LinearMap, PyTree], Outcome]
+# What is estimated of: an operator, or a function of one. A pytree that a readout reads.
+Subject = eqx.Module
+
+Algorithm = Callable[[Any, PyTree], Outcome]
 
 
 @eqx.filter_custom_jvp
-def _evaluate(
-    operator: lx.AbstractLinearOperator, algorithm: Algorithm, probes: PyTree
-) -> Outcome:
-    outcome = algorithm(LinearMap(operator), probes)
-    if is_hermitian(operator):
-        outcome = eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)
-    return outcome
+def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
+    return algorithm(subject, probes)
 
 
 @_evaluate.def_jvp
 def _evaluate_jvp(
-    primals: tuple[lx.AbstractLinearOperator, Algorithm, PyTree],
-    tangents: tuple[Any, Any, Any],
+    primals: tuple[Subject, Algorithm, PyTree], tangents: tuple[Any, Any, Any]
 ) -> tuple[Outcome, Outcome]:
-    operator, _, _ = primals
+    subject, _, _ = primals
     tangent, _, _ = tangents
     # Through `_evaluate` again, so that a second derivative meets the rule again.
     outcome = _evaluate(*primals)
@@ -91,9 +89,7 @@ def _evaluate_jvp(
         return outcome, unperturbed
     # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of whatever is not perturbed, and gives
     # `None` where the matvec does not depend on what is (a constant Jacobian's point).
-    _, read = eqx.filter_jvp(
-        lambda operator: outcome.readout(LinearMap(operator)), (operator,), (tangent,)
-    )
+    _, read = eqx.filter_jvp(outcome.readout, (subject,), (tangent,))
     if read is None:
         return outcome, unperturbed
     if not jnp.iscomplexobj(outcome.value):
@@ -101,6 +97,25 @@ def _evaluate_jvp(
     read = read.astype(outcome.value.dtype)
     refused = _refuse(outcome.standard_error, read.real)
     return outcome, Outcome(read, refused, unperturbed.readout)
+
+
+@eqx.filter_custom_jvp
+def settled(value: PyTree, function: Callable[[Any], PyTree], subject: Subject) -> PyTree:
+    """`value`, which `function(subject)` would make over again: taken as it is, and
+    differentiated, where anybody asks, as `function`. So blocks that depend on the operator
+    may be used again without computing them twice or freezing them."""
+    return value
+
+
+@settled.def_jvp
+def _settled_jvp(
+    primals: tuple[PyTree, Callable[[Any], PyTree], Subject], tangents: tuple[Any, ...]
+) -> tuple[PyTree, PyTree]:
+    value, function, subject = primals
+    if not jax.tree.leaves(tangents[2]):
+        return value, jax.tree.map(lambda _: None, value)
+    _, moved = eqx.filter_jvp(function, (subject,), (tangents[2],))
+    return settled(*primals), moved
 
 
 def _refuse(error: Errors, tangent: Errors) -> Errors:
@@ -129,10 +144,32 @@ def estimate(
     degrees_of_freedom: float,
     structure: Structure | None = None,
 ) -> Estimate:
-    """Run an algorithm under the rule; cut what it returns into leaves if there is a
-    `structure`."""
-    outcome = _evaluate(prepare(operator), algorithm, probes)
+    """Run an algorithm for an operator under the rule; cut what it returns into leaves if
+    there is a `structure`."""
+    if is_hermitian(operator):
+        algorithm = partial(_real, algorithm)
+    subject = LinearMap(prepare(operator))
+    return estimate_of(
+        subject, algorithm, probes, num_matvecs, degrees_of_freedom, structure
+    )
+
+
+def estimate_of(
+    subject: Subject,
+    algorithm: Algorithm,
+    probes: PyTree,
+    num_matvecs: int,
+    degrees_of_freedom: float,
+    structure: Structure | None = None,
+) -> Estimate:
+    """Run an algorithm for any subject under the rule."""
+    outcome = _evaluate(subject, algorithm, probes)
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
     return Estimate(value, error, num_matvecs, float(degrees_of_freedom))
+
+
+def _real(algorithm: Algorithm, linear_map: LinearMap, probes: PyTree) -> Outcome:
+    outcome = algorithm(linear_map, probes)
+    return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)

@@ -1,0 +1,219 @@
+"""Krylov spaces of a Hermitian operator: Lanczos from single vectors, and from a block.
+
+Both come to a clean end where the space is exhausted ("breakdown"): what would be divided
+by a zero residual is zero instead, and the projection T falls into blocks, of which the
+first is exact. The diagonal of what is left is filled with a Rayleigh quotient, at which
+every function is defined that is defined on the spectrum.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact
+
+from traceax._operator import LinearMap
+from traceax._sketch import column_norms_squared, magnitude
+
+# Of the largest product: beyond this an operator does not pass for Hermitian.
+ASYMMETRY = 1e-2
+
+
+class Krylov(NamedTuple):
+    """A q_j = sum_i q_i T_ij + rest, the rows q_j of `basis` orthonormal, q_1 = v/|v|."""
+
+    basis: Inexact[Array, "N m n"]
+    projection: Float[Array, "N m m"]
+    length: Float[Array, " N"]
+
+
+@eqx.filter_jit
+def lanczos(
+    linear_map: LinearMap,
+    starts: Inexact[Array, "N n"],
+    num_steps: int,
+    *,
+    reorthogonalise: bool = True,
+    differentiable: bool = False,
+) -> Krylov:
+    """From each of N vectors, in one batch; NaN if the operator is seen not to be
+    Hermitian.
+
+    `differentiable` is for differentiating the recurrence itself. Where the space is
+    exhausted the residual is zero and has no direction, but its derivative has one, that a
+    second derivative needs (of a multiple of I the first step has all of it). So there the
+    recurrence goes on, into any new direction, coupled by a negligible sqrt(eps): that is
+    the recurrence of a start next to this one.
+    """
+    run = partial(
+        _lanczos,
+        linear_map,
+        num_steps=num_steps,
+        reorthogonalise=reorthogonalise or differentiable,
+        differentiable=differentiable,
+    )
+    return Krylov(*jax.vmap(run)(starts))
+
+
+def _lanczos(
+    linear_map: LinearMap,
+    start: Inexact[Array, " n"],
+    *,
+    num_steps: int,
+    reorthogonalise: bool,
+    differentiable: bool,
+) -> Krylov:
+    n = start.shape[0]
+    real = start.real.dtype
+    eps = float(jnp.finfo(real).eps)
+    length = norm(start)
+    q = start / jnp.where(length > 0, length, 1)
+
+    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], tuple]:
+        basis, q, previous, beta, scale, skew = carry
+        if basis is not None:
+            basis = basis.at[j].set(q)
+        product = linear_map(q[:, None])[:, 0]
+        scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
+        alpha = jnp.vdot(q, product).real
+        residual = product - alpha * q - beta * previous
+        known = jnp.stack([previous, q]) if basis is None else basis
+        overlaps = known.conj() @ residual
+        skew = jnp.maximum(skew, jnp.max(jnp.abs(jax.lax.stop_gradient(overlaps))))
+        if basis is not None:
+            residual = residual - overlaps @ basis
+        size = norm(residual)
+        alive = jax.lax.stop_gradient(size) > 10 * eps * n**0.5 * scale
+        if differentiable:
+            anew = eps**0.5 * jnp.where(scale > 0, scale, 1) * _direction(basis, j)
+            residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(anew))
+            size, alive = norm(residual), jnp.asarray(True)
+        beta = jnp.where(alive, size, 0)
+        new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
+        # Whether q itself was alive tells the padding of T.
+        return (basis, new, q, beta, scale, skew), (alpha, beta, jnp.any(q != 0), q)
+
+    zero = jnp.zeros((), real)
+    basis = jnp.zeros((num_steps, n), start.dtype) if reorthogonalise else None
+    carry = (basis, q, jnp.zeros_like(q), zero, zero, zero)
+    carry, outputs = jax.lax.scan(step, carry, jnp.arange(num_steps))
+    alphas, betas, live, rows = outputs
+    basis, scale, skew = carry[0], carry[4], carry[5]
+    if basis is None:
+        basis = rows
+    alphas = jnp.where(live, alphas, alphas[0])
+    alphas = jnp.where(skew > ASYMMETRY * scale, jnp.nan, alphas)
+    return Krylov(basis, tridiagonal(alphas, betas[:-1]), length)
+
+
+def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
+    """Without squares that leave the range; its derivative at 0 is 0."""
+    scale = jax.lax.stop_gradient(magnitude(vector))
+    squares = jnp.sum(((vector / scale) * (vector / scale).conj()).real)
+    positive = squares > 0
+    return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+
+
+def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
+    """A unit vector orthogonal to the basis: of a sequence that nothing else repeats."""
+    steps = jnp.arange(1, basis.shape[1] + 1, dtype=basis.real.dtype)
+    vector = jnp.modf(steps * 0.6180339887 * (j + 1))[0] - 0.5
+    vector = vector.astype(basis.dtype)
+    for _ in range(2):
+        vector = vector - (basis.conj() @ vector) @ basis
+    return vector / norm(vector)
+
+
+def tridiagonal(
+    alphas: Float[Array, " m"], betas: Float[Array, " m-1"]
+) -> Float[Array, "m m"]:
+    return jnp.diag(alphas) + jnp.diag(betas, 1) + jnp.diag(betas, -1)
+
+
+def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m m"]:
+    """T as it was when it had `size` rows, padded as after a breakdown."""
+    kept = jnp.arange(projection.shape[0]) < size
+    diagonal = jnp.where(kept, jnp.diagonal(projection), projection[0, 0])
+    inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
+    return inside - jnp.diag(jnp.diagonal(inside)) + jnp.diag(diagonal)
+
+
+def radau(projection: Float[Array, "m m"], bound: float) -> Float[Array, "m m"]:
+    """T with its last entry such that `bound` is an eigenvalue: the Gauss-Radau rule,
+
+        T_mm = bound + b_{m-1}^2 / d_{m-1},   d_j = T_jj - bound - b_{j-1}^2 / d_{j-1}
+
+    (Golub and Meurant 2010, section 6.2.2, by the pivots of T - bound I, which are positive
+    for a bound below the spectrum). For functions with derivatives of alternating sign, as
+    log, it errs to the other side than Gauss's rule.
+    """
+    alphas, betas = jnp.diagonal(projection), jnp.diagonal(projection, 1)
+
+    def pivot(last: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+        alpha, beta = pair
+        coupled = jnp.where(beta > 0, beta**2 / jnp.where(beta > 0, last, 1), 0)
+        return alpha - bound - coupled, None
+
+    before = jnp.concatenate([jnp.zeros_like(alphas[:1]), betas[:-1]])[: betas.size]
+    last, _ = jax.lax.scan(pivot, jnp.ones_like(alphas[0]), (alphas[:-1], before))
+    if not betas.size:
+        return jnp.full_like(projection, bound)
+    beta = betas[-1]
+    corner = bound + jnp.where(beta > 0, beta**2 / jnp.where(beta > 0, last, 1), 0)
+    return projection.at[-1, -1].set(corner)
+
+
+class BlockKrylov(NamedTuple):
+    """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
+    Z_next, the block that would follow. Columns that breakdown left empty are zero."""
+
+    basis: Inexact[Array, "n r+b"]
+    projection: Inexact[Array, "r+b r"]
+    filled: Bool[Array, " r+b"]
+
+
+@eqx.filter_jit
+def block_krylov(
+    linear_map: LinearMap, block: Inexact[Array, "n b"], depth: int
+) -> BlockKrylov:
+    """Block Lanczos with full reorthogonalisation, depth * b applications; NaN if the
+    operator is seen not to be Hermitian."""
+    n, width = block.shape
+    total = (depth + 1) * width
+    eps = float(jnp.finfo(block.dtype).eps)
+    first, _ = jnp.linalg.qr(block / magnitude(block))
+
+    def without(basis: Array, block: Array) -> tuple[Array, Array]:
+        inside = basis.conj().T @ block
+        return block - basis @ inside, inside
+
+    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], Array]:
+        basis, current, scale = carry
+        basis = jax.lax.dynamic_update_slice(basis, current, (0, j * width))
+        product = linear_map(current)
+        scale = jnp.maximum(scale, magnitude(product))
+        residual, inside = without(basis, product / scale)
+        residual, again = without(basis, residual)
+        new, triangle = jnp.linalg.qr(residual)
+        # What is below sqrt(eps) has lost half its digits, and adds only its square.
+        longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
+        keep = jnp.abs(jnp.diagonal(triangle)) > eps**0.5 * longest
+        new, _ = without(basis, jnp.where(keep[None, :], new, 0))
+        lengths = jnp.sqrt(column_norms_squared(new))
+        new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
+        triangle = jnp.where(keep[:, None], triangle, 0)
+        column = jax.lax.dynamic_update_slice(
+            inside + again, triangle, ((j + 1) * width, 0)
+        )
+        return (basis, new, scale), column * scale
+
+    start = (jnp.zeros((n, total), block.dtype), first, jnp.zeros((), first.real.dtype))
+    (basis, last, scale), pieces = jax.lax.scan(step, start, jnp.arange(depth))
+    basis = jax.lax.dynamic_update_slice(basis, last, (0, depth * width))
+    projection = jnp.moveaxis(pieces, 0, 1).reshape(total, depth * width)
+    square = projection[: depth * width]
+    skew = jnp.max(jnp.abs(square - square.conj().T))
+    projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
+    return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0))
