@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from jaxtyping import ArrayLike
 
 from traceax._operator import dimension, is_negative, is_positive, size
 
@@ -70,8 +71,7 @@ def check_key(name: str, key: object) -> None:
 
 
 def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
-    check_count(name, "num_matvecs", num_matvecs)
-    if num_matvecs < minimum:
+    if check_count(name, "num_matvecs", num_matvecs) < minimum:
         raise ValueError(
             f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
             f"applications that the algorithm can use, but got {num_matvecs}. Raise it, or "
@@ -79,7 +79,7 @@ def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
         )
 
 
-def check_count(name: str, argument: str, count: object) -> None:
+def check_count(name: str, argument: str, count: object) -> int:
     if isinstance(count, jax.Array):
         raise TypeError(
             f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
@@ -91,17 +91,22 @@ def check_count(name: str, argument: str, count: object) -> None:
             f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
             f"shapes of arrays, but got {count!r}. Convert it with int()."
         )
+    return count
 
 
 def check_function_request(
-    name: str, operator: object, key: object, *, square: bool = True, **counts: object
+    name: str,
+    operator: object,
+    key: object,
+    counts: dict[str, int],
+    *,
+    square: bool = True,
 ) -> None:
     """What every estimator by probes and steps demands of its arguments."""
     check_operator(name, operator, square=square)
     check_key(name, key)
     for argument, count in counts.items():
-        check_count(name, argument, count)
-        if count < 1:
+        if check_count(name, argument, count) < 1:
             raise ValueError(
                 f"traceax.{name}({argument}=...) must be at least 1, because nothing can "
                 f"be told from none, but got {count}. Raise it: 20, say."
@@ -129,9 +134,7 @@ def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
         )
 
 
-def check_shift(
-    name: str, operator: lx.AbstractLinearOperator, shift: object
-) -> jax.Array | float:
+def check_shift(name: str, operator: lx.AbstractLinearOperator, shift: ArrayLike) -> None:
     """Of log det(A + shift I), which A must not be known to make impossible."""
     if is_negative(operator):
         raise ValueError(
@@ -145,7 +148,39 @@ def check_shift(
             f"traceax.{name}(shift=...) must be real, a number or an array of them, "
             f"because A + shift I must be Hermitian, but got {shift!r}. Take its real part."
         )
-    return shift
+
+
+def check_power(name: str, p: ArrayLike) -> None:
+    dtype = getattr(p, "dtype", None)
+    is_number = isinstance(p, int | float) and not isinstance(p, bool)
+    if not (is_number or dtype is not None) or jnp.iscomplexobj(p) or jnp.ndim(p):
+        raise TypeError(
+            f"traceax.{name}(p=...) must be a positive number, or an array of shape (), "
+            f"but got {p!r}. Pass 1 for the nuclear norm, say."
+        )
+    if isinstance(p, int | float) and not 0 < p < float("inf"):
+        raise ValueError(
+            f"traceax.{name}(p=...) must be positive and finite, but got {p!r}. For the "
+            "largest singular value use an eigensolver: scipy.sparse.linalg.svds, say."
+        )
+
+
+def check_grid(name: str, grid: ArrayLike) -> None:
+    if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid):
+        raise ValueError(
+            f"traceax.{name}(grid=...) must be a vector of real numbers, because the "
+            f"eigenvalues lie on a line, but got shape {jnp.shape(grid)} of "
+            f"{jnp.result_type(grid)}. Pass jax.numpy.linspace(low, high, 200), say."
+        )
+
+
+def check_scalar_values(name: str, structure: object) -> None:
+    leaves = jax.tree.leaves(structure)
+    if len(leaves) != 1 or leaves[0].shape != () or jnp.iscomplexobj(leaves[0]):
+        raise TypeError(
+            f"traceax.{name}(fn=...) must return one real number, because there is one "
+            f"diagonal, but it returned {_show(structure)}. Call it once for each."
+        )
 
 
 def _show(structure: object) -> str:

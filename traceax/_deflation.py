@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._operator import size
 from traceax._samplers import draw, sphere
 
 

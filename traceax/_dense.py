@@ -68,9 +68,7 @@ def _columns_jvp(
     return value, moved.astype(value.dtype)
 
 
-def divided_differences(
-    fn: Flat, points: Float[Array, " m"]
-) -> Inexact[Array, "m m p"]:
+def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, "m m p"]:
     """f[a, b] = (f(a) - f(b)) / (a - b), for near points the mean of f' between them."""
     a, b = points[:, None], points[None, :]
     largest = jnp.max(jnp.abs(points))

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._checks import check_request
 from traceax._deflation import Split, draw_for, resphering, split
+from traceax._dense import Eigen
 from traceax._estimate import Estimate
 from traceax._exact_functions import exact_function_trace, is_cheap
 from traceax._jackknife import both_errors, independent_degrees_of_freedom
@@ -147,7 +148,7 @@ def _deflated(
     )
 
 
-def _known(space: BlockKrylov, parts: Split) -> tuple[Run, tuple]:
+def _known(space: BlockKrylov, parts: Split) -> tuple[Run, Eigen]:
     """The run that reads tr(Q* f(A) Q), Q all blocks of the space but the last two, which
     lend it the accuracy of a quadrature; and a coarser decomposition, by one block less."""
     width, depth = parts.width, parts.depth

@@ -6,19 +6,23 @@ first is exact. The diagonal of what is left is filled with a Rayleigh quotient,
 every function is defined that is defined on the spectrum.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._operator import LinearMap
 from traceax._sketch import column_norms_squared, magnitude
 
 # Of the largest product: beyond this an operator does not pass for Hermitian.
 ASYMMETRY = 1e-2
+
+
+# One application a column.
+BlockMap = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
 
 
 class Krylov(NamedTuple):
@@ -31,7 +35,7 @@ class Krylov(NamedTuple):
 
 @eqx.filter_jit
 def lanczos(
-    linear_map: LinearMap,
+    linear_map: BlockMap,
     starts: Inexact[Array, "N n"],
     num_steps: int,
     *,
@@ -58,7 +62,7 @@ def lanczos(
 
 
 def _lanczos(
-    linear_map: LinearMap,
+    linear_map: BlockMap,
     start: Inexact[Array, " n"],
     *,
     num_steps: int,
@@ -71,7 +75,7 @@ def _lanczos(
     length = norm(start)
     q = start / jnp.where(length > 0, length, 1)
 
-    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], tuple]:
+    def step(carry: Any, j: Array) -> tuple[Any, tuple[Array, ...]]:
         basis, q, previous, beta, scale, skew = carry
         if basis is not None:
             basis = basis.at[j].set(q)
@@ -97,7 +101,7 @@ def _lanczos(
 
     zero = jnp.zeros((), real)
     basis = jnp.zeros((num_steps, n), start.dtype) if reorthogonalise else None
-    carry = (basis, q, jnp.zeros_like(q), zero, zero, zero)
+    carry: Any = (basis, q, jnp.zeros_like(q), zero, zero, zero)
     carry, outputs = jax.lax.scan(step, carry, jnp.arange(num_steps))
     alphas, betas, live, rows = outputs
     basis, scale, skew = carry[0], carry[4], carry[5]
@@ -176,7 +180,7 @@ class BlockKrylov(NamedTuple):
 
 @eqx.filter_jit
 def block_krylov(
-    linear_map: LinearMap, block: Inexact[Array, "n b"], depth: int
+    linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int
 ) -> BlockKrylov:
     """Block Lanczos with full reorthogonalisation, depth * b applications; NaN if the
     operator is seen not to be Hermitian."""

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -105,7 +104,7 @@ def logdet(
     Meurant (2010), Matrices, Moments and Quadrature, chapter 6, for the bracket.
     """
     check_request("logdet", operator, key, num_matvecs, 6)
-    shift = check_shift("logdet", operator, shift)
+    check_shift("logdet", operator, shift)
     shift = jnp.asarray(shift, real_dtype(operator))
     n = size(operator)
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None

@@ -30,11 +30,9 @@ from traceax._jackknife import (
 from traceax._leave_one_out import leave_one_out
 from traceax._operator import (
     LinearMap,
-    dimension,
+    gram,
     is_hermitian,
-    prepare,
     resolution,
-    size,
 )
 from traceax._rule import Outcome, estimate
 from traceax._samplers import (
@@ -193,18 +191,9 @@ def frobenius_norm_squared(
     if num_matvecs >= cost_of_norms(operator):
         return exact_norm(operator)
     k = num_matvecs // 2
-    of_gram = nystrom_trace(name, _gram(operator), key, k, sampler)
+    of_gram = nystrom_trace(name, gram(operator), key, k, sampler)
     value = of_gram.value.real  # a tangent inside the operator has voided the Gram's tag
     return Estimate(value, of_gram.standard_error, 2 * k, of_gram.degrees_of_freedom)
-
-
-def _gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """B* B or B B*, whichever acts on the smaller space."""
-    operator = prepare(operator)
-    adjoint = LinearMap(operator).adjoint.operator
-    wide = dimension(operator.out_structure()) < size(operator)
-    gram = operator @ adjoint if wide else adjoint @ operator
-    return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
 
 
 def _row_norms(

@@ -97,6 +97,8 @@ class LinearMap(eqx.Module):
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
         structure = self.operator.in_structure()
         dtype = working_dtype(self.operator)
+        if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
+            return jax.lax.complex(self(block.real), self(block.imag))
 
         def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
             return flatten(self.operator.mv(unflatten(column, structure)), dtype)
@@ -164,6 +166,15 @@ def known_diagonal(
     return None
 
 
+def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """B* B or B B*, whichever acts on the smaller space."""
+    operator = prepare(operator)
+    adjoint = LinearMap(operator).adjoint.operator
+    wide = dimension(operator.out_structure()) < size(operator)
+    gram = operator @ adjoint if wide else adjoint @ operator
+    return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
+
+
 def stores_matrix(operator: lx.AbstractLinearOperator) -> bool:
     """Whether its entries are there to be looked up."""
     match operator:
@@ -183,8 +194,6 @@ def stores_matrix(operator: lx.AbstractLinearOperator) -> bool:
         ):
             return stores_matrix(operator.operator)
         case lx.AddLinearOperator():
-            return stores_matrix(operator.operator1) and stores_matrix(
-                operator.operator2
-            )
+            return stores_matrix(operator.operator1) and stores_matrix(operator.operator2)
         case _:
             return False

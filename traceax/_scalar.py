@@ -46,7 +46,7 @@ def scalar_function(
     if not leaves or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError(
             f"traceax.{name}(fn=...) must return an array, or a pytree of arrays, because "
-            f"that is what is traced, but it returned {result!r}. Leave out what is not one."
+            f"that is what is traced, but it returned {result!r}. Leave out the rest."
         )
 
     def inexact(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -48,9 +48,7 @@ def preconditioned(
     scale = resphering(remainder, block.shape[0] - frame.rank) / remainder.shape[0]
 
     operator = Preconditioned(subject, frame)
-    krylov = lanczos(
-        operator, remainder, parts.num_steps, reorthogonalise=reorthogonalise
-    )
+    krylov = lanczos(operator, remainder, parts.num_steps, reorthogonalise=reorthogonalise)
     half = jax.vmap(lambda t: truncated(t, max(parts.num_steps // 2, 1)))(krylov.projection)
     below = jax.vmap(lambda t: radau(t, BOUND))(krylov.projection)
     eigen = decompose(jnp.stack([krylov.projection, half, below]))

@@ -17,7 +17,7 @@ from traceax._krylov import lanczos, truncated
 from traceax._operator import LinearMap, prepare, resolution, size, working_dtype
 from traceax._rule import Outcome, estimate_of
 from traceax._samplers import Sampler, check_independent, draw, sphere
-from traceax._scalar import Flat, MatrixFunction, Slope, scalar_function
+from traceax._scalar import MatrixFunction, Slope, scalar_function
 from traceax._sketch import mean
 from traceax._split import FromStarts, Run, read
 
@@ -96,7 +96,7 @@ def slq_trace(
     doi:10.1137/16M1104974; the derivative is derived in `traceax/_split.py`.
     """
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request("slq_trace", operator, key, **counts)
+    check_function_request("slq_trace", operator, key, counts)
     check_independent("slq_trace", sampler)
     fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
     subject = MatrixFunction(LinearMap(prepare(operator)), fn)
@@ -122,9 +122,7 @@ def _slq(
     starts = probes.T
     scale = jnp.full(starts.shape[0], 1 / starts.shape[0], starts.real.dtype)
     sampled = sample(subject, starts, scale, num_steps, reorthogonalise)
-    return Outcome(
-        jnp.sum(sampled.terms, axis=1), sampled.error, Traced((sampled.run,))
-    )
+    return Outcome(jnp.sum(sampled.terms, axis=1), sampled.error, Traced((sampled.run,)))
 
 
 class Traced(eqx.Module):
@@ -152,9 +150,7 @@ def sample(
     reorthogonalise: bool,
 ) -> Sampled:
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
-    krylov = lanczos(
-        subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise
-    )
+    krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     whole, half = decompose_with_half(krylov.projection, num_steps // 2)
     coefficients = (scale * krylov.length**2)[:, None]
     again = FromStarts(krylov.basis[:, 0], num_steps)
@@ -194,4 +190,3 @@ def rounding_of(subject: MatrixFunction, run: Run) -> Float[Array, " p"]:
         return eps * (jnp.abs(value) + jnp.abs(slope) * largest)
 
     return mean(run.samples(at)) * run.coefficients.shape[0]
-

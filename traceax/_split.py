@@ -4,12 +4,12 @@ d tr f(A) = tr(f'(A) dA), and for probes v with E[v v*] = I and f' = g1 g2,
 
     d tr f(A) = E[ (g1(A) v)* dA (g2(A) v) ].
 
-Both vectors lie in the Krylov space that the value v* f(A) v was computed from, and cost no
-application; the derivative costs one vector-Jacobian product a probe. An entry ij of U* dA U,
-U the eigenvectors, comes in with weight (g1_i g2_j + g1_j g2_i)/2, which is least, by the
-inequality of the means, for |g1| = |g2| = |f'|^(1/2): then it is the geometric mean of f'_i
-and f'_j, where the usual (f'(A) v)* dA v has the arithmetic one, larger without bound where
-dA couples small eigenvalues with large ones.
+Both vectors lie in the Krylov space that the value v* f(A) v was computed from, and cost
+no application; the derivative costs one vector-Jacobian product a probe. An entry ij of
+U* dA U, U the eigenvectors, comes in with weight (g1_i g2_j + g1_j g2_i)/2, which is least,
+by the inequality of the means, for |g1| = |g2| = |f'|^(1/2): then it is the geometric mean
+of f'_i and f'_j, where the usual (f'(A) v)* dA v has the arithmetic one, larger without
+bound where dA couples small eigenvalues with large ones.
 
 Unlike those of traces, the vectors depend on A in a way that second derivatives need (else
 that of log det(s A) in s would be 0). So they are `settled`: computed once, and where
@@ -62,7 +62,8 @@ class Run(eqx.Module):
 @eqx.filter_custom_jvp
 def read(subject: MatrixFunction, runs: tuple[Run, ...]) -> Inexact[Array, " p"]:
     """tr f(A) by Krylov runs, with the split rule for its derivative."""
-    return sum(jnp.sum(run.samples(subject.fn), axis=1) for run in runs)
+    totals = [jnp.sum(run.samples(subject.fn), axis=1) for run in runs]
+    return jnp.sum(jnp.stack(totals), axis=0)
 
 
 @read.def_jvp
@@ -89,9 +90,7 @@ def _pair(subject: MatrixFunction, run: Run, tangent: Any) -> Inexact[Array, " p
     soft = jax.lax.stop_gradient(softening(subject.fn, run.eigen.values))
     count = run.coefficients.shape[1]
     blocks = _vectors(subject.fn, soft, run.basis, None, run.eigen, count)
-    left, right = settled(
-        blocks, _Again(run.again, soft, run.coefficients.size), subject
-    )
+    left, right = settled(blocks, _Again(run.again, soft, run.coefficients.size), subject)
     p, s, n = right.shape
     block = right.reshape(p * s, n).T
     _, image = eqx.filter_jvp(lambda a: a(block), (subject.linear_map,), (tangent,))
@@ -129,9 +128,7 @@ def _vectors(
     def one(
         factor: Factor, rows: Array, matrix: Array | None, eigen: Eigen
     ) -> Inexact[Array, "p count n"]:
-        return jnp.einsum(
-            "pmc,mn->pcn", columns(factor, matrix, eigen, count=count), rows
-        )
+        return jnp.einsum("pmc,mn->pcn", columns(factor, matrix, eigen, count=count), rows)
 
     def all_of(first: bool) -> Vectors:
         factor = Factor(fn, soft, first)
