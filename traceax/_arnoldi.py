@@ -58,7 +58,8 @@ def arnoldi_trace(
     - `sampler`: draws the probes, independent of each other. Default `sphere`.
 
     **Returns** an `Estimate` with the structure of what `fn` returns; real where the
-    operator is, and `fn` of a real number is. `standard_error` covers sampling, quadrature
+    operator is, and `fn` of a real number is; then NaN where an eigenvalue lies on a branch
+    cut of `fn` (a negative one under log). `standard_error` covers sampling, quadrature
     (by comparison with half the steps) and the conditioning of eigenvectors; `inf` for one
     probe or one step.
 
@@ -147,11 +148,13 @@ def _arnoldi_trace(
 
     count = starts.shape[0]
     terms, by_half = modes.samples(subject.fn), coarse.samples(subject.fn)
-    if real:
-        terms, by_half = terms.real, by_half.real
     sizes = modes._replace(weights=jnp.abs(modes.weights))
-    rounding = jnp.sum(sizes.samples(lambda x: jnp.abs(subject.fn(x))), axis=1) / count
-    rounding = 4 * resolution(subject.linear_map.operator) * rounding.real
+    sizes = sizes.samples(lambda x: jnp.abs(subject.fn(x))).real
+    if real:
+        # Conjugate eigenvalues have conjugate values, but not across a branch cut.
+        crossed = jnp.abs(terms.imag) > 1e-3 * sizes
+        terms, by_half = jnp.where(crossed, jnp.nan, terms.real), by_half.real
+    rounding = 4 * resolution(subject.linear_map.operator) * mean(sizes)
     gap = jnp.abs(jnp.sum(terms - by_half, axis=1)) / count
     if num_steps == 1 and starts.shape[1] > 1:
         gap = jnp.full_like(gap, jnp.inf)

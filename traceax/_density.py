@@ -41,7 +41,8 @@ def spectral_density(
     - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
       n are taken.
     - `width`: the standard deviation of the Gaussians, in the units of the grid. Default:
-      the span of the grid over `num_steps`, what that many steps can resolve.
+      twice the span of the grid over `num_steps`, which half of the steps resolve: below
+      that the error bar grows wide.
     - `sampler`: draws the probes, independent of each other. Default `sphere`.
     - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
 
@@ -80,7 +81,8 @@ def spectral_density(
     check_function_request(name, operator, key, counts)
     check_grid(name, grid)
     grid = jnp.asarray(grid, real_dtype(operator))
-    width = (jnp.max(grid) - jnp.min(grid)) / num_steps if width is None else width
+    span = jnp.max(grid) - jnp.min(grid)
+    width = 2 * span / num_steps if width is None else width
     scale = 1 / (width * (2 * jnp.pi) ** 0.5 * size(operator))
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:

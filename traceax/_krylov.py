@@ -90,7 +90,7 @@ def _lanczos(
             residual = residual - overlaps @ basis
         size = norm(residual)
         alive = jax.lax.stop_gradient(size) > 10 * eps * n**0.5 * scale
-        if differentiable:
+        if differentiable and basis is not None:
             anew = eps**0.5 * jnp.where(scale > 0, scale, 1) * _direction(basis, j)
             residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(anew))
             size, alive = norm(residual), jnp.asarray(True)
