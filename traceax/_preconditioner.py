@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._krylov import BlockKrylov
-from traceax._sketch import after
+from traceax._sketch import after, magnitude
 
 
 class Preconditioner(eqx.Module):
@@ -76,12 +76,15 @@ def preconditioner(space: BlockKrylov, shift: Float[Array, ""]) -> Preconditione
     what is best is the level of the bulk, which Krylov spaces find."""
     total, inner = space.projection.shape
     filled = space.filled[:inner]
-    tall = jnp.where(filled[None, :], space.projection, 0)
+    scale = jnp.maximum(magnitude(space.projection), jnp.abs(shift))
+    tall = jnp.where(filled[None, :], space.projection / scale, 0)
+    shift = shift / scale
     square = (tall[:inner] + tall[:inner].conj().T) / 2
     largest = jnp.linalg.norm(tall)
     padded = jnp.where(jnp.diag(~filled), square[0, 0].real, square)
     theta, vectors = jnp.linalg.eigh(padded)
-    noise = jnp.finfo(theta.dtype).eps * largest
+    rounding = jnp.finfo(theta.dtype)
+    noise = rounding.eps * largest + rounding.tiny
     known = (shift > noise) & (theta[0] >= -10 * noise)
     nu = jnp.where(known, shift, (theta[0] + shift) / 2)
     nu = jnp.where(nu > 0, nu, jnp.nan)  # not positive definite
@@ -96,9 +99,9 @@ def preconditioner(space: BlockKrylov, shift: Float[Array, ""]) -> Preconditione
     return Preconditioner(
         space.basis,
         outer_vectors,
-        jnp.maximum(values, 0),
-        nu,
-        jnp.where(space.filled[:, None], solved, 0),
+        jnp.maximum(values, 0) * scale,
+        nu * scale,
+        jnp.where(space.filled[:, None], solved / jnp.sqrt(scale), 0),
         jnp.sum(filled).astype(theta.dtype),
         known,
     )

@@ -1,27 +1,27 @@
 """Functions of matrices: speed against matfree, and what deflation gains over quadrature.
 
-`python -m tests.benchmarks.functions [part ...]`, from the root of the repository; all in
-float64. The parts, of a few minutes each, all of them by default:
+`python -m tests.benchmarks.functions [part ...]`, from the root of the repository; float64.
+Without parts all of them, of two to four minutes each:
 
-- *speed*: log det of a Gaussian kernel with noise, n = 2000 (points in the unit square,
-  length scale 0.3, noise 1e-2), by quadrature from 10 probes with either library: the value
-  with the matrix for an argument; value and gradient in the logarithms of length scale and
-  noise, with a matrix built once ("matrix"), and with one built anew in every matvec
-  ("matrix-free"). Jitted, warmed, in turn. A ratio above 1 says that traceax is faster.
-- *compile*: how long the same take to be traced and compiled, 20 steps.
+- *speed*: log det of a Gaussian kernel with noise, n = 2000, by quadrature from 10 probes
+  with either library: the value, the matrix being an argument; value and gradient in the
+  logarithms of length scale and noise, the matrix being built from them once ("matrix"), or
+  anew in every matvec ("matrix-free"). Jitted, warmed, in turn. A ratio above 1 says that
+  traceax is faster.
+- *compile*: how long the same take to be traced and compiled.
 - *gradients*: the errors of those gradients, both libraries having the same probes.
-- *logdet*: `logdet` against `slq_trace` at equal matvecs, n = 600, the latter with that
-  division of the budget into probes and steps, of seven, that is best for the number in
-  question. *held* is the share of the keys whose `interval(0.95)` holds the value.
-- *conditioned*: the same for condition numbers of 4e4, n = 2000, 300 matvecs.
+- *logdet*: `logdet` against `slq_trace` at equal matvecs, n = 600, the latter with whatever
+  number of steps is best for the number in question. *held* is the share of the keys whose
+  `interval(0.95)` holds the value.
+- *conditioned*: the same for condition numbers of 4e4, n = 2000.
 - *graphs*: tr exp of the adjacency matrix of a graph with a power law of degrees, n = 5000,
   `function_trace` against `slq_trace`.
 
-All errors are relative, root mean squares over the keys.
+Errors are relative, root mean squares over the keys.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -38,44 +38,57 @@ import traceax as tx
 from tests.benchmarks.accuracy import Run
 from tests.benchmarks.probing import as_function
 from tests.benchmarks.scores import SEMIDEFINITE, Matrix
-from tests.benchmarks.speed import compilation, in_turn
+from tests.benchmarks.speed import Thunk, compilation, in_turn
 
-N, NUM_PROBES, STEPS = 2000, 10, (20, 40)
-REPEATS, SLOW_REPEATS, FEW_REPEATS = 9, 7, 3
-GRADIENT_KEYS = 12
-KEYS = 40
+N, NUM_PROBES = 2000, 10
+RACED = (0.3, 1e-2)
+REPEATS, FEW_REPEATS = 7, 3
 SPLITS = (8, 12, 15, 20, 30, 40, 60)
-GRAPH_SPLITS = (8, 12, 16, 20, 25, 32, 40)
 
 Points = Float[Array, "n d"]
 Theta = Float[Array, "2"]  # the logarithms of length scale and noise
-THETA = (0.3, 1e-2)
+Numbers = Float[Array, "3"]  # a log-determinant and its gradient
+
+
+def uniform(n: int, dimension: int) -> Points:
+    return jax.random.uniform(jax.random.key(0), (n, dimension))
 
 
 def squared_distances(points: Points) -> Matrix:
-    return jnp.sum((points[:, None] - points[None, :]) ** 2, axis=-1)
+    return jnp.sum((points[:, None] - points) ** 2, axis=-1)
 
 
-def gaussian(distances: Matrix, theta: Theta) -> Matrix:
+def gaussian(theta: Theta, distances: Matrix) -> Matrix:
     return jnp.exp(-distances / (2 * jnp.exp(2 * theta[0])))
 
 
-def with_noise(kernel: Matrix, theta: Theta) -> Matrix:
-    return kernel + jnp.exp(theta[1]) * jnp.eye(kernel.shape[0])
+def with_noise(theta: Theta, distances: Matrix) -> Matrix:
+    noise = jnp.exp(theta[1]) * jnp.eye(distances.shape[0])
+    return gaussian(theta, distances) + noise
 
 
 def kernel(theta: Theta, points: Points) -> Matrix:
-    return with_noise(gaussian(squared_distances(points), theta), theta)
+    return with_noise(theta, squared_distances(points))
 
 
-def dense_logdet(theta: Theta, distances: Matrix) -> Float[Array, ""]:
-    return jnp.linalg.slogdet(with_noise(gaussian(distances, theta), theta))[1]
+def exact(theta: Theta, distances: Matrix) -> Numbers:
+    def logdet(theta: Theta) -> Float[Array, ""]:
+        return jnp.linalg.slogdet(with_noise(theta, distances))[1]
+
+    value, gradient = jax.value_and_grad(logdet)(theta)
+    return jnp.array([value, *gradient])
 
 
-def our_slq(operator: lx.AbstractLinearOperator, key: PRNGKeyArray, steps: int) -> Array:
-    return tx.slq_trace(
-        operator, jnp.log, key, num_probes=NUM_PROBES, num_steps=steps
-    ).value
+def rms(runs: Array, truth: Numbers) -> Numbers:
+    return jnp.sqrt(jnp.mean((runs / truth - 1) ** 2, axis=0))
+
+
+def quadrature(num_matvecs: int, steps: int) -> Callable[..., tx.Estimate]:
+    return partial(tx.slq_trace, num_probes=num_matvecs // steps, num_steps=steps)
+
+
+# Of either library the same function.
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def of_matfree(steps: int, *, paired: bool = False) -> Callable[..., Array]:
@@ -88,15 +101,12 @@ def of_matfree(steps: int, *, paired: bool = False) -> Callable[..., Array]:
     return stochtrace.estimator_monte_carlo(integrand, sampler)
 
 
-# From matrix, or theta and points, and a key: the same function of either library.
-Pair = tuple[Callable[..., Array], Callable[..., Array]]
-
-
-def of_value(steps: int) -> Pair:
-    other = of_matfree(steps)
+def of_matrix(steps: int, *, paired: bool = False) -> Pair:
+    mine = quadrature(NUM_PROBES * steps, steps)
+    other = of_matfree(steps, paired=paired)
 
     def ours(matrix: Matrix, key: PRNGKeyArray) -> Array:
-        return our_slq(lx.MatrixLinearOperator(matrix, SEMIDEFINITE), key, steps)
+        return mine(lx.MatrixLinearOperator(matrix, SEMIDEFINITE), jnp.log, key).value
 
     def theirs(matrix: Matrix, key: PRNGKeyArray) -> Array:
         return other(lambda vector, matrix: matrix @ vector, key, matrix)
@@ -104,33 +114,34 @@ def of_value(steps: int) -> Pair:
     return ours, theirs
 
 
-def of_matrix(steps: int, *, paired: bool = False) -> Pair:
-    other = of_matfree(steps, paired=paired)
+def of_theta(steps: int, *, paired: bool = False) -> Pair:
+    """Value and gradient, by one matrix."""
 
-    def ours(theta: Theta, points: Points, key: PRNGKeyArray) -> Array:
-        matrix = kernel(theta, points)
-        return our_slq(lx.MatrixLinearOperator(matrix, SEMIDEFINITE), key, steps)
+    def built(function: Callable[..., Array]) -> Callable[..., Any]:
+        def value(theta: Theta, points: Points, key: PRNGKeyArray) -> Array:
+            return function(kernel(theta, points), key)
 
-    def theirs(theta: Theta, points: Points, key: PRNGKeyArray) -> Array:
-        return other(lambda v, matrix: matrix @ v, key, kernel(theta, points))
+        return jax.value_and_grad(value)
 
-    return ours, theirs
+    ours, theirs = of_matrix(steps, paired=paired)
+    return built(ours), built(theirs)
 
 
-def of_function(steps: int) -> Pair:
-    other = of_matfree(steps)
+def of_matvec(steps: int) -> Pair:
+    """Value and gradient, by a matrix anew in every matvec."""
+    mine, other = quadrature(NUM_PROBES * steps, steps), of_matfree(steps)
     structure = jax.ShapeDtypeStruct((N,), jnp.float64)
 
     def ours(theta: Theta, points: Points, key: PRNGKeyArray) -> Array:
         operator = lx.FunctionLinearOperator(
             lambda v: kernel(theta, points) @ v, structure, SEMIDEFINITE
         )
-        return our_slq(operator, key, steps)
+        return mine(operator, jnp.log, key).value
 
     def theirs(theta: Theta, points: Points, key: PRNGKeyArray) -> Array:
         return other(lambda v, theta: kernel(theta, points) @ v, key, theta)
 
-    return ours, theirs
+    return jax.value_and_grad(ours), jax.value_and_grad(theirs)
 
 
 class Race(NamedTuple):
@@ -143,162 +154,126 @@ class Race(NamedTuple):
     aim: float
 
 
-def races(steps: tuple[int, ...]) -> Iterator[Race]:
-    theta, points = jnp.log(jnp.array(THETA)), uniform(N, 2)
+def races(*steps: int) -> Iterator[Race]:
+    theta, points = jnp.log(jnp.array(RACED)), uniform(N, 2)
     key, matrix = jax.random.key(1), kernel(theta, points)
-
-    def with_gradient(pair: Pair) -> Pair:
-        return jax.value_and_grad(pair[0]), jax.value_and_grad(pair[1])
-
     for m in steps:
-        yield Race(f"value, {m} steps", of_value(m), (matrix, key), REPEATS, 1.0)
-    both = (theta, points, key)
+        yield Race(f"value, {m} steps", of_matrix(m), (matrix, key), REPEATS, 1)
+    rest = (theta, points, key)
     for m in steps:
-        pair = with_gradient(of_matrix(m))
-        yield Race(f"value+grad, matrix, {m} steps", pair, both, SLOW_REPEATS, 5.0)
-    label, pair = "value+grad, matrix-free, 20 steps", with_gradient(of_function(20))
-    yield Race(label, pair, both, FEW_REPEATS, 20.0)
+        yield Race(f"gradient, matrix, {m} steps", of_theta(m), rest, REPEATS, 5)
+    yield Race("gradient, matrix-free, 20 steps", of_matvec(20), rest, FEW_REPEATS, 20)
 
 
-def uniform(n: int, dimension: int) -> Points:
-    return jax.random.uniform(jax.random.key(0), (n, dimension))
-
-
-def print_races(time: Callable[[Race], tuple[float, float, float]], which: Any) -> None:
-    print(f"{'milliseconds':<36}{'traceax':>10}{'matfree':>10}{'ratio':>8}{'aim':>6}")
-    for race in which:
-        mine, other, aim = time(race)
-        verdict_ = "" if other / mine >= aim else "  missed"
-        print(
-            f"{race.label:<36}{mine:>10.1f}{other:>10.1f}{other / mine:>8.2f}{aim:>6.0f}"
-            + verdict_
-        )
+def print_races(timed: Callable[..., Thunk], entries: Iterable[Race]) -> None:
+    print(
+        f"n = {N}, {NUM_PROBES} probes, medians of {REPEATS}, matrix-free {FEW_REPEATS}.\n"
+    )
+    print(f"{'milliseconds':<34}{'traceax':>10}{'matfree':>10}{'ratio':>8}{'aim':>7}")
+    for label, pair, arguments, repeats, aim in entries:
+        mine, other = (timed(function, *arguments) for function in pair)
+        mine, other = in_turn(mine, other, repeats)
+        ratio = f"{other / mine:>8.2f}{f'>= {aim}':>7}{'' if other >= aim * mine else ' !'}"
+        print(f"{label:<34}{mine:>10.1f}{other:>10.1f}{ratio}")
 
 
 def speed() -> None:
-    def time(race: Race) -> tuple[float, float, float]:
-        mine, other = (partial(jax.jit(f), *race.arguments) for f in race.pair)
-        in_turn(mine, other, 1)
-        return *in_turn(mine, other, race.repeats), race.aim
+    def warmed(function: Callable[..., Array], *arguments: Array) -> Thunk:
+        thunk = partial(jax.jit(function), *arguments)
+        jax.block_until_ready(thunk())
+        return thunk
 
-    print(f"n = {N}, {NUM_PROBES} probes. Medians of {REPEATS} values, {SLOW_REPEATS} and")
-    print(f"(matrix-free) {FEW_REPEATS} gradients.\n")
-    print_races(time, races(STEPS))
+    print_races(warmed, races(20, 40))
 
 
 def compile_() -> None:
-    def time(race: Race) -> tuple[float, float, float]:
-        mine, other = (compilation(f, *race.arguments) for f in race.pair)
-        return *in_turn(mine, other, min(race.repeats, SLOW_REPEATS)), 1.0
-
-    print(f"Compilation, medians of {SLOW_REPEATS} or (matrix-free) {FEW_REPEATS}.\n")
-    print_races(time, races((20,)))
-
-
-def rms(values: Float[Array, "keys *p"], truth: Float[Array, "*p"]) -> Float[Array, "*p"]:
-    return jnp.sqrt(jnp.mean((values / truth - 1) ** 2, axis=0))
+    print_races(compilation, (race._replace(aim=1) for race in races(20)))
 
 
 def gradients() -> None:
-    theta, points = jnp.log(jnp.array(THETA)), uniform(N, 2)
-    keys = jax.random.split(jax.random.key(2), GRADIENT_KEYS)
-    value, gradient = jax.value_and_grad(dense_logdet)(theta, squared_distances(points))
-    truth = jnp.array([value, *gradient])
-    print(f"Errors over {GRADIENT_KEYS} keys, the same probes; truth {truth}.\n")
-    names = ("value", "log length", "log noise")
-    print(f"{'':<18}" + "".join(f"{name:>12}" for name in names))
-    for steps in STEPS:
-        errors = []
-        for function in of_matrix(steps, paired=True):
-            run = jax.jit(jax.value_and_grad(function))
+    theta, points = jnp.log(jnp.array(RACED)), uniform(N, 2)
+    keys = jax.random.split(jax.random.key(2), 10)
+    truth = exact(theta, squared_distances(points))
+    print(f"The truth {truth}, {keys.size} keys. In brackets the error of the mean.\n")
+    print(f"{'':<18}" + "".join(f"{x:>23}" for x in ("value", "log length", "log noise")))
+    for steps in (20, 40):
+        pair = of_theta(steps, paired=True)
+        for name, function in zip(("traceax", "matfree"), pair, strict=True):
+            run = jax.jit(function)
             outcomes = [run(theta, points, key) for key in keys]
-            errors.append(rms(jnp.stack([jnp.array([v, *g]) for v, g in outcomes]), truth))
-        for name, row in zip(("traceax", "matfree"), errors, strict=True):
-            label = f"{name}, {steps} steps"
-            print(f"{label:<18}" + "".join(f"{error:>12.2e}" for error in row))
-
-
-Outcome = tuple[Run, Theta]  # a value and its interval; the gradient
+            runs = jnp.stack([jnp.array([value, *slopes]) for value, slopes in outcomes])
+            bias = jnp.mean(runs, axis=0) / truth - 1
+            pairs = zip(rms(runs, truth), bias, strict=True)
+            row = "".join(f"{error:>11.1e} ({mean:>+9.1e})" for error, mean in pairs)
+            print(f"{f'{name}, {steps} steps':<18}{row}")
 
 
 @cache
-def logdet_over_keys(num_matvecs: int, steps: int | None) -> Callable[..., Outcome]:
-    """By `logdet`, or by `slq_trace` with so many steps."""
+def logdets(num_matvecs: int, steps: int | None) -> Callable[..., tuple[Run, Theta]]:
+    """Over keys by `logdet`, or by `slq_trace` with so many steps; and the gradient."""
 
     def value(theta: Theta, distances: Matrix, key: PRNGKeyArray) -> tuple[Array, Run]:
-        matrix = gaussian(distances, theta)
         if steps is None:
+            operator = as_function(gaussian(theta, distances))
             shift = jnp.exp(theta[1])
-            result = tx.logdet(as_function(matrix), key, num_matvecs, shift=shift)
+            result = tx.logdet(operator, key, num_matvecs, shift=shift)
         else:
-            operator, probes = as_function(with_noise(matrix, theta)), num_matvecs // steps
-            result = tx.slq_trace(
-                operator, jnp.log, key, num_probes=probes, num_steps=steps
-            )
-        low, high = jax.lax.stop_gradient(result).interval(0.95)
-        return result.value, Run(jax.lax.stop_gradient(result.value), low, high)
+            operator = as_function(with_noise(theta, distances))
+            result = quadrature(num_matvecs, steps)(operator, jnp.log, key)
+        fixed = jax.lax.stop_gradient(result)
+        return result.value, Run(fixed.value, *fixed.interval(0.95))
 
-    def one(theta: Theta, distances: Matrix, key: PRNGKeyArray) -> Outcome:
+    def one(theta: Theta, distances: Matrix, key: PRNGKeyArray) -> tuple[Run, Theta]:
         gradient, run = jax.grad(value, has_aux=True)(theta, distances, key)
         return run, gradient
 
-    return jax.jit(
-        lambda theta, distances, keys: jax.lax.map(partial(one, theta, distances), keys)
-    )
+    return jax.jit(lambda *of: jax.lax.map(partial(one, *of[:2]), of[2]))
 
 
-class Gaussian(NamedTuple):
+class Problem(NamedTuple):
     n: int
     dimension: int
     length: float
     noise: float
 
 
-LOGDETS = (
-    Gaussian(600, 2, 0.3, 1e-2),
-    Gaussian(600, 4, 0.7, 1e-2),
-    Gaussian(600, 2, 0.2, 1e-4),
-    Gaussian(600, 6, 0.5, 1e-2),
-)
-CONDITIONED = (Gaussian(N, 2, 0.3, 1.74e-2), Gaussian(N, 2, 0.2, 1.02e-2))
+SMALL = ((2, 0.3, 1e-2), (4, 0.7, 1e-2), (2, 0.2, 1e-4), (6, 0.5, 1e-2))
+PROBLEMS = tuple(Problem(600, *rest) for rest in SMALL)
+CONDITIONED = (Problem(N, 2, 0.3, 1.74e-2), Problem(N, 2, 0.2, 9.7e-3))
 
 
-def compare_logdets(
-    problems: tuple[Gaussian, ...], num_matvecs: int, num_keys: int
-) -> None:
+def compare(problems: tuple[Problem, ...], num_matvecs: int, num_keys: int) -> None:
     keys = jax.random.split(jax.random.key(3), num_keys)
     print(f"{num_matvecs} matvecs, {num_keys} keys. In brackets the steps of each probe.\n")
+    headings = ("value", "gradient, log length", "gradient, log noise")
+    print(f"{'':<46}" + "".join(f"{heading:>25}" for heading in headings))
     print(
-        f"{'':<44}{'value':>25}{'grad log length':>25}{'grad log noise':>25}\n"
-        f"{'d':>2}{'length':>7}{'noise':>9}{'condition':>10}{'log det':>9}{'held':>7}"
-        + f"{'logdet':>10}{'slq_trace':>15}"
-        * 3
+        f"{'n':>4}{'d':>3}{'length':>7}{'noise':>9}{'condition':>10}{'held':>6}{'factor':>7}"
+        + f"{'logdet':>10}{'slq_trace':>15}" * 3
     )
     for problem in problems:
         theta = jnp.log(jnp.array([problem.length, problem.noise]))
         distances = squared_distances(uniform(problem.n, problem.dimension))
-        spectrum = jnp.linalg.eigvalsh(with_noise(gaussian(distances, theta), theta))
-        value, gradient = jax.value_and_grad(dense_logdet)(theta, distances)
-        truth = jnp.array([value, *gradient])
+        spectrum = jnp.linalg.eigvalsh(with_noise(theta, distances))
+        truth = exact(theta, distances)
 
-        def run(steps: int | None, of: Any = (theta, distances, truth)) -> tuple[Any, Run]:
-            outcome, slopes = logdet_over_keys(num_matvecs, steps)(*of[:2], keys)
-            return rms(jnp.column_stack([outcome.value, slopes]), of[2]), outcome
-
-        errors, ours = run(None)
-        others = np.array([run(steps)[0] for steps in SPLITS])
+        functions = [logdets(num_matvecs, steps) for steps in (None, *SPLITS)]
+        runs = [function(theta, distances, keys) for function in functions]
+        numbers = [jnp.column_stack([run.value, slopes]) for run, slopes in runs]
+        mine, *others = (np.array(rms(run, truth)) for run in numbers)
+        others, held = np.array(others), runs[0][0].coverage(truth[0])
+        factor = np.min(np.min(others, axis=0) / mine)
         row = (
-            f"{problem.dimension:>2}{problem.length:>7}{problem.noise:>9.2e}"
-            f"{spectrum[-1] / spectrum[0]:>10.1e}{value:>9.0f}{ours.coverage(value):>7.0%}"
+            f"{problem.n:>4}{problem.dimension:>3}{problem.length:>7}{problem.noise:>9.1e}"
+            f"{spectrum[-1] / spectrum[0]:>10.1e}{held:>6.0%}{factor:>7.0e}"
         )
-        for mine, column in zip(errors, others.T, strict=True):
+        for error, column in zip(mine, others.T, strict=True):
             best = np.argmin(column)
-            row += f"{mine:>10.1e}{column[best]:>10.1e} ({SPLITS[best]:>2})"
+            row += f"{error:>10.1e}{column[best]:>10.1e} ({SPLITS[best]:>2})"
         print(row)
 
 
-def graphs() -> None:
-    num_matvecs, num_keys = 800, 10
+def graphs(num_matvecs: int = 800, num_keys: int = 10) -> None:
     graph = networkx.powerlaw_cluster_graph(5000, 5, 0.5, seed=1)
     entries = networkx.to_scipy_sparse_array(graph, dtype=np.float64, format="csr")
     spectrum = np.linalg.eigvalsh(entries.toarray())
@@ -307,52 +282,39 @@ def graphs() -> None:
     structure = jax.ShapeDtypeStruct(entries.shape[1:], product.dtype)
     operator = lx.FunctionLinearOperator(lambda v: product @ v, structure, lx.symmetric_tag)
 
-    def function_trace(key: PRNGKeyArray) -> tx.Estimate:
-        return tx.function_trace(operator, jnp.exp, key, num_matvecs)
+    estimators = {f"slq_trace, {m} steps": quadrature(num_matvecs, m) for m in SPLITS}
+    estimators["function_trace"] = partial(tx.function_trace, num_matvecs=num_matvecs)
+    top = ", ".join(f"{value:.1f}" for value in spectrum[:-4:-1])
+    print(f"n = 5000, {entries.nnz} entries, eigenvalues {top}, ...; trace {truth:.8e}.")
+    print(f"{num_matvecs} matvecs, {num_keys} keys.\n\n{'':<22}{'error':>9}{'held':>6}")
+    for name, estimator in estimators.items():
 
-    def slq_trace(key: PRNGKeyArray, steps: int) -> tx.Estimate:
-        counts = {"num_probes": num_matvecs // steps, "num_steps": steps}
-        return tx.slq_trace(operator, jnp.exp, key, **counts)
-
-    def over_keys(estimate: Callable[[PRNGKeyArray], tx.Estimate], count: int) -> Run:
-        def run(key: PRNGKeyArray) -> Run:
-            result = estimate(key)
+        def one(
+            key: PRNGKeyArray, estimator: Callable[..., tx.Estimate] = estimator
+        ) -> Run:
+            result = estimator(operator, jnp.exp, key)
             return Run(result.value, *result.interval(0.95))
 
-        keys = jax.random.split(jax.random.key(4), count)
-        return jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
-
-    top = "  ".join(f"{value:.2f}" for value in spectrum[-4:])
-    print(
-        f"n = 5000, {entries.nnz} entries, the largest eigenvalues {top}; {truth = :.8e}."
-    )
-    print(f"{num_matvecs} matvecs, {num_keys} keys.\n\n{'':<30}{'error':>10}{'held':>8}")
-    runs = {"function_trace": over_keys(function_trace, num_keys)}
-    for steps in GRAPH_SPLITS:
-        estimate = partial(slq_trace, steps=steps)
-        runs[f"slq_trace, {steps} steps"] = over_keys(estimate, num_keys)
-    for name, run in runs.items():
-        print(f"{name:<30}{run.rms(truth):>10.1e}{run.coverage(truth):>8.0%}")
+        keys = jax.random.split(jax.random.key(4), num_keys)
+        run = jax.jit(partial(jax.lax.map, one))(keys)
+        print(f"{name:<22}{run.rms(truth):>9.1e}{run.coverage(truth):>6.0%}")
 
 
 PARTS = {
     "speed": speed,
     "compile": compile_,
     "gradients": gradients,
-    "logdet": lambda: compare_logdets(LOGDETS, 240, KEYS),
-    "conditioned": lambda: compare_logdets(CONDITIONED, 300, 10),
+    "logdet": partial(compare, PROBLEMS, 240, 40),
+    "conditioned": partial(compare, CONDITIONED, 300, 10),
     "graphs": graphs,
 }
 
 
-def main(parts: list[str]) -> None:
-    jax.config.update("jax_enable_x64", True)
-    for part in parts or PARTS:
-        PARTS[part]()
-        print()
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="which to run")
-    main(parser.parse_args().parts)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
+    jax.config.update("jax_enable_x64", True)
+    for part in parser.parse_args().parts or PARTS:
+        print(f"{part}: ", end="")
+        PARTS[part]()
+        print()
