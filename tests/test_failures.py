@@ -51,14 +51,15 @@ XDIAG = [entry for entry in REST_ALL if entry.name == "xdiag"]
 OTHERS = [entry for entry in ALL + REST_ALL if entry not in XTRACE + XDIAG]
 every_pair = pytest.mark.parametrize(
     ("dtype", "entry", "kind"),
-    pairs(XTRACE, EVERY, float)
-    + pairs(XTRACE + XDIAG, EVERY, complex)
+    pairs(XTRACE, EVERY, complex)
+    + pairs(XTRACE, ("Matrix", "nested", *BANDED), float)
+    + pairs(XDIAG, EXECUTED, complex)
     + pairs(XDIAG, BANDED, float)
-    + pairs(OTHERS, ("PyTree", "nested", "Tangent"), complex),
+    + pairs(OTHERS, ("nested", "Tangent"), complex),
 )
 most_pairs = pytest.mark.parametrize(
     ("entry", "kind"),
-    pairs(XTRACE, EVERY) + pairs(XDIAG, EXECUTED) + pairs(OTHERS, ("nested",)),
+    pairs(XTRACE, (*EXECUTED, "Tangent")) + pairs(XDIAG + OTHERS, ("nested",)),
 )
 
 

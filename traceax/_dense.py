@@ -31,6 +31,26 @@ def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
 
 
+@jax.custom_jvp
+def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
+    """`decompose`, with a derivative that is NaN where eigenvalues coincide: there it does
+    not exist, and what JAX makes of that depends on its version."""
+    return decompose(matrix)
+
+
+@_distinct.defjvp
+def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen, Eigen]:
+    (matrix,), (tangent,) = primals, tangents
+    values, vectors = _distinct(matrix)
+    turned = vectors.conj().T @ tangent @ vectors
+    gaps = values[None, :] - values[:, None]
+    near = jnp.abs(gaps) <= jnp.finfo(values.dtype).eps ** 0.5 * jnp.max(jnp.abs(values))
+    rates = jnp.where(near, jnp.nan, 1 / jnp.where(near, 1, gaps))
+    rates = jnp.where(jnp.eye(values.size, dtype=bool), 0, rates)
+    moved = Eigen(jnp.diagonal(turned).real, vectors @ (rates * turned))
+    return Eigen(values, vectors), moved
+
+
 @eqx.filter_custom_jvp
 def columns(
     fn: Flat, matrix: Inexact[Array, "m m"], eigen: Eigen, *, count: int
@@ -60,7 +80,7 @@ def _columns_jvp(
         moved = jnp.einsum("pq...,q->p...", rates, numbers)
     if matrix_tangent is not None:
         # Decomposed again, for third derivatives, which differentiate this.
-        values, vectors = decompose(matrix)
+        values, vectors = _distinct(matrix)
         turned = vectors.conj().T @ matrix_tangent @ vectors
         weighted = jnp.einsum("abp,ab->pab", divided_differences(fn, values), turned)
         first = vectors[:count].conj()

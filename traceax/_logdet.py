@@ -44,7 +44,8 @@ def logdet(
     Two thirds of the budget build a block Krylov space, and from it a Nyström
     preconditioner P whose determinant is known; the rest estimates that of P^{-1/2} (A +
     shift I) P^{-1/2}, which is near to I and exactly I on a large space, by quadrature. On
-    kernel matrices the error is 10^3 to 10^9 times smaller than that of `slq_trace`.
+    kernel matrices the error is smaller than that of `slq_trace` at its best by factors
+    from 2 (spectra that hardly decay) to 10^9; on flat spectra it is up to twice as large.
 
     Exact, by a Cholesky factorisation: without an application for operators that store
     their matrix, up to n = 2048; from n applications where `num_matvecs` reaches n, and
@@ -68,7 +69,8 @@ def logdet(
     covers sampling and quadrature: the latter by the bracket of Gauss and Gauss-Radau
     rules where the operator is tagged positive semidefinite and `shift` is positive, else
     by comparison with half the steps; 0 where the value is exact. NaN or infinite if
-    A + shift I shows itself not to be positive definite, never an error.
+    A + shift I shows itself not to be positive definite, never an error. From 240 matvecs
+    there are 8 probes, so intervals are wide: 95 % are 3.7 standard errors to either side.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int, `shift` not real; `ValueError` if `operator` is not

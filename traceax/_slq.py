@@ -72,7 +72,8 @@ def slq_trace(
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
     unbiased but for quadrature: by the split rule, one matvec-VJP for each probe and entry
     of the value, nothing differentiated through Lanczos. Second derivatives differentiate
-    the recurrence (num_steps matvec-JVPs a probe).
+    the recurrence (num_steps matvec-JVPs a probe). Gradients need more steps than values:
+    give twice as many as make `standard_error` small.
 
     **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
     of n x num_steps (with `reorthogonalise=False`, for the value alone, three vectors).
