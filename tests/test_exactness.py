@@ -1,5 +1,6 @@
 """Identities that hold to rounding, with no statistics, and exact expectations."""
 
+import functools
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ DTYPES = ("float32", "float64", "complex64", "complex128")
 every_estimator_and_dtype = pytest.mark.parametrize(
     ("entry", "dtype"),
     [pytest.param(e, d, id=f"{e.name}-{d}") for e in ALL + REST_ALL for d in DTYPES[::3]]
-    + [pytest.param(e, d, id=f"{e.name}-{d}") for e in ESTIMATORS[3:] for d in DTYPES[1:3]],
+    + [pytest.param(e, "complex64", id=f"{e.name}-complex64") for e in ESTIMATORS[3:]],
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
@@ -43,12 +44,19 @@ def eps(dtype: Any) -> float:
 
 
 def value_and_gradient(entry: Entry, matrix: Any, budget: int) -> tuple[tx.Estimate, Any]:
+    gradient, estimate = compiled(entry, budget)(matrix)
+    return estimate, gradient
+
+
+@functools.cache
+def compiled(entry: Entry, budget: int) -> Any:
+    """Once for all tests of an estimator at a dtype."""
+
     def value(matrix: Any) -> tuple[Any, tx.Estimate]:
         estimate = entry.estimate(as_semidefinite(entry, function(matrix)), KEY, budget)
         return entry.contracted(estimate.value).real, estimate
 
-    gradient, estimate = jax.grad(value, has_aux=True)(matrix)
-    return estimate, gradient
+    return jax.jit(jax.grad(value, has_aux=True))
 
 
 def dense(entry: Entry, matrix: Any) -> Any:
@@ -130,7 +138,7 @@ SCALES = [
     [
         pytest.param(entry, *case, id=f"{entry.name}-{'-'.join(map(str, case[:2]))}")
         for entry in ALL + REST_ALL
-        for case in (SCALES if entry in ALL else SCALES[:4])
+        for case in (SCALES if entry in ESTIMATORS[3:] else SCALES[:4])
     ],
 )
 def test_scale(entry: Entry, dtype: Any, name: str, factor: float) -> None:

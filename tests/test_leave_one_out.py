@@ -71,9 +71,10 @@ LOOPS: dict[str, tuple[Callable[..., tx.Estimate], Loop, int]] = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("dtype", [float, complex])
-@pytest.mark.parametrize("sampler", [tx.sphere, tx.rademacher])
-@pytest.mark.parametrize("k", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("dtype", "sampler"), [(float, tx.rademacher), (complex, tx.sphere)]
+)
+@pytest.mark.parametrize("k", [1, 2, 7])
 def test_leave_one_out(name: str, dtype: Any, sampler: Any, k: int) -> None:
     """Estimates equal those of the loop; the error is the jackknife's, recomputed from
     scratch without each probe in turn."""
@@ -184,9 +185,10 @@ def test_leave_one_out_diagonals(form: str, dtype: Any, k: int) -> None:
 
 
 @pytest.mark.parametrize("hermitian_tag", [True, False])
-@pytest.mark.parametrize("dtype", [float, complex])
-@pytest.mark.parametrize("sampler", [tx.sphere, tx.rademacher])
-@pytest.mark.parametrize("k", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("dtype", "sampler"), [(float, tx.sphere), (complex, tx.rademacher)]
+)
+@pytest.mark.parametrize("k", [2, 7])
 def test_leave_one_out_row_norms(
     hermitian_tag: bool, dtype: Any, sampler: Any, k: int
 ) -> None:

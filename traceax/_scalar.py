@@ -127,7 +127,7 @@ class Factor(eqx.Module):
 
     fn: Flat
     softening: Float[Array, " p"]
-    first: bool
+    first: bool = eqx.field(static=True)
 
     def __call__(self, x: Scalar) -> Inexact[Array, " p"]:
         slope = Slope(self.fn)(x)

@@ -119,7 +119,7 @@ class AllRowNorms(eqx.Module):
     """|b_a|^2 from a whole basis: of all columns of B, or of all rows by the adjoint."""
 
     basis: Inexact[Array, "r r"]
-    by_adjoint: bool
+    by_adjoint: bool = eqx.field(static=True)
 
     def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:
         if self.by_adjoint:
