@@ -98,8 +98,8 @@ def test_applications_are_counted_right(entry: Entry, tagged: bool, budget: int)
     """`num_matvecs` is what was spent, on the adjoint too, and never more than allowed."""
     matrix = hermitian(spectrum("poly", 70))
     counter = Counted(matrix, Tally(), tagged)
-    if entry.semidefinite and not tagged:
-        return
+    if tagged != entry.semidefinite and entry.name not in ("xdiag", "row_norms_squared"):
+        return  # of the others the tag changes nothing
     estimate = entry.estimate(counter, KEY, budget)
     jax.block_until_ready(estimate)
     assert estimate.num_matvecs == counter.counted() <= budget
