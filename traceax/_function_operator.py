@@ -32,11 +32,9 @@ class FunctionOfOperator(lx.AbstractLinearOperator):
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         column = flatten(vector, working_dtype(self.operator))
         subject = (LinearMap(self.operator), self.fn, column)
-        value = settled(self._apply(subject, False), _Apply(self.num_steps), subject)
+        value = _apply(subject, self.num_steps, differentiable=False)
+        value = settled(value, _Apply(self.num_steps), subject)
         return unflatten(value, self.operator.out_structure())
-
-    def _apply(self, subject: tuple, differentiable: bool) -> Inexact[Array, " n"]:
-        return _apply(subject, self.num_steps, differentiable=differentiable)
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
         return LinearMap(self).dense()

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from traceax._checks import check_function_request, check_power
 from traceax._estimate import Estimate
-from traceax._operator import gram, is_negative, is_positive
-from traceax._samplers import Sampler, sphere
+from traceax._operator import LinearMap, gram, is_negative, is_positive, prepare
+from traceax._samplers import Sampler, draw, sphere
+from traceax._sketch import magnitude
 from traceax._slq import slq_trace
 
 
@@ -59,7 +60,7 @@ def schatten_norm(
     the zero operator, where the norm has none.
 
     **Cost**: 2 num_probes * num_steps applications (half of them of the adjoint), or half
-    as many if the operator is tagged semidefinite.
+    as many if the operator is tagged semidefinite; and one to see its scale.
 
     **Example**
 
@@ -82,21 +83,35 @@ def schatten_norm(
     check_function_request(name, operator, key, counts, square=False)
     check_power(name, p)
     semidefinite = is_positive(operator) or is_negative(operator)
-    subject = operator if semidefinite else gram(operator)
+    unit = _unit(name, operator, key)
+    scaled = prepare(operator) / unit
     traced = slq_trace(
-        subject,
+        scaled if semidefinite else gram(scaled),
         _power(p if semidefinite else p / 2),
         key,
         sampler=sampler,
         reorthogonalise=reorthogonalise,
         **counts,
     )
-    value = traced.value ** (1 / p)
+    unit = unit.astype(traced.value.dtype)
+    value = unit * traced.value ** (1 / p)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
-    error = traced.standard_error * jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
-    spent = traced.num_matvecs * (1 if semidefinite else 2)
+    rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
+    error = unit * (traced.standard_error * rate)
+    spent = traced.num_matvecs * (1 if semidefinite else 2) + 1
     return Estimate(value, error, spent, traced.degrees_of_freedom)
+
+
+def _unit(
+    name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray
+) -> Float[Array, ""]:
+    """The size of one image, to divide by: squares and powers may be out of range."""
+    probe = draw(name, sphere, key, operator, 1)
+    size = jax.lax.stop_gradient(magnitude(LinearMap(operator)(probe)))
+    leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
+    coarsest = min((jnp.finfo(leaf.dtype) for leaf in leaves), key=lambda info: info.bits)
+    return size.astype(coarsest.dtype)
 
 
 def _power(p: float | Array) -> Callable[[Array], Array]:
