@@ -646,3 +646,24 @@ def test_mistakes_are_named_with_their_cure(mistake: str) -> None:
     wrong, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         wrong()
+
+
+@pytest.mark.parametrize(("kind", "like"), [("PyTree", "Matrix"), ("nested", "Function")])
+def test_front_doors_of_operator_classes(kind: str, like: str) -> None:
+    """Values and gradients are those of the same matrix, stored (exact) or not."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def both(s: Any, kind: str) -> Any:
+        def losses(s: Any) -> Any:
+            operator = EVERY[kind](s * smooth())
+            diagonal = tx.function_diagonal(
+                operator, jnp.log, KEY, num_probes=5, num_steps=5
+            )
+            entries = [jnp.sum(leaf) for leaf in jax.tree.leaves(diagonal.value)]
+            return tx.logdet(operator, KEY, BUDGET, shift=0.1).value, sum(entries)
+
+        return losses(s), jax.jacrev(losses)(s)
+
+    got, want = jax.tree.leaves(both(1.0, kind)), jax.tree.leaves(both(1.0, like))
+    for one, other in zip(got, want, strict=True):
+        close(one, other, 1e-9, N)
