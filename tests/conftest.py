@@ -1,18 +1,25 @@
 """Double precision everywhere; float32 is asked for by name where it is meant.
 
-Most of the suite's time is compilation, so the compiler is told not to optimise; the tests
-whose subject is the compiled program start a process of their own. LAPACK is given one
-thread: its threads and those of JAX get in each other's way, by orders of magnitude.
+Most of the suite's time is compilation, so the compiler is told not to optimise, and the
+workers share what they compiled in a folder that goes with the run; the tests whose subject
+is the compiled program start a process of their own. LAPACK is given one thread: its
+threads and those of JAX get in each other's way, by orders of magnitude.
 """
 
 import gc
 import os
 import re
+import tempfile
 from typing import Any
 
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 )
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the folder
+    COMPILED = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest

@@ -1,6 +1,9 @@
 """Stochastic trace estimation that you can differentiate."""
 
 from traceax._arnoldi import arnoldi_trace as arnoldi_trace
+from traceax._calculus import divergence as divergence
+from traceax._calculus import hessian_diagonal as hessian_diagonal
+from traceax._calculus import laplacian as laplacian
 from traceax._density import spectral_density as spectral_density
 from traceax._diagonal import diagonal as diagonal
 from traceax._diagpp import diagpp as diagpp

@@ -174,6 +174,43 @@ def check_grid(name: str, grid: ArrayLike) -> None:
         )
 
 
+def check_field(name: str, fn: object, x: object) -> None:
+    """A function `fn(x, args)` and a point to take its derivatives at."""
+    if not callable(fn):
+        raise TypeError(
+            f"traceax.{name}(fn=...) must be a function fn(x, args), but got "
+            f"{type(fn).__name__}. Pass lambda x, args: ..., or an eqx.Module that is one."
+        )
+    leaves = jax.tree.leaves(x)
+    for leaf in leaves:
+        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+        dtype = getattr(leaf, "dtype", None)
+        is_array = dtype is not None and jnp.issubdtype(dtype, jnp.number)
+        if not (is_number or is_array) or jnp.iscomplexobj(leaf):
+            got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
+            raise TypeError(
+                f"traceax.{name}(x=...) must be a pytree of real arrays, because "
+                f"derivatives in its entries are taken, but got {got}. Put what is not "
+                "differentiated into args; take complex numbers apart, into (real, imag)."
+            )
+    if not sum(jnp.size(leaf) for leaf in leaves):
+        raise ValueError(
+            f"traceax.{name}(x=...) must have at least one entry, because derivatives in "
+            f"its entries are taken, but got {x!r}. Nothing depends on it: leave it out."
+        )
+
+
+def check_same_structure(name: str, x: object, values: object) -> None:
+    """Of a vector field: there is one component for each entry of x."""
+    if eqx.tree_equal(x, values) is not True:
+        raise ValueError(
+            f"traceax.{name}(fn=...) must return what x is like, because each component is "
+            f"differentiated in the entry of its place, but for x of {_show(x)} it "
+            f"returned {_show(values)}. Make shapes and dtypes equal, and use jax.vmap "
+            "for a batch of points."
+        )
+
+
 def check_scalar_values(name: str, structure: object) -> None:
     leaves = jax.tree.leaves(structure)
     if len(leaves) != 1 or leaves[0].shape != () or jnp.iscomplexobj(leaves[0]):

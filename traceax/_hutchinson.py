@@ -1,25 +1,19 @@
 """Hutchinson's estimators: tr A = E[z* A z], diag A = E[conj(z) o A z], z isotropic."""
 
 from functools import partial
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._checks import check_request, check_samples
+from traceax._checks import check_request
 from traceax._estimate import Estimate
 from traceax._exact import exact_diagonal, exact_trace
 from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
+from traceax._plan import Plan, plan_and_draw
 from traceax._rule import Outcome, estimate
-from traceax._samplers import (
-    Sampler,
-    draw,
-    is_without_replacement,
-    probes_a_sample,
-    rademacher,
-)
+from traceax._samplers import Sampler, rademacher
 from traceax._sketch import column_dots, mean, row_norms_squared
 from traceax._weights import DiagonalWeight, TraceWeight
 
@@ -79,12 +73,7 @@ def hutchinson_trace(
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
     """
     check_request("hutchinson_trace", operator, key, num_matvecs)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    plan, probes = _plan("hutchinson_trace", operator, key, num_matvecs, sampler)
-    algorithm = partial(_trace, plan=plan)
-    degrees = independent_degrees_of_freedom(plan.num_samples)
-    return estimate(algorithm, operator, probes, plan.num_probes, degrees)
+    return sampled_trace("hutchinson_trace", operator, key, num_matvecs, sampler)
 
 
 def hutchinson_diagonal(
@@ -146,60 +135,54 @@ def hutchinson_diagonal(
     matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
     """
     check_request("hutchinson_diagonal", operator, key, num_matvecs)
+    return sampled_diagonal("hutchinson_diagonal", operator, key, num_matvecs, sampler)
+
+
+def sampled_trace(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler,
+) -> Estimate:
+    """Hutchinson's trace on behalf of the public function `name`, which has checked the
+    rest."""
+    if num_matvecs >= size(operator):
+        return exact_trace(operator)
+    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler)
+    algorithm = partial(_trace, plan=plan)
+    degrees = independent_degrees_of_freedom(plan.num_samples)
+    return estimate(algorithm, operator, probes, plan.num_probes, degrees)
+
+
+def sampled_diagonal(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler,
+) -> Estimate:
+    """The same of the diagonal."""
     if num_matvecs >= size(operator):
         return exact_diagonal(operator)
-    plan, probes = _plan("hutchinson_diagonal", operator, key, num_matvecs, sampler)
+    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler)
     algorithm = partial(_diagonal, plan=plan)
     degrees = max(plan.num_samples - 1, 1)
     structure = operator.in_structure()
     return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
 
 
-class _Plan(NamedTuple):
-    """Probes come as samples of a number of probes each; `shrink` is the factor by which
-    samples that exclude each other bring down the standard error of their mean."""
-
-    num_samples: int
-    num_probes: int
-    shrink: float
-
-    def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
-        shape = (*by_probe.shape[:-1], self.num_samples, -1)
-        return jnp.sum(by_probe.reshape(shape), axis=-1)
-
-
-def _plan(
-    name: str,
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    sampler: Sampler,
-) -> tuple[_Plan, Inexact[Array, "n k"]]:
-    group = probes_a_sample(sampler)
-    check_samples(name, num_matvecs, group)
-    num_samples = num_matvecs // group
-    num_probes = num_samples * group
-    # Orthogonal probes are drawn without replacement, so to speak: the finite-population
-    # correction of a survey of k out of n.
-    n = size(operator)
-    shrink = ((n - num_probes) / n) ** 0.5 if is_without_replacement(sampler) else 1.0
-    probes = draw(name, sampler, key, operator, num_probes, in_samples=True)
-    return _Plan(num_samples, num_probes, shrink), probes
-
-
-def _trace(linear_map: LinearMap, probes: Inexact[Array, "n k"], *, plan: _Plan) -> Outcome:
+def _trace(linear_map: LinearMap, probes: Inexact[Array, "n k"], *, plan: Plan) -> Outcome:
     products = linear_map(probes)
     samples = column_dots(probes, products)
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(products)))
     rounding = 4 * resolution(linear_map.operator) * rounding
     weight = TraceWeight(probes / plan.num_probes, probes)
-    value = mean(samples)
-    spread = plan.totals((samples - value) * (plan.num_samples / plan.num_probes))
-    return Outcome(value, standard_error(plan.shrink * spread, rounding), weight)
+    return Outcome(mean(samples), plan.error_of_mean(samples, rounding), weight)
 
 
 def _diagonal(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, plan: _Plan
+    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, plan: Plan
 ) -> Outcome:
     """A ratio of sums, whose error is that of the sum of residuals; for probes of modulus 1
     no more than a mean."""

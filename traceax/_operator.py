@@ -1,7 +1,7 @@
 """Everything that the library asks of lineax."""
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -10,6 +10,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
+Module = TypeVar("Module", bound=eqx.Module)
 Structure = PyTree[jax.ShapeDtypeStruct]
 
 
@@ -45,8 +46,8 @@ def resolution(operator: lx.AbstractLinearOperator) -> float:
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
 
 
-def prepare(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The same operator, with every inexact array leaf a strongly typed JAX array.
+def prepare(operator: Module) -> Module:
+    """The same operator, or other module, with inexact leaves strongly typed JAX arrays.
 
     Under an eager `jax.grad(f)(1.3)` a derivative rule would be handed the bare Python
     float, of which a closure-converted operator cannot make an application.

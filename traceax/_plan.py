@@ -1,0 +1,52 @@
+"""How a budget becomes probes, and probes become independent samples."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+
+from traceax._checks import check_samples
+from traceax._jackknife import standard_error
+from traceax._operator import size
+from traceax._samplers import Sampler, draw, is_without_replacement, probes_a_sample
+from traceax._sketch import mean
+
+
+class Plan(NamedTuple):
+    """Probes come as samples of a number of probes each; `shrink` is the factor by which
+    samples that exclude each other bring down the standard error of their mean."""
+
+    num_samples: int
+    num_probes: int
+    shrink: float
+
+    def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
+        shape = (*by_probe.shape[:-1], self.num_samples, -1)
+        return jnp.sum(by_probe.reshape(shape), axis=-1)
+
+    def error_of_mean(
+        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+    ) -> Float[Array, "*values"]:
+        deviations = by_probe - mean(by_probe)[..., None]
+        spread = self.totals(deviations * (self.num_samples / self.num_probes))
+        return standard_error(self.shrink * spread, rounding)
+
+
+def plan_and_draw(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler,
+) -> tuple[Plan, Inexact[Array, "n k"]]:
+    group = probes_a_sample(sampler)
+    check_samples(name, num_matvecs, group)
+    num_samples = num_matvecs // group
+    num_probes = num_samples * group
+    # Orthogonal probes are drawn without replacement, so to speak: the finite-population
+    # correction of a survey of k out of n.
+    n = size(operator)
+    shrink = ((n - num_probes) / n) ** 0.5 if is_without_replacement(sampler) else 1.0
+    probes = draw(name, sampler, key, operator, num_probes, in_samples=True)
+    return Plan(num_samples, num_probes, shrink), probes
