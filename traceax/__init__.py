@@ -28,5 +28,7 @@ from traceax._samplers import sphere as sphere
 from traceax._schatten import schatten_norm as schatten_norm
 from traceax._slq import slq_trace as slq_trace
 from traceax._trace import trace as trace
+from traceax._tracking import deltashift as deltashift
+from traceax._unbiased import unbiased_square as unbiased_square
 from traceax._xdiag import xdiag as xdiag
 from traceax._xdiag import xnysdiag as xnysdiag

@@ -200,6 +200,32 @@ def check_field(name: str, fn: object, x: object) -> None:
         )
 
 
+def check_estimate_fn(name: str, estimate_fn: object) -> None:
+    if not callable(estimate_fn):
+        raise TypeError(
+            f"traceax.{name}(estimate_fn=...) must be a function of a key, because it is "
+            f"called with two independent ones, but got {type(estimate_fn).__name__}. Pass "
+            "lambda key: traceax.trace(operator, key), say."
+        )
+
+
+def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array]) -> None:
+    """A state, and what it would have to hold to belong to an operator of these arrays."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"traceax.{name}(state=...) must be a state made by init or update, but got "
+            f"{type(state).__name__}. Call update(operator, state, key), in this order."
+        )
+    before = [jax.typeof(array) for array in getattr(state, "arrays", [])]
+    now = [jax.typeof(array) for array in arrays]
+    if [(a.shape, a.dtype) for a in before] != [(a.shape, a.dtype) for a in now]:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be the operator of the state with other "
+            "numbers in it, because the two are applied to the same probes, but got arrays "
+            f"{_show(now)} after {_show(before)}. Make it by the same code each time."
+        )
+
+
 def check_same_structure(name: str, x: object, values: object) -> None:
     """Of a vector field: there is one component for each entry of x."""
     if eqx.tree_equal(x, values) is not True:
