@@ -1,5 +1,6 @@
 """Stochastic trace estimation that you can differentiate."""
 
+from traceax._adaptive import adaptive_trace as adaptive_trace
 from traceax._arnoldi import arnoldi_trace as arnoldi_trace
 from traceax._calculus import divergence as divergence
 from traceax._calculus import hessian_diagonal as hessian_diagonal

@@ -226,6 +226,40 @@ def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array])
         )
 
 
+def check_limit(name: str, max_matvecs: object) -> None:
+    if check_count(name, "max_matvecs", max_matvecs) < 2:
+        raise ValueError(
+            f"traceax.{name}(max_matvecs=...) must be at least 2, the fewest applications "
+            f"that the algorithm can use, but got {max_matvecs}. Raise it: 1000, say."
+        )
+
+
+def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
+    dtype = getattr(tolerance, "dtype", None)
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not (is_number or dtype is not None) or jnp.iscomplexobj(tolerance):
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
+            f"(), but got {tolerance!r}. Pass 0.01, say."
+        )
+    if isinstance(tolerance, int | float) and not tolerance >= 0:
+        raise ValueError(
+            f"traceax.{name}({argument}=...) must be at least 0, because errors are "
+            f"measured against it, but got {tolerance!r}. Pass 0 for the most accurate "
+            "answer that max_matvecs allows."
+        )
+
+
+def check_progress_meter(name: str, progress_meter: object) -> None:
+    parts = ("init", "step", "close")
+    if not all(callable(getattr(progress_meter, part, None)) for part in parts):
+        raise TypeError(
+            f"traceax.{name}(progress_meter=...) must be a progress meter of diffrax, or "
+            "an object with its methods init, step and close, but got "
+            f"{type(progress_meter).__name__}. Pass diffrax.TextProgressMeter(), say."
+        )
+
+
 def check_same_structure(name: str, x: object, values: object) -> None:
     """Of a vector field: there is one component for each entry of x."""
     if eqx.tree_equal(x, values) is not True:

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import betainc
-from jaxtyping import Array, Float, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
 
 class Estimate(eqx.Module):
@@ -88,6 +88,17 @@ class Estimate(eqx.Module):
         outer, inner = jax.tree.structure(self.value), jax.tree.structure((0, 0))
         low, high = jax.tree.transpose(outer, inner, pairs)
         return low, high
+
+
+class AdaptiveEstimate(Estimate):
+    """An `Estimate` that was to meet a tolerance.
+
+    **Attributes**, besides those of `Estimate`:
+
+    - `converged`: whether two standard errors fit the tolerance. Never true for NaN.
+    """
+
+    converged: Bool[Array, ""] | bool = False
 
 
 @jax.jit

@@ -22,7 +22,7 @@ from functools import partial
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request, check_semidefinite
 from traceax._estimate import Estimate
@@ -33,7 +33,7 @@ from traceax._jackknife import (
     xnystrace_replicates,
     xtrace_replicates,
 )
-from traceax._leave_one_out import leave_one_out
+from traceax._leave_one_out import LeaveOneOut, leave_one_out
 from traceax._operator import LinearMap, is_negative, resolution, size
 from traceax._rule import Outcome, estimate
 from traceax._samplers import (
@@ -219,21 +219,36 @@ def nystrom_trace(
 def _xtrace(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> Outcome:
-    n, k = probes.shape
     sketch = linear_map(probes)
     loo = leave_one_out(sketch, probes, resphere=resphere)
+    images = linear_map(loo.basis.columns)
+    eps = resolution(linear_map.operator)
+    value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
+    return Outcome(value, error, loo.trace_weight())
+
+
+def xtrace_of(
+    loo: LeaveOneOut,
+    sketch: Inexact[Array, "n k"],
+    images: Inexact[Array, "n k"],
+    eps: float,
+    *,
+    resphere: bool,
+) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+    """Value and standard error from Y = A Omega and A Q."""
+    n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
-    z = linear_map(q) / scale
+    z = images / scale
     h = q.conj().T @ z
     remainders = column_dots(loo.mu, sketch / scale - z @ loo.x)
     samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
 
     rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(loo.resphering * remainders))
-    rounding = 4 * resolution(linear_map.operator) * rounding
+    rounding = 4 * eps * rounding
     if k < 3:
         error = standard_error(samples, rounding)
     else:
-        w = q.conj().T @ probes
+        w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
         image = loo.basis.triangle - h @ loo.x
         coimage = z.conj().T @ loo.mu
@@ -248,16 +263,31 @@ def _xtrace(
             n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
-    return Outcome(scale * mean(samples), scale * error, loo.trace_weight())
+    return scale * mean(samples), scale * error
 
 
 def _xnystrace(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool, sign: int
 ) -> Outcome:
-    """The remainder w_i* (A - A<Omega_-i>) w_i is the Schur complement 1/(H^{-1})_ii of
-    the core H = Omega* A Omega: no long vectors, and no projections of probes."""
-    n, k = probes.shape
     sketch = sign * linear_map(probes)
+    eps = resolution(linear_map.operator)
+    value, error, sketch = xnystrace_of(sketch, probes, eps, resphere=resphere)
+    weight = leave_one_out(sketch, probes, resphere=resphere).trace_weight()
+    return Outcome(sign * value, error, weight)
+
+
+def xnystrace_of(
+    sketch: Inexact[Array, "n k"],
+    probes: Inexact[Array, "n k"],
+    eps: float,
+    *,
+    resphere: bool,
+) -> tuple[Float[Array, ""], Float[Array, ""], Inexact[Array, "n k"]]:
+    """Value and standard error from A Omega, and A Omega again, for what comes `after`.
+
+    The remainder w_i* (A - A<Omega_-i>) w_i is the Schur complement 1/(H^{-1})_ii of the
+    core H = Omega* A Omega: no long vectors, and no projections of probes."""
+    n, k = probes.shape
     factor = nystrom(sketch, probes)
     gram = factor.right.conj().T @ factor.right  # H^{-1}
     removed = factor.left @ factor.right
@@ -268,7 +298,7 @@ def _xnystrace(
     resphering = (n - k + 1) * jnp.diagonal(test).real if resphere else 1.0
     samples = whole + (resphering - jnp.diagonal(removed).real) / core - factor.shift * n
 
-    rounding = 4 * resolution(linear_map.operator) * whole + n * factor.indefinite
+    rounding = 4 * eps * whole + n * factor.indefinite
     if k < 3:
         error = standard_error(samples, rounding)
     else:
@@ -277,6 +307,4 @@ def _xnystrace(
         )
         error = jackknife_error(replicates, rounding)
     scale = factor.scale
-    ordered = after(factor.left, sketch)
-    weight = leave_one_out(ordered, probes, resphere=resphere).trace_weight()
-    return Outcome(sign * scale * mean(samples), scale * error, weight)
+    return scale * mean(samples), scale * error, after(factor.left, sketch)

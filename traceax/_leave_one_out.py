@@ -55,8 +55,14 @@ class LeaveOneOut(NamedTuple):
 def leave_one_out(
     sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> LeaveOneOut:
+    return leave_one_out_of(orthonormalise(sketch), probes, resphere=resphere)
+
+
+def leave_one_out_of(
+    basis: Basis, probes: Inexact[Array, "n k"], *, resphere: bool
+) -> LeaveOneOut:
+    """`basis` is that of the sketch of `probes`."""
     n, k = probes.shape
-    basis = orthonormalise(sketch)
     s, distances = downdate(basis.triangle)
     w = basis.columns.conj().T @ probes
     x = w - s * column_dots(s, w)[None, :]

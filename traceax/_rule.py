@@ -63,6 +63,7 @@ class Outcome(eqx.Module):
     value: Values
     standard_error: Errors
     readout: Readout
+    report: PyTree = None  # what else there is to tell: it has no derivative
 
 
 # What is estimated of: an operator, or a function of one. A pytree that a readout reads.
@@ -96,7 +97,7 @@ def _evaluate_jvp(
         read = read.real
     read = read.astype(outcome.value.dtype)
     refused = _refuse(outcome.standard_error, read.real)
-    return outcome, Outcome(read, refused, unperturbed.readout)
+    return outcome, Outcome(read, refused, unperturbed.readout, unperturbed.report)
 
 
 @eqx.filter_custom_jvp
@@ -146,12 +147,17 @@ def estimate(
 ) -> Estimate:
     """Run an algorithm for an operator under the rule; cut what it returns into leaves if
     there is a `structure`."""
+    outcome = run(algorithm, operator, probes)
+    return _as_estimate(outcome, num_matvecs, degrees_of_freedom, structure)
+
+
+def run(
+    algorithm: Algorithm, operator: lx.AbstractLinearOperator, probes: PyTree
+) -> Outcome:
+    """Run an algorithm for an operator under the rule."""
     if is_hermitian(operator):
         algorithm = partial(_real, algorithm)
-    subject = LinearMap(prepare(operator))
-    return estimate_of(
-        subject, algorithm, probes, num_matvecs, degrees_of_freedom, structure
-    )
+    return _evaluate(LinearMap(prepare(operator)), algorithm, probes)
 
 
 def estimate_of(
@@ -164,6 +170,15 @@ def estimate_of(
 ) -> Estimate:
     """Run an algorithm for any subject under the rule."""
     outcome = _evaluate(subject, algorithm, probes)
+    return _as_estimate(outcome, num_matvecs, degrees_of_freedom, structure)
+
+
+def _as_estimate(
+    outcome: Outcome,
+    num_matvecs: int,
+    degrees_of_freedom: float,
+    structure: Structure | None,
+) -> Estimate:
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)

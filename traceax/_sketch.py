@@ -58,11 +58,42 @@ def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     """
     scale = magnitude(block)
     columns, triangle = jnp.linalg.qr(block / scale)
-    longest = jnp.sqrt(jnp.max(column_norms_squared(triangle)))
-    floor = jnp.finfo(block.dtype).eps * jnp.maximum(longest, 1)
+    return Basis(columns, _raised(triangle, _floor(triangle)), scale)
+
+
+def extend(
+    basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
+) -> Basis:
+    """The basis of a block to which more columns are appended; those it has stay.
+
+    `noise`, random columns of length about sqrt(n), gives directions to new columns that
+    are already in the range: at the level of the floor, hence of rounding.
+    """
+    q, triangle = basis.columns, basis.triangle
+    block = block / basis.scale
+    floor = jnp.maximum(_floor(triangle), _floor(block))
+    inside = q.conj().T @ block
+    rest = block - q @ inside + noise * (floor / block.shape[0] ** 0.5)
+    for _ in range(2):
+        missed = q.conj().T @ rest
+        rest, inside = rest - q @ missed, inside + missed
+    columns, corner = jnp.linalg.qr(rest)
+    zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
+    whole = jnp.block([[triangle, inside], [zeros, _raised(corner, floor)]])
+    return Basis(jnp.hstack([q, columns]), whole, basis.scale)
+
+
+def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
+    longest = jnp.sqrt(jnp.max(column_norms_squared(block)))
+    return jnp.finfo(block.dtype).eps * jnp.maximum(longest, 1)
+
+
+def _raised(
+    triangle: Inexact[Array, "k k"], floor: Float[Array, ""]
+) -> Inexact[Array, "k k"]:
     diagonal = jnp.diagonal(triangle)
     raised = jnp.where(jnp.abs(diagonal) < floor, floor, diagonal)
-    return Basis(columns, triangle + jnp.diag(raised - diagonal), scale)
+    return triangle + jnp.diag(raised - diagonal)
 
 
 def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
