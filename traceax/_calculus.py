@@ -39,15 +39,17 @@ def divergence(
         value = mean of v_i* (d fn/dx) v_i
 
     Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. What a
-    continuous normalising flow integrates along its path: `fn(x, args)` and its divergence
-    share their forward pass under `jax.jit`.
+    continuous normalising flow integrates along its path. Under `jax.jit` it shares the
+    forward pass of `fn(x, args)`; to share the backward pass of a gradient as well, use
+    `y, push = jax.linearize(...)` for both, and `hutchinson_trace` of
+    `lx.FunctionLinearOperator(push, structure)`.
 
     **Arguments**
 
     - `fn`: a function `fn(x, args)` that returns what `x` is like. Whatever it depends on
       may be in `args`, in `fn` itself if it is an `eqx.Module`, or closed over.
     - `x`: one point, a pytree of real arrays. Use `jax.vmap` for a batch, with a key for
-      each point.
+      each point; inside the vector field of a flow, so that one solve is of the batch.
     - `key`: a JAX random key.
     - `num_matvecs`: how many Jacobian-vector products, one a probe, a Python int of at
       least 1. From n on, n are spent.
@@ -210,7 +212,10 @@ def hessian_diagonal(
     """
     x = _point("hessian_diagonal", fn, x, key, num_matvecs)
     check_scalar_values("hessian_diagonal", eqx.filter_eval_shape(fn, x, args))
-    gradient = jax.grad(fn)
+
+    def gradient(x: Point, args: PyTree) -> Point:
+        return jax.grad(fn)(x, args)
+
     operator = lx.JacobianLinearOperator(gradient, x, args, tags=lx.symmetric_tag)
     return sampled_diagonal("hessian_diagonal", operator, key, num_matvecs, sampler)
 

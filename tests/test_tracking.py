@@ -1,0 +1,212 @@
+"""DeltaShift: traces of operators that change, followed."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optax
+import pytest
+
+import traceax as tx
+from tests.helpers import close, general, hermitian, spectrum
+
+KEY = jax.random.key(8)
+N = 70
+
+
+def symmetric(matrix: Any) -> lx.AbstractLinearOperator:
+    return lx.MatrixLinearOperator(matrix, lx.symmetric_tag)
+
+
+def drift(eigenvalues: Any, rate: float, num_steps: int) -> Any:
+    """A matrix on a random walk, each step `rate` of its size."""
+    start = hermitian(eigenvalues)
+    steps = jax.random.normal(KEY, (num_steps, N, N))
+    steps = steps + steps.transpose(0, 2, 1)
+    lengths = jnp.linalg.norm(steps, axis=(1, 2), keepdims=True)
+    return start + jnp.cumsum(rate * jnp.linalg.norm(start) * steps / lengths, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "num_matvecs"),
+    [("poly", 0.03, 20), ("flat", 0.1, 20), ("exp", 0.01, 20), ("poly", 0.1, 8)],
+)
+def test_more_accurate_than_fresh_estimates_and_calibrated(
+    name: str, rate: float, num_matvecs: int
+) -> None:
+    matrices = drift(spectrum(name, N), rate, 40)
+    truth = jnp.trace(matrices, axis1=1, axis2=2)
+    tracker = tx.deltashift(num_matvecs)
+
+    def follow(key: Any) -> Any:
+        first, rest = jax.random.split(key)
+
+        def step(state: Any, given: Any) -> Any:
+            matrix, key = given
+            estimate, state = tracker.update(symmetric(matrix), state, key)
+            fresh = tx.hutchinson_trace(
+                symmetric(matrix), key, num_matvecs, sampler=tx.sphere
+            )
+            interval = estimate.interval()
+            return state, (estimate.value, estimate.standard_error, interval, fresh.value)
+
+        start = tracker.init(symmetric(matrices[0]), first)
+        keys = jax.random.split(rest, len(matrices) - 1)
+        return jax.lax.scan(step, start, (matrices[1:], keys))[1]
+
+    runs = jax.jit(jax.vmap(follow))(jax.random.split(KEY, 100))
+    value, error, (low, high), fresh = jax.tree.map(lambda x: x[:, 15:], runs)
+    truth = truth[16:]
+    spread = jnp.sqrt(jnp.mean((value - truth) ** 2))
+    ratio = jnp.sqrt(jnp.mean((fresh - truth) ** 2)) / spread
+    assert ratio > 1.5
+    assert 0.8 < jnp.sqrt(jnp.mean(error**2)) / spread < 1.3
+    assert jnp.mean((low <= truth) & (truth <= high)) > 0.9
+    # Errors of one run hang together: the bias is judged by the means of whole runs.
+    by_run = jnp.mean(value - truth, axis=1)
+    assert abs(jnp.mean(by_run)) < 4 * jnp.std(by_run) / 10
+
+
+def test_no_bias_by_enumeration() -> None:
+    """Over all pairs of sign probes: E t_j = tr A_j + E[b] (t_(j-1) - tr A_(j-1)), and an
+    estimate that was right stays so on average, however few probes choose b. Of six
+    dimensions two are empty, or four applications would be exact."""
+    before, now = general(4), general(4, seed=1)
+    table = jnp.array(list(itertools.product([-1.0, 1.0], repeat=4)))
+    pairs = jnp.array(list(itertools.product(range(16), repeat=2)))
+
+    def value(pair: Any) -> Any:
+        probes = jnp.concatenate([table[pair], jnp.ones((2, 2))], axis=1)
+        tracker = tx.deltashift(
+            4, sampler=lambda k, s, num: jnp.tile(probes, (num // 2, 1))
+        )
+        pad = lambda m: lx.MatrixLinearOperator(jnp.pad(m, (0, 2)))  # noqa: E731
+        state = tracker.init(pad(before), KEY)
+        state = state._replace(value=jnp.trace(before), standard_error=jnp.asarray(0.7))
+        return tracker.update(pad(now), state, KEY)[0].value
+
+    values = jax.jit(jax.vmap(value))(pairs)
+    close(jnp.mean(values), jnp.trace(now), 1e-12, float(jnp.max(jnp.abs(values))))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_what_does_not_change_is_known_better_and_better(dtype: Any) -> None:
+    matrix = hermitian(spectrum("flat", N), dtype)
+    operator = lx.MatrixLinearOperator(matrix)
+    tracker = tx.deltashift(12)
+    state = tracker.init(operator, KEY)
+    update = jax.jit(tracker.update)
+    errors = []
+    for key in jax.random.split(KEY, 60):
+        estimate, state = update(operator, state, key)
+        errors.append(float(estimate.standard_error))
+    assert errors[-1] < 0.4 * errors[0]
+    assert abs(estimate.value - jnp.trace(matrix)) < 4 * errors[-1]  # pyright: ignore
+
+
+def test_a_jump_is_forgotten() -> None:
+    tracker = tx.deltashift(20)
+    state = tracker.init(symmetric(1e6 * hermitian(spectrum("poly", N))), KEY)
+    other = symmetric(hermitian(spectrum("flat", N), seed=3))
+    estimate, _ = tracker.update(other, state, KEY)
+    fresh = tx.hutchinson_trace(other, KEY, 10, sampler=tx.sphere)
+    assert estimate.standard_error < 3 * fresh.standard_error
+    low, high = estimate.interval()
+    assert low < jnp.trace(hermitian(spectrum("flat", N), seed=3)) < high
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_one_bad_step_does_not_spoil_the_rest(bad: float) -> None:
+    matrix = hermitian(spectrum("poly", N))
+    tracker = tx.deltashift(20)
+    state = tracker.init(symmetric(matrix), KEY)
+    estimate, state = tracker.update(symmetric(matrix * bad), state, KEY)
+    assert not jnp.isfinite(estimate.value)
+    estimate, state = tracker.update(symmetric(matrix), state, KEY)
+    assert abs(estimate.value - jnp.trace(matrix)) < 4 * estimate.standard_error
+    assert jnp.isfinite(estimate.standard_error)
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200, 0.0])
+def test_any_scale(scale: float) -> None:
+    matrix = hermitian(spectrum("poly", N))
+    tracker = tx.deltashift(20)
+
+    def chain(scale: float) -> Any:
+        state = tracker.init(symmetric(scale * matrix), KEY)
+        return tracker.update(symmetric(1.1 * scale * matrix), state, KEY)[0]
+
+    estimate, plain = chain(scale), chain(1.0)
+    close(estimate.value, scale * plain.value, 1e-12)
+    close(estimate.standard_error, scale * plain.standard_error, 1e-9)
+
+
+def test_exact_from_n_on() -> None:
+    matrix = general(6)
+    tracker = tx.deltashift(6)
+    state = tracker.init(lx.MatrixLinearOperator(matrix), KEY)
+    estimate, state = tracker.update(lx.MatrixLinearOperator(2 * matrix), state, KEY)
+    close(estimate.value, 2 * jnp.trace(matrix), 1e-13)
+    assert estimate.standard_error == 0
+    assert estimate.num_matvecs == 6
+    close(state.value, 2 * jnp.trace(matrix), 1e-13)
+
+
+def test_it_lives_in_a_training_loop() -> None:
+    """The Hessian of a loss, a closure, followed inside `scan` beside the optimiser; the
+    state is arrays only, the gradient that of the new operator."""
+    inputs = jax.random.normal(KEY, (20, 9))
+    optimiser = optax.adam(0.05)
+    tracker = tx.deltashift(8)
+
+    def loss(weights: Any, args: Any = None) -> Any:
+        return jnp.mean(jnp.log(jnp.cosh(inputs @ weights - 1)))
+
+    def hessian(weights: Any) -> Any:
+        gradient = lambda w, args: jax.grad(loss)(w)  # noqa: E731
+        return lx.JacobianLinearOperator(gradient, weights, tags=lx.symmetric_tag)
+
+    def step(carry: Any, key: Any) -> Any:
+        weights, opt_state, state = carry
+        estimate, state = tracker.update(hessian(weights), state, key)
+        updates, opt_state = optimiser.update(jax.grad(loss)(weights), opt_state)
+        truth = jnp.trace(jax.hessian(loss)(weights))
+        weights = optax.apply_updates(weights, updates)
+        return (weights, opt_state, state), (estimate, truth)
+
+    weights = jnp.zeros(9)
+    state = tracker.init(hessian(weights), KEY)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    with jax.checking_leaks():
+        _, (estimates, truth) = jax.lax.scan(
+            step, (weights, optimiser.init(weights), state), jax.random.split(KEY, 30)
+        )
+    errors = jnp.abs(estimates.value - truth)
+    assert jnp.mean(errors < 3 * estimates.standard_error) > 0.9
+
+    def followed(weights: Any) -> Any:
+        return tracker.update(hessian(weights), state, KEY)[0].value
+
+    def fresh(weights: Any) -> Any:
+        probes = tx.hutchinson_trace(hessian(weights), KEY, 4, sampler=tx.sphere)
+        return probes.value
+
+    at = jnp.linspace(-0.1, 0.2, 9)
+    close(jax.jit(jax.grad(followed))(at), jax.jit(jax.grad(fresh))(at), 1e-12)
+
+
+def test_wrong_use_says_the_cure() -> None:
+    operator = lx.MatrixLinearOperator(general(N))
+    tracker = tx.deltashift(10)
+    state = tracker.init(operator, KEY)
+    with pytest.raises(ValueError, match=r"deltashift\(num_matvecs=\.\.\.\).*at least 4"):
+        tx.deltashift(3)
+    with pytest.raises(ValueError, match="independent"):
+        tx.deltashift(10, sampler=tx.orthogonal)
+    with pytest.raises(TypeError, match=r"update\(state=\.\.\.\) must be a state"):
+        tracker.update(operator, KEY, KEY)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="the operator of the state"):
+        tracker.update(lx.MatrixLinearOperator(general(N + 1)), state, KEY)
