@@ -153,12 +153,20 @@ def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
     def slope(*directions: Array) -> list[Array]:
         return jax.jvp(along, point, directions)[1]
 
-    first = jax.vmap(slope)(*(jet.first for jet in moved))
+    first = _for_each(slope, moved)
     if all(jet.second is None for jet in moved):
         return first, [None] * len(first)
     # A coefficient that vanishes is made, for `jvp` wants them all.
     seconds = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
     return first, slope(*seconds)
+
+
+def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
+    """Over the directions; a batch of one would cost transposes."""
+    firsts = [jet.first for jet in moved]
+    if len(firsts[0]) == 1:
+        return jax.tree.map(lambda y: y[None], push(*(first[0] for first in firsts)))
+    return jax.vmap(push)(*firsts)
 
 
 def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
@@ -170,7 +178,7 @@ def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
 
         return jax.jvp(slope_at, point, directions)
 
-    first, bends = jax.vmap(slope_and_bend)(*(jet.first for jet in moved))
+    first, bends = _for_each(slope_and_bend, moved)
     return first, _add(_push_linear(along, moved)[1], [jnp.sum(b, axis=0) for b in bends])
 
 
