@@ -295,11 +295,11 @@ def test_the_error_bar_refuses_to_be_differentiated(name: str) -> None:
 
 
 def test_an_error_bar_that_is_not_read_is_not_computed() -> None:
-    net = network("laplacian", 3)
-    x = jnp.ones(3)
+    net = network("laplacian", 9, depth=3)
+    x = jnp.ones(9)
 
     def cost(read: Any) -> float:
-        run = jax.jit(lambda x: read(tx.laplacian(lambda x, a: net(x), x, KEY, 2)))
+        run = jax.jit(lambda x: read(tx.laplacian(lambda x, a: net(x), x, KEY, 8)))
         costs: Any = run.lower(x).compile().cost_analysis()
         return costs["flops"]
 
