@@ -84,6 +84,9 @@ FUNCTIONS = {
     "norm": lambda x: jnp.linalg.norm(x) ** 3,
     "many values": lambda x: jnp.sin(A @ x),
     "complex values": lambda x: jnp.exp(1j * (A @ x).sum()) * jnp.sum(x**2),
+    "complex parts": lambda x: (
+        jnp.abs(jnp.exp((1 + 2j) * (A @ x))).sum() ** 2 + jnp.angle(jnp.sum((1j + x) ** 2))
+    ),
     "scan": lambda x: jax.lax.scan(lambda c, a: (jnp.sin(a @ x) * c, None), 1.0, A)[0],
     "loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c * x.sum()), 1.0),
     "branch": lambda x: jax.lax.cond(

@@ -138,13 +138,15 @@ def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
     ):
         return _push_linear
     pairs = zip(equation.invars, moves, strict=True)
-    shapes = {_shape(atom) for atom, moved in pairs if moved}
-    alone = sum(moves) == 1 and shapes == set(map(_shape, equation.outvars))
+    moving = [_type(atom) for atom, moved in pairs if moved]
+    # Of complex numbers not every entrywise operation is differentiable in one direction.
+    alone = len(moving) == 1 and jnp.issubdtype(moving[0].dtype, jnp.floating)
+    alone = alone and all(_type(v).shape == moving[0].shape for v in equation.outvars)
     return _push_entrywise if alone and name in _ENTRYWISE else _push_any
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return atom.aval.shape
+def _type(atom: Any) -> Any:
+    return atom.aval
 
 
 def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
