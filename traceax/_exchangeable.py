@@ -20,6 +20,7 @@ times: the standard error is the jackknife's (`_jackknife`).
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -227,6 +228,7 @@ def _xtrace(
     return Outcome(value, error, loo.trace_weight())
 
 
+@partial(jax.jit, static_argnames=("eps", "resphere"))
 def xtrace_of(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
@@ -276,6 +278,7 @@ def _xnystrace(
     return Outcome(sign * value, error, weight)
 
 
+@partial(jax.jit, static_argnames=("eps", "resphere"))
 def xnystrace_of(
     sketch: Inexact[Array, "n k"],
     probes: Inexact[Array, "n k"],

@@ -219,6 +219,7 @@ def _na_hutchpp(
     return Outcome(low + mean(samples), error, weight)
 
 
+@partial(jax.jit, static_argnames="resphere")
 def _project(
     probes: Inexact[Array, "n l"], q: Inexact[Array, "n k"], resphere: bool
 ) -> tuple[Inexact[Array, "n l"], Float[Array, " l"]]:

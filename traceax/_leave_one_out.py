@@ -13,8 +13,10 @@ rescaled to the length it should have, c_i = (n - k + 1)/|mu_i|^2 ("resphering")
 removes the variance that comes from its length.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -41,9 +43,7 @@ class LeaveOneOut(NamedTuple):
 
     def trace_weight(self) -> TraceWeight:
         """The mean of P_i + c_i mu_i mu_i*, in 2k columns."""
-        q, s, k = self.basis.columns, self.directions, self.x.shape[0]
-        left = [q - (q @ s) @ s.conj().T / k, self.mu * (self.resphering / k)[None, :]]
-        return TraceWeight(jnp.hstack(left), jnp.hstack([q, self.mu]))
+        return _trace_weight(self)
 
     def diagonal_weight(self) -> TwoSidedWeight:
         return TwoSidedWeight(self.basis.columns, self.directions, self.probes, self.mu)
@@ -52,12 +52,20 @@ class LeaveOneOut(NamedTuple):
         return RowNorms(self.basis.columns, self.directions, self.mu, self.resphering)
 
 
+@jax.jit
+def _trace_weight(loo: LeaveOneOut) -> TraceWeight:
+    q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
+    left = [q - (q @ s) @ s.conj().T / k, loo.mu * (loo.resphering / k)[None, :]]
+    return TraceWeight(jnp.hstack(left), jnp.hstack([q, loo.mu]))
+
+
 def leave_one_out(
     sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> LeaveOneOut:
     return leave_one_out_of(orthonormalise(sketch), probes, resphere=resphere)
 
 
+@partial(jax.jit, static_argnames="resphere")
 def leave_one_out_of(
     basis: Basis, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> LeaveOneOut:

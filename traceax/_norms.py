@@ -13,9 +13,10 @@ with P_i, w_i frozen (`_weights.RowNorms`), unbiased because the identity holds 
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._estimate import Estimate
@@ -27,7 +28,7 @@ from traceax._jackknife import (
     row_norm_replicates,
     standard_error,
 )
-from traceax._leave_one_out import leave_one_out
+from traceax._leave_one_out import LeaveOneOut, leave_one_out
 from traceax._operator import (
     LinearMap,
     gram,
@@ -204,15 +205,29 @@ def _row_norms(
     if not linear_map.is_hermitian:
         sketch = linear_map.adjoint(first / magnitude(first))
     loo = leave_one_out(sketch, probes, resphere=resphere)
-    readout = loo.row_norms()
     image = linear_map(loo.basis.columns)
+    eps = resolution(linear_map.operator)
+    value, error = _judge(loo, first, image, eps, resphere)
+    return Outcome(value, error, loo.row_norms())
+
+
+@partial(jax.jit, static_argnames=("eps", "resphere"))
+def _judge(
+    loo: LeaveOneOut,
+    first: Inexact[Array, "p k"],
+    image: Inexact[Array, "p k"],
+    eps: float,
+    resphere: bool,
+) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+    """Value and standard error from B Omega and B Q."""
+    readout = loo.row_norms()
     scale = magnitude(first)
     remainder = (first - image @ loo.x) / scale
     known = readout.known(image / scale)
     samples = known + readout.tested(remainder)
     sizes = mean(jnp.abs(samples))
-    rounding = 4 * resolution(linear_map.operator) * (sizes + mean(sizes))
-    n, k = probes.shape
+    rounding = 4 * eps * (sizes + mean(sizes))
+    n, k = loo.probes.shape
     if k < 3:
         error = standard_error(samples, rounding)
     else:
@@ -221,9 +236,9 @@ def _row_norms(
             (image / scale) @ loo.directions,
             remainder,
             loo.directions,
-            loo.basis.columns.conj().T @ probes,
+            loo.basis.columns.conj().T @ loo.probes,
             column_norms_squared(loo.mu),
             n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
-    return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
+    return scale * (scale * mean(samples)), scale * (scale * error)

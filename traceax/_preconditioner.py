@@ -27,6 +27,7 @@ If A - nu I is positive semidefinite, P <= A, and no eigenvalue of M is below 1.
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
@@ -70,6 +71,7 @@ class Preconditioner(eqx.Module):
         return self.vectors @ (roots * (self.vectors.conj().T @ self.solved))
 
 
+@jax.jit
 def preconditioner(space: BlockKrylov, shift: Float[Array, ""]) -> Preconditioner:
     """`space` is that of A - shift I; the `shift` is taken for nu if what is left is
     positive semidefinite as far as the space can see, else half the least eigenvalue of T:

@@ -1,5 +1,6 @@
 """log det(A + shift I) by a preconditioner, and its derivative."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -118,9 +119,6 @@ class Solved(eqx.Module):
         n, dtype = right.shape[0], right.dtype
         structure = jax.ShapeDtypeStruct((n,), dtype)
         tag = lx.positive_semidefinite_tag
-        operator = lx.FunctionLinearOperator(
-            lambda v: subject(v[:, None])[:, 0], structure, tag
-        )
         frame = jax.lax.stop_gradient(inverse.frame)
         helper = lx.FunctionLinearOperator(
             lambda v: frame.power(-1.0, v[:, None])[:, 0], structure, tag
@@ -128,12 +126,24 @@ class Solved(eqx.Module):
         tolerance = float(jnp.finfo(dtype).eps) ** 0.5 / 10
         solver = lx.CG(rtol=tolerance, atol=0.0, max_steps=10 * n)
 
-        def solve(vector: Array, guess: Array) -> Array:
-            options = {"preconditioner": helper, "y0": guess}
-            solution = lx.linear_solve(
-                operator, vector, solver, options=options, throw=False
-            )
-            ok = solution.result == lx.RESULTS.successful
-            return jnp.where(ok, solution.value, jnp.nan)
+        def apply(v: Array) -> Array:
+            return subject(v[:, None])[:, 0]
 
-        return jax.vmap(solve, in_axes=1, out_axes=1)(right, inverse.vectors)
+        def of(known: Array, guess: Array) -> Array:
+            def solve(apply: Callable[[Array], Array], b: Array) -> Array:
+                start = jnp.where(jnp.all(b == known), guess, 0)
+                options = {"preconditioner": helper, "y0": start}
+                operator = lx.FunctionLinearOperator(apply, structure, tag)
+                solution = lx.linear_solve(
+                    operator, b, solver, options=options, throw=False
+                )
+                ok = solution.result == lx.RESULTS.successful
+                return jnp.where(ok, solution.value, jnp.nan)
+
+            def conjugate_solve(_: Any, b: Array) -> Array:
+                return solve(apply, b.conj()).conj()
+
+            # Not lineax's own derivative, of which a solve that fails backwards is zero.
+            return jax.lax.custom_linear_solve(apply, known, solve, conjugate_solve)
+
+        return jax.vmap(of, in_axes=1, out_axes=1)(right, inverse.vectors)

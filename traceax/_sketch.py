@@ -1,7 +1,12 @@
-"""Small dense factors of a tall block: orthonormal bases, downdates, Nyström factors."""
+"""Small dense factors of a tall block: orthonormal bases, downdates, Nyström factors.
+
+What is made of many small operations is compiled as one (here, and wherever blocks are
+judged), for whoever does not compile his own program: a first call is faster by far.
+"""
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -48,6 +53,7 @@ class Basis(NamedTuple):
     scale: Float[Array, ""]
 
 
+@jax.jit
 def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     """A QR decomposition that never divides by zero later.
 
@@ -61,6 +67,7 @@ def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     return Basis(columns, _raised(triangle, _floor(triangle)), scale)
 
 
+@jax.jit
 def extend(
     basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
 ) -> Basis:
@@ -96,6 +103,7 @@ def _raised(
     return triangle + jnp.diag(raised - diagonal)
 
 
+@jax.jit
 def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     """R^{-*} of an upper triangular R, by doubling the size of inverted diagonal blocks:
 
@@ -147,6 +155,7 @@ class Downdate(NamedTuple):
     distances: Float[Array, " k"]
 
 
+@jax.jit
 def downdate(triangle: Inexact[Array, "k k"]) -> Downdate:
     """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
     scale = magnitude(triangle)
@@ -173,6 +182,7 @@ class Nystrom(NamedTuple):
     indefinite: Float[Array, ""]
 
 
+@jax.jit
 def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
     """Stable Nyström factors of a positive semidefinite operator, never NaN.
 

@@ -29,9 +29,10 @@ one-sided one is first order only.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request, check_semidefinite
 from traceax._estimate import Estimate
@@ -207,17 +208,31 @@ def xnysdiag(
 def _xdiag(linear_map: LinearMap, probes: Inexact[Array, "n k"]) -> Outcome:
     sketch = linear_map(probes)
     loo = leave_one_out(sketch, probes, resphere=False)
+    image = linear_map.adjoint(loo.basis.columns)
+    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+    value, error = _judge(loo, sketch, image, eps, hermitian)
+    return Outcome(value, error, loo.diagonal_weight())
+
+
+@partial(jax.jit, static_argnames=("eps", "hermitian"))
+def _judge(
+    loo: LeaveOneOut,
+    sketch: Inexact[Array, "n k"],
+    image: Inexact[Array, "n k"],
+    eps: float,
+    hermitian: bool,
+) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
+    """Value and standard error from Y = A Omega and A* Q."""
     q, scale = loo.basis.columns, loo.basis.scale
-    image = linear_map.adjoint(q) / scale
-    if linear_map.is_hermitian:
+    image = image / scale
+    if hermitian:
         samples = _two_sided(loo, image, sketch / scale)
     else:
         samples = _one_sided(loo, image)
     lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
     rounding = lengths + mean(jnp.abs(samples)) + jnp.linalg.norm(image) / q.shape[0]
-    rounding = 4 * resolution(linear_map.operator) * rounding
-    error = shared_error(samples, rounding)
-    return Outcome(scale * mean(samples), scale * error, loo.diagonal_weight())
+    error = shared_error(samples, 4 * eps * rounding)
+    return scale * mean(samples), scale * error
 
 
 def _two_sided(
@@ -244,6 +259,17 @@ def _xnysdiag(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int
 ) -> Outcome:
     sketch = sign * linear_map(probes)
+    eps = resolution(linear_map.operator)
+    value, error, sketch = _judge_nystrom(sketch, probes, eps)
+    weight = leave_one_out(sketch, probes, resphere=False).diagonal_weight()
+    return Outcome(sign * value, error, weight)
+
+
+@partial(jax.jit, static_argnames="eps")
+def _judge_nystrom(
+    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], eps: float
+) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n k"]]:
+    """Value and standard error from A Omega, and A Omega again, for what comes `after`."""
     factor = nystrom(sketch, probes)
     lengths = jnp.sqrt(column_norms_squared(factor.right))
     z = factor.left @ (factor.right / lengths[None, :])
@@ -251,10 +277,7 @@ def _xnysdiag(
     tested = (z * probes.conj()).real / lengths[None, :]
     samples = whole[:, None] - squared_modulus(z) + tested - factor.shift
 
-    rounding = 4 * resolution(linear_map.operator) * (whole + mean(whole))
-    rounding = rounding + factor.indefinite
+    rounding = 4 * eps * (whole + mean(whole)) + factor.indefinite
     error = shared_error(samples, rounding)
-    ordered = after(factor.left, sketch)
-    weight = leave_one_out(ordered, probes, resphere=False).diagonal_weight()
     scale = factor.scale
-    return Outcome(sign * scale * mean(samples), scale * error, weight)
+    return scale * mean(samples), scale * error, after(factor.left, sketch)
