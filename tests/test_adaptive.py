@@ -12,6 +12,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import PSD, close, function, general, hermitian, spectrum
+from traceax._sketch import extend, orthonormalise
 
 KEY = jax.random.key(4)
 N = 70  # not exact at once
@@ -103,11 +104,33 @@ def test_probes_and_products_are_used_again() -> None:
     assert sum(seen) == 64
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rank", [9, 12, 20])
+def test_a_basis_that_grew_is_orthonormal(rank: int, dtype: Any) -> None:
+    """Also where only a part of a block of new columns is new."""
+    eps = float(jnp.finfo(dtype).eps)
+    for matrix in (
+        jnp.diag((jnp.arange(N) < rank) * 1.0),
+        hermitian((np.arange(N) < rank) * 1.0),
+        hermitian(0.3 ** np.arange(N)),
+    ):
+        probes = jax.random.normal(KEY, (N, 32), dtype)
+        sketch = jnp.asarray(matrix, dtype) @ probes
+        basis = orthonormalise(sketch[:, :8])
+        for low, high in ((8, 16), (16, 32)):
+            basis = extend(basis, sketch[:, low:high], probes[:, low:high])
+        q = basis.columns
+        close(q.T @ q, jnp.eye(32), 50 * eps)
+        close(basis.scale * q @ basis.triangle, sketch, 100 * eps)
+
+
 def test_a_sketch_that_grew_is_as_good_as_one_in_one_go() -> None:
     """Rank below the probes: exact to rounding, though most of the basis is noise."""
     matrix = jnp.asarray(spectrum("rank5", N)) * jnp.eye(N)
     for tags in ((), PSD):
         grown = jax.jit(lambda m, tags=tags: estimate(m, tags=tags, rtol=0.0, limit=64))
+        twelve = grown(jnp.diag((jnp.arange(N) < 12) * 1.0))
+        close(twelve.value, 12.0, 1e-11)
         result = grown(matrix)
         assert result.num_matvecs == 64
         close(result.value, 5.0, 1e-11)
@@ -181,6 +204,8 @@ def test_wrong_use_says_the_cure() -> None:
     matrix = general(N)
     with pytest.raises(ValueError, match=r"rtol=\.\.\.\) must be .*at least 0|rtol"):
         estimate(matrix, rtol=-1.0)
+    with pytest.raises(ValueError, match=r"rtol=\.\.\.\).*got shape \(1,\)"):
+        estimate(matrix, rtol=jnp.ones(1))
     with pytest.raises(TypeError, match=r"atol=\.\.\.\) must be a real number"):
         estimate(matrix, atol="no")
     with pytest.raises(TypeError, match=r"max_matvecs=\.\.\.\) must be a Python int"):

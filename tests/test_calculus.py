@@ -100,6 +100,11 @@ FUNCTIONS = {
     "transform": lambda x: jnp.fft.fft(x)[1:3].real.sum() ** 2 + jnp.cumsum(x)[3] ** 3,
     "quotient": lambda x: (x / (1 + x @ x)).sum() + jnp.sum(1 / x) + (2.0**x).sum(),
     "powers": lambda x: x[::-1] @ jnp.power(jnp.abs(x), 2.5) + jnp.maximum(x, 0.1).prod(),
+    "solver": lambda x: lx.linear_solve(
+        lx.MatrixLinearOperator(A + jnp.diag(x)), x**2
+    ).value.sum(),
+    "stopped": lambda x: x**2 @ jnp.sqrt(jax.lax.stop_gradient(jax.nn.relu(x))),
+    "modulus": lambda x: jnp.abs(jnp.fft.fft(x))[1] ** 3,
     "linear": lambda x: x.sum(),
     "constant": lambda x: jnp.ones(()),
     "bits": lambda x: jnp.float32(x.sum()) ** 2,
@@ -136,6 +141,13 @@ def test_every_operation_has_its_second_derivative(what: str) -> None:
     for got, want in results(X):
         assert got.shape == want.shape
         close(got, want, tolerance, 1e-3 + float(jnp.max(jnp.abs(want))))
+
+
+def test_large_slopes_do_not_overflow() -> None:
+    """g'' = 0 where g' squared is out of range."""
+    x = jnp.array([0.3, -0.7, 1.2], jnp.float32)
+    steep = lambda x, args: (jnp.maximum(1e20 * x, 0) + jnp.tanh(1e20 * x)).sum()  # noqa: E731
+    assert tx.laplacian(steep, x, KEY, 3).value == 0
 
 
 def test_second_order_of_a_laplacian() -> None:
@@ -474,5 +486,13 @@ def test_wrong_values_say_the_cure() -> None:
         tx.divergence(lambda x, args: x @ jnp.ones((3, 1)), x, KEY, 1)
     with pytest.raises(TypeError, match="must return one real number"):
         tx.hessian_diagonal(lambda x, args: x, x, KEY, 1)
+    for values in (jnp.argmax, lambda x: 1.0, lambda x: None, lambda x: x.sum() > 0):
+        fn: Any = lambda x, args, values=values: values(x)  # noqa: E731
+        with pytest.raises(TypeError, match=r"laplacian\(fn=.*must return arrays of real"):
+            tx.laplacian(fn, x, KEY, 1)
+        with pytest.raises(TypeError, match="must return one real number"):
+            tx.hessian_diagonal(fn, x, KEY, 1)
+    with pytest.raises(TypeError, match=r"estimate_fn=\.\.\.\) must return an Estimate"):
+        tx.unbiased_square(lambda key: {"a": 2.0}, KEY)
     with pytest.raises(TypeError, match=r"estimate_fn=\.\.\.\) must be a function"):
         tx.unbiased_square(jnp.ones(()), KEY)  # pyright: ignore[reportArgumentType]

@@ -198,6 +198,49 @@ def test_it_lives_in_a_training_loop() -> None:
     close(jax.jit(jax.grad(followed))(at), jax.jit(jax.grad(fresh))(at), 1e-12)
 
 
+def test_what_changes_and_is_no_array_is_not_overlooked() -> None:
+    """Numbers in closures, globals, defaults, functions that are jitted: followed, or an
+    error by name; never the old operator in the new one's clothes."""
+    matrix = hermitian(spectrum("poly", N))
+    tracker = tx.deltashift(20)
+    structure = jax.ShapeDtypeStruct((N,), float)
+
+    def of(fn: Any) -> lx.AbstractLinearOperator:
+        return lx.FunctionLinearOperator(fn, structure)
+
+    def followed(make: Any) -> bool:
+        state = tracker.init(make(1.0), KEY)
+        estimate, _ = tracker.update(make(3.0), state, KEY)
+        low, high = estimate.interval()
+        return bool(low < 3 * jnp.trace(matrix) < high)
+
+    def scaled(t: Any) -> Any:
+        product = t * matrix
+        return of(lambda v: product @ v)
+
+    def by_default(t: Any) -> Any:
+        return of(lambda v, product=t * matrix: product @ v)
+
+    assert followed(scaled)
+    assert followed(by_default)
+    assert followed(lambda t: t * lx.MatrixLinearOperator(matrix))
+
+    def by_a_number(t: Any) -> Any:
+        number = jnp.asarray(t)
+        return of(lambda v: number * (matrix @ v))
+
+    assert followed(by_a_number)
+
+    def in_a_jitted_function(t: Any) -> Any:
+        product = t * matrix
+        return of(jax.jit(lambda v: product @ v))
+
+    with pytest.raises(ValueError, match="that differs in something else"):
+        followed(lambda t: of(lambda v: t * (matrix @ v)))
+    with pytest.raises(ValueError, match="must hold arrays"):
+        followed(in_a_jitted_function)
+
+
 def test_wrong_use_says_the_cure() -> None:
     operator = lx.MatrixLinearOperator(general(N))
     tracker = tx.deltashift(10)

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._checks import (
-    check_budget,
+from traceax._checks import check_budget, check_key
+from traceax._curvature import Curvature, sampled_laplacian
+from traceax._estimate import Estimate
+from traceax._function_checks import (
     check_field,
-    check_key,
+    check_inexact_values,
     check_same_structure,
     check_scalar_values,
 )
-from traceax._curvature import Curvature, sampled_laplacian
-from traceax._estimate import Estimate
 from traceax._hutchinson import sampled_diagonal, sampled_trace
 from traceax._samplers import Sampler, rademacher
 
@@ -154,6 +154,7 @@ def laplacian(
     x = _point("laplacian", fn, x, key, num_matvecs)
     converted = eqx.filter_closure_convert(fn, x, args)
     subject = Curvature(converted, x, args)
+    check_inexact_values("laplacian", subject.result)
     return sampled_laplacian("laplacian", subject, key, num_matvecs, sampler)
 
 

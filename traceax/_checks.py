@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from jax.core import Tracer
 from jaxtyping import ArrayLike
 
 from traceax._operator import dimension, is_negative, is_positive, size
@@ -35,7 +36,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
     if square and eqx.tree_equal(into, out) is not True:
         raise ValueError(
             f"traceax.{name}(operator=...) must be square, that is, have equal input and "
-            f"output structures, but got an operator from {_show(into)} to {_show(out)}. "
+            f"output structures, but got an operator from {show(into)} to {show(out)}. "
             "Compose it with its transpose, or make shapes and dtypes equal."
         )
     complexity = {
@@ -46,12 +47,12 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
         raise ValueError(
             f"traceax.{name}(operator=...) must have leaves that are all real or all "
             "complex, because a space that mixes them is not linear over either, but got "
-            f"{_show((into, out) if not square else into)}. Make the real leaves complex."
+            f"{show((into, out) if not square else into)}. Make the real leaves complex."
         )
     if 0 in (size(operator), dimension(out)):
         raise ValueError(
             f"traceax.{name}(operator=...) must act on a space of at least one dimension, "
-            f"but got {_show(into)}. An empty operator adds nothing: leave it out."
+            f"but got {show(into)}. An empty operator adds nothing: leave it out."
         )
 
 
@@ -174,41 +175,6 @@ def check_grid(name: str, grid: ArrayLike) -> None:
         )
 
 
-def check_field(name: str, fn: object, x: object) -> None:
-    """A function `fn(x, args)` and a point to take its derivatives at."""
-    if not callable(fn):
-        raise TypeError(
-            f"traceax.{name}(fn=...) must be a function fn(x, args), but got "
-            f"{type(fn).__name__}. Pass lambda x, args: ..., or an eqx.Module that is one."
-        )
-    leaves = jax.tree.leaves(x)
-    for leaf in leaves:
-        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
-        dtype = getattr(leaf, "dtype", None)
-        is_array = dtype is not None and jnp.issubdtype(dtype, jnp.number)
-        if not (is_number or is_array) or jnp.iscomplexobj(leaf):
-            got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
-            raise TypeError(
-                f"traceax.{name}(x=...) must be a pytree of real arrays, because "
-                f"derivatives in its entries are taken, but got {got}. Put what is not "
-                "differentiated into args; take complex numbers apart, into (real, imag)."
-            )
-    if not sum(jnp.size(leaf) for leaf in leaves):
-        raise ValueError(
-            f"traceax.{name}(x=...) must have at least one entry, because derivatives in "
-            f"its entries are taken, but got {x!r}. Nothing depends on it: leave it out."
-        )
-
-
-def check_estimate_fn(name: str, estimate_fn: object) -> None:
-    if not callable(estimate_fn):
-        raise TypeError(
-            f"traceax.{name}(estimate_fn=...) must be a function of a key, because it is "
-            f"called with two independent ones, but got {type(estimate_fn).__name__}. Pass "
-            "lambda key: traceax.trace(operator, key), say."
-        )
-
-
 def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array]) -> None:
     """A state, and what it would have to hold to belong to an operator of these arrays."""
     if not isinstance(state, kind):
@@ -222,7 +188,26 @@ def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array])
         raise ValueError(
             f"traceax.{name}(operator=...) must be the operator of the state with other "
             "numbers in it, because the two are applied to the same probes, but got arrays "
-            f"{_show(now)} after {_show(before)}. Make it by the same code each time."
+            f"{show(now)} after {show(before)}. Make it by the same code each time, "
+            "init and update inside the same jax.jit or both outside."
+        )
+    if not now:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must hold arrays, because they are what "
+            "changes, but got an operator without any. Give them to the function as a "
+            "closure or an eqx.Module, or to lx.JacobianLinearOperator as args."
+        )
+
+
+def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
+    """Hashes of the code of two operators, where they are known."""
+    traced = isinstance(before, Tracer) or isinstance(now, Tracer)
+    if not traced and not bool(jnp.array_equal(before, now)):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be the operator of the state with other "
+            "arrays in it, because the two are applied to the same probes, but got one "
+            "that differs in something else. If a number changes that is no array, make it "
+            "one: jax.numpy.asarray(number)."
         )
 
 
@@ -242,6 +227,11 @@ def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
             f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
             f"(), but got {tolerance!r}. Pass 0.01, say."
         )
+    if jnp.ndim(tolerance):
+        raise ValueError(
+            f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
+            f"(), but got shape {jnp.shape(tolerance)}. Use jax.vmap for several."
+        )
     if isinstance(tolerance, int | float) and not tolerance >= 0:
         raise ValueError(
             f"traceax.{name}({argument}=...) must be at least 0, because errors are "
@@ -260,28 +250,10 @@ def check_progress_meter(name: str, progress_meter: object) -> None:
         )
 
 
-def check_same_structure(name: str, x: object, values: object) -> None:
-    """Of a vector field: there is one component for each entry of x."""
-    if eqx.tree_equal(x, values) is not True:
-        raise ValueError(
-            f"traceax.{name}(fn=...) must return what x is like, because each component is "
-            f"differentiated in the entry of its place, but for x of {_show(x)} it "
-            f"returned {_show(values)}. Make shapes and dtypes equal, and use jax.vmap "
-            "for a batch of points."
-        )
-
-
-def check_scalar_values(name: str, structure: object) -> None:
-    leaves = jax.tree.leaves(structure)
-    if len(leaves) != 1 or leaves[0].shape != () or jnp.iscomplexobj(leaves[0]):
-        raise TypeError(
-            f"traceax.{name}(fn=...) must return one real number, because there is one "
-            f"diagonal, but it returned {_show(structure)}. Call it once for each."
-        )
-
-
-def _show(structure: object) -> str:
+def show(structure: object) -> str:
     def short(leaf: jax.ShapeDtypeStruct) -> str:
+        if not hasattr(leaf, "dtype"):
+            return repr(leaf)
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
     return str(jax.tree.map(short, structure)).replace("'", "")

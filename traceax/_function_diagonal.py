@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._checks import check_function_request, check_scalar_values
+from traceax._checks import check_function_request
 from traceax._dense import columns, decompose
 from traceax._estimate import Estimate
 from traceax._exact_functions import hermitian_or_nan, is_cheap
+from traceax._function_checks import check_scalar_values
 from traceax._function_operator import FunctionOfOperator
 from traceax._hutchinson import hutchinson_diagonal
 from traceax._jackknife import both_errors

@@ -73,18 +73,25 @@ def extend(
 ) -> Basis:
     """The basis of a block to which more columns are appended; those it has stay.
 
-    `noise`, random columns of length about sqrt(n), gives directions to new columns that
-    are already in the range: at the level of the floor, hence of rounding.
+    What is left of a column that is already in the range is rounding, and may lie in the
+    range itself, however often it is projected. So such columns get a direction of their
+    own from `noise`, random columns: at the level of rounding, too, but projected before
+    it is scaled down. One QR decomposition finds them, one takes in the noise, and one
+    makes the projection of that orthonormal again.
     """
     q, triangle = basis.columns, basis.triangle
     block = block / basis.scale
     floor = jnp.maximum(_floor(triangle), _floor(block))
     inside = q.conj().T @ block
-    rest = block - q @ inside + noise * (floor / block.shape[0] ** 0.5)
+    columns, corner = jnp.linalg.qr(block - q @ inside)
     for _ in range(2):
-        missed = q.conj().T @ rest
-        rest, inside = rest - q @ missed, inside + missed
-    columns, corner = jnp.linalg.qr(rest)
+        noise = noise - q @ (q.conj().T @ noise)
+    grain = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
+    for fresh in (noise * grain[None, :], 0):
+        missed = q.conj().T @ columns
+        inside = inside + missed @ corner
+        columns, turn = jnp.linalg.qr(columns - q @ missed + fresh)
+        corner = turn @ corner
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
     whole = jnp.block([[triangle, inside], [zeros, _raised(corner, floor)]])
     return Basis(jnp.hstack([q, columns]), whole, basis.scale)

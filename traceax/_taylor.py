@@ -39,10 +39,10 @@ def _names(text: str) -> frozenset[str]:
 # each alone: of these D2g vanishes, so it need not be traced and compiled.
 _LINEAR = _names(
     "add add_any broadcast_in_dim concatenate convert_element_type copy cumsum"
-    " dynamic_slice dynamic_update_slice gather imag neg pad real reduce_sum reshape rev"
+    " dynamic_slice dynamic_update_slice gather imag neg real reduce_sum reshape rev"
     " scatter-add select_n slice squeeze sub transpose"
 )
-_MULTILINEAR = _names("conv_general_dilated dot_general mul")
+_MULTILINEAR = _names("conv_general_dilated dot_general mul pad")
 # Those that act on each entry alone: their D2g[u', u'] is g''(u) u'^2, and the sum of the
 # squares is taken first.
 _ENTRYWISE = _names(
@@ -100,8 +100,10 @@ def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
             variables = list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
             apply = _operation(jaxpr, equation, variables)
             moves = [look_up(atom).first is not None for atom in atoms]
-            push = _choose(equation, moves)
-            outputs = _step(apply, [jets[variable] for variable in variables], push)
+            inputs = [jets[variable] for variable in variables]
+            if equation.primitive.name == "stop_gradient":
+                inputs = [_Jet(jet.value) for jet in inputs]
+            outputs = _step(apply, inputs, _choose(equation, moves))
         jets.update(zip(equation.outvars, outputs, strict=True))
     return [look_up(atom) for atom in jaxpr.outvars]
 
@@ -192,7 +194,7 @@ def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
         return jax.jvp(along, (near,), (ones,))[1][0]
 
     slope, bend = jax.jvp(slope_at, (jet.value,), (ones,))
-    second = bend * jnp.sum(jet.first**2, axis=0)
+    second = jnp.sum(bend * jet.first * jet.first, axis=0)  # 0 * inf if squared first
     if jet.second is not None:
         second = second + slope * jet.second
     return [slope * jet.first], [second]

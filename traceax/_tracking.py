@@ -24,6 +24,8 @@ has no bias whatever. For other probes and for operators that are not symmetric
 the variance is less than that: the standard error is too large, and b not the best.
 """
 
+import hashlib
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,14 +34,21 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree, UInt32
 
-from traceax._checks import check_budget, check_request, check_tracked
+from traceax._checks import (
+    check_budget,
+    check_request,
+    check_same_program,
+    check_tracked,
+)
 from traceax._estimate import Estimate
 from traceax._exact import exact_trace
 from traceax._exchangeable import xtrace
 from traceax._hutchinson import hutchinson_trace
-from traceax._operator import LinearMap, prepare, resolution, size
+from traceax._operator import LinearMap, Structure, prepare, resolution, size
 from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, check_independent, draw, sphere
 from traceax._sketch import column_dots, column_norms_squared, magnitude, mean
@@ -53,11 +62,13 @@ class Tracked(NamedTuple):
 
     - `value`, `standard_error`: the latest estimate of the trace.
     - `arrays`: those of the operator that it belongs to.
+    - `program`: a hash of that operator's code.
     """
 
     value: Inexact[Array, ""]
     standard_error: Float[Array, ""]
     arrays: list[Array]
+    program: UInt32[Array, "8"]
 
 
 class DeltaShift(NamedTuple):
@@ -94,7 +105,8 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     - `init(operator, key)` takes any square lineax operator and spends `num_matvecs` on a
       first estimate by `xtrace` (below 6 by `hutchinson_trace`): `state.value`,
       `state.standard_error`.
-    - `update(operator, state, key)` takes the same operator with other arrays in it, and
+    - `update(operator, state, key)` takes the same operator with other arrays in it (what
+      else changes, a Python float in a closure, say, is an error if it can be seen), and
       gives an `Estimate` and the next state. `standard_error` is that of the whole chain of
       estimates, too large for operators that are not symmetric. An estimate or an operator
       before that was not finite is forgotten.
@@ -109,7 +121,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     what is remembered takes no part. The state is frozen.
 
     **Cost**: num_matvecs // 2 applications of each operator, no adjoints, in two batches;
-    the state holds a copy of the operator's arrays.
+    the state holds copies of all arrays that the operator is made of, data included.
 
     **Example**
 
@@ -147,7 +159,8 @@ def _init(
 ) -> Tracked:
     check_request("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
-    return _state(first(operator, key, num_matvecs, sampler=sampler), operator)
+    estimate = first(operator, key, num_matvecs, sampler=sampler)
+    return _state(estimate, _program(operator))
 
 
 def _update(
@@ -159,17 +172,19 @@ def _update(
     sampler: Sampler,
 ) -> tuple[Estimate, Tracked]:
     check_request("deltashift.update", operator, key, num_matvecs)
-    arrays, _ = _take_apart(operator)
-    check_tracked("deltashift.update", state, Tracked, arrays)
+    program = _program(operator)
+    check_tracked("deltashift.update", state, Tracked, program.arrays)
+    check_same_program("deltashift.update", state.program, program.fingerprint)
     if num_matvecs >= size(operator):
         exact = exact_trace(operator)
-        return exact, _state(exact, operator)
+        return exact, _state(exact, program)
     num_probes = num_matvecs // 2
     probes = draw("deltashift", sampler, key, operator, num_probes)
-    before = LinearMap(_put_back(operator, state.arrays))(probes)
+    structure = operator.in_structure()
+    before = LinearMap(program.with_arrays(state.arrays, structure))(probes)
     frozen = jax.lax.stop_gradient((probes, before, state.value, state.standard_error))
     result = estimate(_correct, operator, frozen, 2 * num_probes, num_probes)
-    return result, _state(result, operator)
+    return result, _state(result, program)
 
 
 def _correct(
@@ -213,26 +228,47 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     return block - probes * along[None, :]
 
 
-def _state(latest: Estimate, operator: lx.AbstractLinearOperator) -> Tracked:
-    arrays, _ = _take_apart(operator)
-    return jax.lax.stop_gradient(Tracked(latest.value, latest.standard_error, arrays))
+def _state(latest: Estimate, program: "_Program") -> Tracked:
+    # Copies: whoever donates a state does not lose the arrays of his operator.
+    arrays = [jnp.array(array, copy=True) for array in program.arrays]
+    return jax.lax.stop_gradient(
+        Tracked(latest.value, latest.standard_error, arrays, program.fingerprint)
+    )
 
 
-def _take_apart(operator: lx.AbstractLinearOperator) -> tuple[list[Array], Any]:
-    """The numbers in it, and the rest. Functions that are traced twice are not equal, so
-    the rest is no part of a state."""
-    moving, rest = eqx.partition(prepare(operator), _is_number)
-    return list(map(jnp.asarray, jax.tree.leaves(moving))), rest
+class _Program(NamedTuple):
+    """An operator taken apart, into its code and the arrays in it: its own, and whatever
+    else its code refers to. Functions that are traced twice are not equal, so the code is
+    no part of a state, but a hash of it is."""
+
+    arrays: list[Array]
+    code: Jaxpr
+    num_own: int
+    fingerprint: Array
+
+    def with_arrays(
+        self, arrays: list[Array], structure: Structure
+    ) -> lx.AbstractLinearOperator:
+        own, constants = arrays[: self.num_own], arrays[self.num_own :]
+        run = jaxpr_as_fun(ClosedJaxpr(self.code, constants))
+
+        def apply(vector: PyTree[Array]) -> PyTree[Array]:
+            results = run(*own, *jax.tree.leaves(vector))
+            return jax.tree.unflatten(jax.tree.structure(structure), results)
+
+        return lx.FunctionLinearOperator(apply, structure)
 
 
-def _put_back(
-    operator: lx.AbstractLinearOperator, arrays: list[Array]
-) -> lx.AbstractLinearOperator:
-    """The operator with other numbers in it."""
-    moving, rest = eqx.partition(prepare(operator), _is_number)
-    restored = jax.tree.unflatten(jax.tree.structure(moving), arrays)
-    return eqx.combine(restored, rest)
+def _program(operator: lx.AbstractLinearOperator) -> _Program:
+    own, rest = eqx.partition(prepare(operator), eqx.is_array)
 
+    def apply(own: Any, vector: PyTree[Array]) -> PyTree[Array]:
+        return eqx.combine(own, rest).mv(vector)
 
-def _is_number(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or eqx.is_inexact_array_like(leaf)
+    code = jax.make_jaxpr(apply)(own, operator.in_structure())
+    own = jax.tree.leaves(own)
+    text = re.sub("0x[0-9a-f]+", "", str(code.jaxpr))  # addresses of functions
+    digest = hashlib.sha256(text.encode()).digest()
+    fingerprint = jnp.asarray(np.frombuffer(digest, np.uint32))
+    arrays = [*own, *map(jnp.asarray, code.consts)]
+    return _Program(arrays, code.jaxpr, len(own), fingerprint)

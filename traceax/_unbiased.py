@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from traceax._checks import check_estimate_fn, check_key
+from traceax._checks import check_key
 from traceax._estimate import Estimate
+from traceax._function_checks import check_arrays, check_estimate_fn
 from traceax._jackknife import both_errors
 
 Result = TypeVar("Result")
@@ -73,6 +74,7 @@ def unbiased_square(
     both = twice(jax.random.split(key))
     if isinstance(both, Estimate):
         return _square(both)  # pyright: ignore[reportReturnType]
+    check_arrays("unbiased_square", both)
     return jax.tree.map(_product, both)
 
 
@@ -101,4 +103,4 @@ def _at_least_one(degrees: Any) -> Any:
 
 def _total(count: Any) -> Any:
     """Of two equal estimates; of two that decide at run time each has its own."""
-    return jnp.sum(count, axis=0) if eqx.is_array(count) else 2 * count
+    return jnp.sum(count, axis=0, dtype=count.dtype) if eqx.is_array(count) else 2 * count
