@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import traceax as tx
-from tests.helpers import close
+from tests.helpers import close, leaks_checked
 
 KEY = jax.random.key(5)
 CALCULUS = {
@@ -191,7 +191,7 @@ def test_parameters_reach_the_gradient_wherever_they_are(name: str) -> None:
 
     truth = jax.tree.leaves(jax.jit(jax.grad(want))(params))
     for where in ("args", "module", "closure"):
-        with jax.checking_leaks():
+        with leaks_checked():
             got = eqx.filter_jit(jax.grad(ours))(params, where)
         for one, other in zip(jax.tree.leaves(got), truth, strict=True):
             close(one, other, 1e-10, 1 + float(jnp.max(jnp.abs(other))))

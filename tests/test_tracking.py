@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import traceax as tx
-from tests.helpers import close, general, hermitian, spectrum
+from tests.helpers import close, general, hermitian, leaks_checked, spectrum
 
 KEY = jax.random.key(8)
 N = 70
@@ -180,7 +180,7 @@ def test_it_lives_in_a_training_loop() -> None:
     weights = jnp.zeros(9)
     state = tracker.init(hessian(weights), KEY)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
-    with jax.checking_leaks():
+    with leaks_checked():
         _, (estimates, truth) = jax.lax.scan(
             step, (weights, optimiser.init(weights), state), jax.random.split(KEY, 30)
         )
