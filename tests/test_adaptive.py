@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import PSD, close, function, general, hermitian, spectrum
+from tests.helpers import (
+    PSD,
+    close,
+    function,
+    general,
+    hermitian,
+    leaks_checked,
+    spectrum,
+)
 from traceax._sketch import extend, orthonormalise
 
 KEY = jax.random.key(4)
@@ -178,13 +186,35 @@ def test_batches_and_loops() -> None:
     matrix = hermitian(0.9 ** np.arange(N))
     run = lambda key: estimate(matrix, key, rtol=0.1, limit=32)  # noqa: E731
     keys = jax.random.split(KEY, 3)
-    with jax.checking_leaks():
+    with leaks_checked():
         batch = jax.jit(jax.vmap(run))(keys)
         mapped = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
     close(batch.value, mapped.value, 1e-12)
     assert jnp.array_equal(batch.num_matvecs, mapped.num_matvecs)
     low, high = mapped.interval()
     assert jnp.all((low < jnp.trace(matrix)) & (jnp.trace(matrix) < high))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_any_scale(scale: float) -> None:
+    matrix = hermitian(spectrum("poly", N), np.float32)
+    run = jax.jit(lambda m: estimate(m, rtol=0.01, limit=32))
+    scaled, plain = run(jnp.float32(scale) * matrix), run(matrix)
+    close(scaled.value / scale, plain.value, 1e-4)
+    assert scaled.num_matvecs == plain.num_matvecs
+
+
+def test_inside_a_loop_inside_a_batch() -> None:
+    matrix = hermitian(spectrum("poly", N))
+
+    def step(carry: Any) -> Any:
+        i, x = carry
+        return i + 1, x + estimate(x * matrix, rtol=0.1, limit=16).value / 100
+
+    loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 2, step, (0, x))[1]  # noqa: E731
+    with leaks_checked():
+        batch = jax.jit(jax.vmap(loop))(jnp.array([1.0, 2.0]))
+    close(batch[1], 2 * batch[0], 1e-10)
 
 
 def test_progress(capfd: pytest.CaptureFixture[str]) -> None:

@@ -321,6 +321,26 @@ def test_an_error_bar_that_is_not_read_is_not_computed() -> None:
     assert cost(lambda e: e.value) < 0.7 * cost(lambda e: (e.value, e.standard_error))
 
 
+def test_inside_a_loop_inside_a_batch() -> None:
+    """Without leaks, at a budget beyond all bounds, too."""
+    fn = lambda x, args: (jnp.sin(x) ** 2).sum() * x[0]  # noqa: E731
+
+    def step(carry: Any) -> Any:
+        i, x = carry
+        once = lambda key: tx.laplacian(fn, x, key, 1).value  # noqa: E731
+        change = tx.unbiased_square(once, KEY) + tx.laplacian(fn, x, KEY, 10**6).value
+        change += tx.hessian_diagonal(fn, x, KEY, 2).value.sum()
+        change += tx.divergence(lambda x, args: x * fn(x, args), x, KEY, 2).value
+        return i + 1, x + 1e-3 * change
+
+    loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 2, step, (0, x))[1]  # noqa: E731
+    points = jnp.linspace(-1, 1, 6).reshape(2, 3)
+    with leaks_checked():
+        batch = jax.jit(jax.vmap(loop))(points)
+    want = step(step((0, points[1])))[1]
+    close(batch[1], want, 1e-12)
+
+
 # --- squares ----------------------------------------------------------------------------
 
 
