@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
+from traceax._columns import mean
 from traceax._estimate import Estimate
 from traceax._jackknife import independent_degrees_of_freedom
 from traceax._operator import Structure, common_dtype, flatten, prepare, size, unflatten
 from traceax._plan import Plan, plan_and_draw
 from traceax._rule import Outcome, estimate_of
 from traceax._samplers import Sampler
-from traceax._sketch import mean
 from traceax._taylor import second_derivatives_sum
 
 

@@ -6,6 +6,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact
 
 from traceax._choice import SMALL
+from traceax._columns import magnitude
 from traceax._dense import decompose
 from traceax._estimate import Estimate
 from traceax._krylov import ASYMMETRY
@@ -20,7 +21,6 @@ from traceax._operator import (
 )
 from traceax._rule import Outcome, estimate_of
 from traceax._scalar import Flat, MatrixFunction
-from traceax._sketch import magnitude
 from traceax._slq import Traced
 from traceax._split import Run, Whole
 

@@ -26,6 +26,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request, check_semidefinite
+from traceax._columns import column_dots, column_norms_squared, mean
 from traceax._estimate import Estimate
 from traceax._exact import exact_trace
 from traceax._jackknife import (
@@ -44,13 +45,7 @@ from traceax._samplers import (
     is_rotation_invariant,
     sphere,
 )
-from traceax._sketch import (
-    after,
-    column_dots,
-    column_norms_squared,
-    mean,
-    nystrom,
-)
+from traceax._sketch import after, nystrom
 
 
 def xtrace(
@@ -252,7 +247,7 @@ def xtrace_of(
     else:
         w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
-        image = loo.basis.triangle - h @ loo.x
+        image = loo.basis.factor - h @ loo.x
         coimage = z.conj().T @ loo.mu
         replicates = xtrace_replicates(
             h,

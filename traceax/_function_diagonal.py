@@ -9,6 +9,7 @@ import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from traceax._checks import check_function_request
+from traceax._columns import mean, squared_modulus
 from traceax._dense import columns, decompose
 from traceax._estimate import Estimate
 from traceax._exact_functions import hermitian_or_nan, is_cheap
@@ -19,7 +20,6 @@ from traceax._jackknife import both_errors
 from traceax._operator import LinearMap, as_result, prepare, size, stores_matrix
 from traceax._samplers import Sampler, draw, probes_a_sample, rademacher
 from traceax._scalar import ScalarFunction, scalar_function
-from traceax._sketch import mean, squared_modulus
 from traceax._slq import real_dtype
 from traceax._xdiag import xdiag
 

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
+from traceax._columns import column_dots
 from traceax._exchangeable import xnystrace_of, xtrace_of
 from traceax._leave_one_out import leave_one_out, leave_one_out_of
 from traceax._operator import LinearMap, resolution, size, working_dtype
-from traceax._sketch import Basis, column_dots, extend, orthonormalise
+from traceax._sketch import Basis, extend, orthonormalise
 from traceax._weights import TraceWeight
 
 

@@ -7,6 +7,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
+from traceax._columns import column_dots, mean, row_norms_squared
 from traceax._estimate import Estimate
 from traceax._exact import exact_diagonal, exact_trace
 from traceax._jackknife import independent_degrees_of_freedom, standard_error
@@ -14,7 +15,6 @@ from traceax._operator import LinearMap, resolution, size
 from traceax._plan import Plan, plan_and_draw
 from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, rademacher
-from traceax._sketch import column_dots, mean, row_norms_squared
 from traceax._weights import DiagonalWeight, TraceWeight
 
 

@@ -25,7 +25,7 @@ Row norms: as XTrace, with b Q u = (v_i - v_j L_ji)/a for every row b, v = b Q S
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._sketch import mean, squared_modulus
+from traceax._columns import mean, squared_modulus
 
 
 def standard_error(

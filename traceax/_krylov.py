@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._sketch import column_norms_squared, magnitude
+from traceax._columns import column_norms_squared, magnitude
+from traceax._sketch import orthonormalise
 
 # Of the largest product: beyond this an operator does not pass for Hermitian.
 ASYMMETRY = 1e-2
@@ -189,7 +190,7 @@ def block_krylov(
     n, width = block.shape
     total = (depth + 1) * width
     eps = float(jnp.finfo(block.dtype).eps)
-    first, _ = jnp.linalg.qr(block / magnitude(block))
+    first = orthonormalise(block).columns
 
     def without(basis: Array, block: Array) -> tuple[Array, Array]:
         inside = basis.conj().T @ block
@@ -202,17 +203,15 @@ def block_krylov(
         scale = jnp.maximum(scale, magnitude(product))
         residual, inside = without(basis, product / scale)
         residual, again = without(basis, residual)
-        new, triangle = jnp.linalg.qr(residual)
+        following = orthonormalise(residual)
         # What is below sqrt(eps) has lost half its digits, and adds only its square.
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
-        keep = jnp.abs(jnp.diagonal(triangle)) > eps**0.5 * longest
-        new, _ = without(basis, jnp.where(keep[None, :], new, 0))
+        keep = following.sizes * following.scale > eps**0.5 * longest
+        new, _ = without(basis, jnp.where(keep[None, :], following.columns, 0))
         lengths = jnp.sqrt(column_norms_squared(new))
         new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
-        triangle = jnp.where(keep[:, None], triangle, 0)
-        column = jax.lax.dynamic_update_slice(
-            inside + again, triangle, ((j + 1) * width, 0)
-        )
+        factor = jnp.where(keep[:, None], following.scale * following.factor, 0)
+        column = jax.lax.dynamic_update_slice(inside + again, factor, ((j + 1) * width, 0))
         return (basis, new, scale), column * scale
 
     start = (jnp.zeros((n, total), block.dtype), first, jnp.zeros((), first.real.dtype))

@@ -20,13 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._sketch import (
-    Basis,
-    column_dots,
-    column_norms_squared,
-    downdate,
-    orthonormalise,
-)
+from traceax._columns import column_dots, column_norms_squared
+from traceax._sketch import Basis, downdate, orthonormalise
 from traceax._weights import RowNorms, TraceWeight, TwoSidedWeight
 
 
@@ -71,7 +66,7 @@ def leave_one_out_of(
 ) -> LeaveOneOut:
     """`basis` is that of the sketch of `probes`."""
     n, k = probes.shape
-    s, distances = downdate(basis.triangle)
+    s, distances = downdate(basis)
     w = basis.columns.conj().T @ probes
     x = w - s * column_dots(s, w)[None, :]
     mu = probes - basis.columns @ x

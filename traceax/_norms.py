@@ -19,6 +19,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
+from traceax._columns import column_norms_squared, magnitude, mean
 from traceax._estimate import Estimate
 from traceax._exact import cost_of_norms, exact_norm, exact_row_norms
 from traceax._exchangeable import nystrom_trace
@@ -44,7 +45,6 @@ from traceax._samplers import (
     rademacher,
     sphere,
 )
-from traceax._sketch import column_norms_squared, magnitude, mean
 
 
 def row_norms_squared(

@@ -7,10 +7,10 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_samples
+from traceax._columns import mean
 from traceax._jackknife import standard_error
 from traceax._operator import size
 from traceax._samplers import Sampler, draw, is_without_replacement, probes_a_sample
-from traceax._sketch import mean
 
 
 class Plan(NamedTuple):

@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
+from traceax._columns import magnitude
 from traceax._krylov import BlockKrylov
-from traceax._sketch import after, magnitude
+from traceax._sketch import after
 
 
 class Preconditioner(eqx.Module):

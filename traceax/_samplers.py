@@ -22,6 +22,7 @@ from traceax._operator import (
     unflatten,
     working_dtype,
 )
+from traceax._sketch import orthonormalise
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 
@@ -197,11 +198,11 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
             f"traceax.orthogonal(num_probes=...) must be at most {n}, the dimension of the "
             f"space, but got {num_probes}. Draw fewer, or use traceax.sphere."
         )
-    frame, triangle = jnp.linalg.qr(_gaussian(key, n, num_probes, dtype))
+    basis = orthonormalise(_gaussian(key, n, num_probes, dtype))
+    turn, triangle = jnp.linalg.qr(basis.factor)
     diagonal = jnp.diagonal(triangle)
-    return _to_probes(
-        frame * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :], structure
-    )
+    turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
+    return _to_probes(basis.columns @ turn, structure)
 
 
 def is_rotation_invariant(sampler: Sampler) -> bool:

@@ -10,6 +10,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._checks import check_function_request
+from traceax._columns import mean
 from traceax._dense import Eigen, decompose
 from traceax._estimate import Estimate
 from traceax._jackknife import both_errors, independent_degrees_of_freedom, standard_error
@@ -18,7 +19,6 @@ from traceax._operator import LinearMap, prepare, resolution, size, working_dtyp
 from traceax._rule import Outcome, estimate_of
 from traceax._samplers import Sampler, check_independent, draw, sphere
 from traceax._scalar import MatrixFunction, Slope, scalar_function
-from traceax._sketch import mean
 from traceax._split import FromStarts, Run, read
 
 

@@ -44,6 +44,7 @@ from traceax._checks import (
     check_same_program,
     check_tracked,
 )
+from traceax._columns import column_dots, column_norms_squared, magnitude, mean
 from traceax._estimate import Estimate
 from traceax._exact import exact_trace
 from traceax._exchangeable import xtrace
@@ -51,7 +52,6 @@ from traceax._hutchinson import hutchinson_trace
 from traceax._operator import LinearMap, Structure, prepare, resolution, size
 from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, check_independent, draw, sphere
-from traceax._sketch import column_dots, column_norms_squared, magnitude, mean
 from traceax._weights import TraceWeight
 
 

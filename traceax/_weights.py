@@ -7,8 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._operator import LinearMap
-from traceax._sketch import (
+from traceax._columns import (
     column_dots,
     column_norms_squared,
     mean,
@@ -16,6 +15,7 @@ from traceax._sketch import (
     row_norms_squared,
     squared_modulus,
 )
+from traceax._operator import LinearMap
 
 
 class TraceWeight(eqx.Module):

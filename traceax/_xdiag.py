@@ -35,6 +35,14 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request, check_semidefinite
+from traceax._columns import (
+    column_dots,
+    column_norms_squared,
+    mean,
+    row_dots,
+    row_norms_squared,
+    squared_modulus,
+)
 from traceax._estimate import Estimate
 from traceax._exact import exact_diagonal
 from traceax._jackknife import shared_error
@@ -42,16 +50,7 @@ from traceax._leave_one_out import LeaveOneOut, leave_one_out
 from traceax._operator import LinearMap, is_negative, resolution, size
 from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, check_independent, draw, rademacher
-from traceax._sketch import (
-    after,
-    column_dots,
-    column_norms_squared,
-    mean,
-    nystrom,
-    row_dots,
-    row_norms_squared,
-    squared_modulus,
-)
+from traceax._sketch import after, nystrom
 
 
 def xdiag(
