@@ -27,6 +27,11 @@ def squared_modulus(a: Inexact[Array, "..."]) -> Float[Array, "..."]:
     return (a * a.conj()).real
 
 
+def diagonal(matrix: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
+    """As a sum, which compiles in a fraction of the time of `jnp.diagonal`, a gather."""
+    return jnp.einsum("ii->i", matrix)
+
+
 def magnitude(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     """The largest modulus in a block, or the least normal number: what to divide by."""
     largest = jnp.max(jnp.abs(block))

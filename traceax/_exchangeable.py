@@ -287,21 +287,23 @@ def xnystrace_of(
     core H = Omega* A Omega: no long vectors, and no projections of probes."""
     n, k = probes.shape
     factor = nystrom(sketch, probes)
-    gram = factor.right.conj().T @ factor.right  # H^{-1}
-    removed = factor.left @ factor.right
-    removed = removed.conj().T @ removed  # |F g_i|^2 on its diagonal
-    test = factor.test_inverse.conj().T @ factor.test_inverse  # (Omega* Omega)^{-1}
-    whole = jnp.sum(jnp.abs(factor.left) ** 2)
-    core = jnp.diagonal(gram).real
-    resphering = (n - k + 1) * jnp.diagonal(test).real if resphere else 1.0
-    samples = whole + (resphering - jnp.diagonal(removed).real) / core - factor.shift * n
+    right, test = factor.right, factor.test_inverse  # roots of H^{-1}, (Omega* Omega)^{-1}
+    removed = factor.left @ right
+    whole = jnp.sum(column_norms_squared(factor.left))
+    resphering = (n - k + 1) * column_norms_squared(test) if resphere else 1.0
+    missed = (resphering - column_norms_squared(removed)) / column_norms_squared(right)
+    samples = whole + missed - factor.shift * n
 
     rounding = 4 * eps * whole + n * factor.indefinite
     if k < 3:
         error = standard_error(samples, rounding)
     else:
         replicates = xnystrace_replicates(
-            whole, gram, removed, test, n - k + 2 if resphere else None
+            whole,
+            right.conj().T @ right,
+            removed.conj().T @ removed,
+            test.conj().T @ test,
+            n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
     scale = factor.scale

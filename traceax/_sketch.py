@@ -30,11 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, UInt32
 
-from traceax._columns import column_norms_squared, magnitude
+from traceax._columns import column_norms_squared, diagonal, magnitude
 
-# From so many rows on, if they are so many times the columns, randomised Cholesky QR is
-# faster than Householder's, for 50 columns; for 100 it is from half as many on.
-TALL = 2500, 8
+# Beyond so many rows or entries randomised Cholesky QR is faster than Householder's, if
+# there are so many more rows than columns that signs are nearly orthogonal.
+MANY_ROWS, MANY_ENTRIES, TALL = 2000, 150_000, 8
 
 
 class Basis(NamedTuple):
@@ -69,23 +69,21 @@ Factors = tuple[
 
 def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
     n, k = block.shape
-    if n < max(TALL[0], TALL[1] * k):
-        return _householder(block, floor)
-    return _randomised(block, floor)
+    if n >= TALL * k and (n > MANY_ROWS or n * k > MANY_ENTRIES):
+        return _randomised(block, floor)
+    return _householder(block, floor)
 
 
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
-    length = jnp.sqrt(jnp.sum(column_norms_squared(block)))
-    return jnp.finfo(block.dtype).eps * jnp.maximum(length, 1)
+    return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
 def _householder(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
     """The floor is real, because the phase of a subnormal is noise."""
     columns, triangle = jnp.linalg.qr(block)
-    diagonal = jnp.diagonal(triangle)
-    sizes = jnp.abs(diagonal)
-    raised = jnp.where(sizes < floor, floor, diagonal)
-    triangle = triangle + jnp.diag(raised - diagonal)
+    sizes = jnp.abs(diagonal(triangle))
+    short = jnp.diag(sizes < floor)
+    triangle = jnp.where(short, floor, triangle)
     return columns, triangle, inverse_adjoint(triangle), sizes
 
 
@@ -93,10 +91,10 @@ def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factor
     n, k = block.shape
     mixed = _mixing(k, block.real.dtype)
     triangle = jnp.linalg.qr(_signed_sums(block, 3 * k // 2 + 10) @ mixed, mode="r")
-    sizes = jnp.abs(jnp.diagonal(triangle))
+    sizes = jnp.abs(diagonal(triangle))
     lost = sizes < 4 * floor
-    triangle = jnp.where(lost[:, None], 0, triangle)
-    triangle = triangle + jnp.diag(jnp.where(lost, 4 * floor, 0))
+    short = 4 * floor * jnp.eye(k, dtype=mixed.dtype)
+    triangle = jnp.where(lost[:, None], short, triangle)
     inverse = inverse_adjoint(triangle)
 
     def replaced(tall: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
@@ -190,6 +188,7 @@ def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     """
     lower = triangle.conj().T
     index = jnp.arange(lower.shape[0])
+    is_diagonal = index[:, None] == index[None, :]
 
     def double(log_width: Array, inverses: Array) -> Array:
         block = index >> log_width
@@ -198,7 +197,7 @@ def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
         return inverses - inverses @ (corners @ inverses)
 
     rounds = max(index.size - 1, 0).bit_length()
-    return jax.lax.fori_loop(0, rounds, double, jnp.diag(1 / jnp.diagonal(lower)))
+    return jax.lax.fori_loop(0, rounds, double, jnp.where(is_diagonal, 1 / lower, 0))
 
 
 def after(
@@ -230,10 +229,8 @@ class Downdate(NamedTuple):
 @jax.jit
 def downdate(basis: Basis) -> Downdate:
     """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
-    largest = jnp.max(jnp.abs(basis.inverse), axis=0)
-    columns = basis.inverse / largest[None, :]
-    norms = jnp.sqrt(column_norms_squared(columns))
-    return Downdate(columns / norms[None, :], 1 / (norms * largest))
+    norms = jnp.sqrt(column_norms_squared(basis.inverse))
+    return Downdate(basis.inverse / norms[None, :], 1 / norms)
 
 
 class Nystrom(NamedTuple):
