@@ -235,9 +235,8 @@ def xtrace_of(
     """Value and standard error from Y = A Omega and A Q."""
     n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
-    z = images / scale
-    h = q.conj().T @ z
-    remainders = column_dots(loo.mu, sketch / scale - z @ loo.x)
+    h = (q.conj().T @ images) / scale
+    remainders = column_dots(loo.mu, sketch - images @ loo.x) / scale
     samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
 
     rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(loo.resphering * remainders))
@@ -248,7 +247,7 @@ def xtrace_of(
         w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
         image = loo.basis.factor - h @ loo.x
-        coimage = z.conj().T @ loo.mu
+        coimage = (images.conj().T @ loo.mu) / scale
         replicates = xtrace_replicates(
             h,
             s,

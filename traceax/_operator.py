@@ -108,6 +108,13 @@ class LinearMap(eqx.Module):
             # A batch of one costs transposes where the caller batches, too: a third of the
             # time of a flow's gradient.
             return apply(block[:, 0])[:, None]
+        if _is_dense(self.operator):
+            # Measured, n = 4000, k = 50: as rows a block takes 0.65 (float32) to 0.85 of
+            # the time, if the compiler is kept from turning the product round. With sparse,
+            # convolving and Jacobian operators rows save less than two transpositions
+            # cost, and what follows, products n x k by n x k, takes three times as long.
+            rows = jax.vmap(apply)(jax.lax.optimization_barrier(block.T))
+            return jax.lax.optimization_barrier(rows).T
         return jax.vmap(apply, in_axes=1, out_axes=1)(block)
 
     def dense(self) -> Inexact[Array, "p n"]:
@@ -178,6 +185,12 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     wide = dimension(operator.out_structure()) < size(operator)
     gram = operator @ adjoint if wide else adjoint @ operator
     return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
+
+
+def _is_dense(operator: lx.AbstractLinearOperator) -> bool:
+    while isinstance(operator, lx.TaggedLinearOperator):
+        operator = operator.operator
+    return isinstance(operator, lx.MatrixLinearOperator)
 
 
 def stores_matrix(operator: lx.AbstractLinearOperator) -> bool:
