@@ -33,6 +33,7 @@ def divergence(
     *,
     args: PyTree = None,
     sampler: Sampler = rademacher,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the divergence of a vector field at x, the trace of its Jacobian.
 
@@ -87,7 +88,7 @@ def divergence(
     x = _point("divergence", fn, x, key, num_matvecs)
     operator = lx.JacobianLinearOperator(fn, x, args)
     check_same_structure("divergence", operator.in_structure(), operator.out_structure())
-    return sampled_trace("divergence", operator, key, num_matvecs, sampler)
+    return sampled_trace("divergence", operator, key, num_matvecs, sampler, batch_size)
 
 
 def laplacian(
@@ -98,6 +99,7 @@ def laplacian(
     *,
     args: PyTree = None,
     sampler: Sampler = rademacher,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the Laplacian of a function at x, the trace of its Hessian.
 
@@ -155,7 +157,7 @@ def laplacian(
     converted = eqx.filter_closure_convert(fn, x, args)
     subject = Curvature(converted, x, args)
     check_inexact_values("laplacian", subject.result)
-    return sampled_laplacian("laplacian", subject, key, num_matvecs, sampler)
+    return sampled_laplacian("laplacian", subject, key, num_matvecs, sampler, batch_size)
 
 
 def hessian_diagonal(
@@ -166,6 +168,7 @@ def hessian_diagonal(
     *,
     args: PyTree = None,
     sampler: Sampler = rademacher,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the diagonal of a function's Hessian at x: d2 fn/dx_a2 for every entry a.
 
@@ -218,7 +221,9 @@ def hessian_diagonal(
         return jax.grad(fn)(x, args)
 
     operator = lx.JacobianLinearOperator(gradient, x, args, tags=lx.symmetric_tag)
-    return sampled_diagonal("hessian_diagonal", operator, key, num_matvecs, sampler)
+    return sampled_diagonal(
+        "hessian_diagonal", operator, key, num_matvecs, sampler, batch_size
+    )
 
 
 def _point(

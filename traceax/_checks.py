@@ -123,6 +123,17 @@ def check_samples(name: str, num_matvecs: int, probes_a_sample: int) -> None:
         )
 
 
+def check_batch_size(name: str, batch_size: object, probes_a_sample: int) -> None:
+    if batch_size is None:
+        return
+    if check_count(name, "batch_size", batch_size) < probes_a_sample:
+        raise ValueError(
+            f"traceax.{name}(batch_size=...) must be at least {probes_a_sample}, because a "
+            f"sample of so many probes stays together, but got {batch_size}. Raise it, or "
+            "pass None for all probes at once."
+        )
+
+
 def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
     if not (is_positive(operator) or is_negative(operator)):
         raise ValueError(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
+from traceax._checks import check_batch_size
 from traceax._columns import mean
 from traceax._estimate import Estimate
 from traceax._jackknife import independent_degrees_of_freedom
@@ -17,6 +18,7 @@ from traceax._operator import Structure, common_dtype, flatten, prepare, size, u
 from traceax._plan import Plan, plan_and_draw
 from traceax._rule import Outcome, estimate_of
 from traceax._samplers import Sampler
+from traceax._stream import Stream, unit_vectors
 from traceax._taylor import second_derivatives_sum
 
 
@@ -50,40 +52,46 @@ class Curvature(eqx.Module):
 class MeanCurvature(eqx.Module):
     """The readout: `share` times the sum over probes."""
 
-    probes: Inexact[Array, "n k"]
+    probes: Stream
     share: float = eqx.field(static=True)
 
     def __call__(self, subject: Curvature) -> Inexact[Array, " p"]:
-        return subject.along(self.probes) * self.share
+        return self.probes.reduce(subject.along) * self.share
 
 
 def sampled_laplacian(
-    name: str, subject: Curvature, key: PRNGKeyArray, num_matvecs: int, sampler: Sampler
+    name: str,
+    subject: Curvature,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler,
+    batch_size: int | None,
 ) -> Estimate:
     """The mean over probes, or the sum over a basis, on behalf of the public function
     `name`, which has checked the rest."""
-    n = size(subject.space)
-    if num_matvecs >= n:
-        probes = jnp.eye(n, dtype=common_dtype(subject.space.in_structure()))
-        algorithm, degrees = _exact, float(n)
+    check_batch_size(name, batch_size, 1)
+    space = subject.space
+    if num_matvecs >= size(space):
+        probes = unit_vectors(space, batch_size or size(space))
+        algorithm, degrees = _exact, float(size(space))
     else:
-        plan, probes = plan_and_draw(name, subject.space, key, num_matvecs, sampler)
+        plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
         algorithm = partial(_mean, plan=plan)
         degrees = independent_degrees_of_freedom(plan.num_samples)
-    spent = probes.shape[1]
+    spent = probes.num_probes
     return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
 
 
-def _exact(subject: Curvature, basis: Inexact[Array, "n n"]) -> Outcome:
+def _exact(subject: Curvature, basis: Stream) -> Outcome:
     readout = MeanCurvature(basis, 1.0)
     value = readout(subject)
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _mean(subject: Curvature, probes: Inexact[Array, "n k"], *, plan: Plan) -> Outcome:
+def _mean(subject: Curvature, probes: Stream, *, plan: Plan) -> Outcome:
     """The samples are for the standard error alone, and cost nothing if it is not used."""
     readout = MeanCurvature(probes, 1 / plan.num_probes)
-    samples = subject.along_each(probes)
+    samples = probes.collect(subject.along_each)
     leaves = jax.tree.leaves((subject.x, subject.result))
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
     rounding = 4 * eps * mean(jnp.abs(samples))

@@ -21,6 +21,7 @@ def spectral_density(
     width: float | Float[Array, ""] | None = None,
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the density of the eigenvalues of a Hermitian operator, on a grid.
 
@@ -89,5 +90,11 @@ def spectral_density(
         return scale * jnp.exp(-(((grid - x) / width) ** 2) / 2)
 
     return slq_trace(
-        operator, bumps, key, sampler=sampler, reorthogonalise=reorthogonalise, **counts
+        operator,
+        bumps,
+        key,
+        sampler=sampler,
+        reorthogonalise=reorthogonalise,
+        batch_size=batch_size,
+        **counts,
     )

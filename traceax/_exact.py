@@ -7,23 +7,24 @@ from jaxtyping import Array, Inexact
 from traceax._estimate import Estimate
 from traceax._operator import LinearMap, Structure, dimension, size, working_dtype
 from traceax._rule import Outcome, Readout, estimate
-from traceax._weights import (
-    AllRowNorms,
-    DiagonalWeight,
-    SquaredNorm,
-    TraceWeight,
-)
+from traceax._stream import unit_vectors
+from traceax._weights import AllRowNorms, MeanForm, MeanProduct, SquaredNorm
 
 
-def exact_trace(operator: lx.AbstractLinearOperator) -> Estimate:
-    basis = _basis(operator, size(operator))
-    return _exact(operator, TraceWeight(basis, basis), size(operator))
+def exact_trace(
+    operator: lx.AbstractLinearOperator, batch_size: int | None = None
+) -> Estimate:
+    n = size(operator)
+    return _exact(operator, MeanForm(unit_vectors(operator, batch_size or n), 1.0), n)
 
 
-def exact_diagonal(operator: lx.AbstractLinearOperator) -> Estimate:
-    basis = _basis(operator, size(operator))
-    readout = DiagonalWeight(basis, basis)
-    return _exact(operator, readout, size(operator), operator.in_structure())
+def exact_diagonal(
+    operator: lx.AbstractLinearOperator, batch_size: int | None = None
+) -> Estimate:
+    n = size(operator)
+    ones = jnp.ones(n, jnp.finfo(working_dtype(operator)).dtype)
+    readout = MeanProduct(unit_vectors(operator, batch_size or n), ones)
+    return _exact(operator, readout, n, operator.in_structure())
 
 
 def cost_of_norms(operator: lx.AbstractLinearOperator) -> int:

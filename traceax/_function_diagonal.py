@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -17,7 +16,7 @@ from traceax._function_checks import check_scalar_values
 from traceax._function_operator import FunctionOfOperator
 from traceax._hutchinson import hutchinson_diagonal
 from traceax._jackknife import both_errors
-from traceax._operator import LinearMap, as_result, prepare, size, stores_matrix
+from traceax._operator import LinearMap, as_result, frozen, prepare, size, stores_matrix
 from traceax._samplers import Sampler, draw, probes_a_sample, rademacher
 from traceax._scalar import ScalarFunction, scalar_function
 from traceax._slq import real_dtype
@@ -119,9 +118,7 @@ def _quadrature_error(
     name: str, subject: FunctionOfOperator, key: PRNGKeyArray
 ) -> Float[Array, " n"]:
     """The row norms of the difference that half of the steps make, by a few probes."""
-    subject = eqx.combine(
-        jax.lax.stop_gradient(eqx.filter(subject, eqx.is_inexact_array)), subject
-    )
+    subject = frozen(subject)
     tests = draw(name, rademacher, key, subject.operator, _TESTS)
     if subject.num_steps == 1:
         return jnp.full(tests.shape[0], jnp.inf, tests.real.dtype)

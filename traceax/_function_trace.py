@@ -140,11 +140,12 @@ def _deflated(
     remainder = (remainder - q @ (q.conj().T @ remainder)).T
     rank = block.shape[0] - jnp.sum(known.coefficients)
     scale = resphering(remainder, rank) / tests.shape[1]
-    rest = sample(subject, remainder, scale, parts.num_steps, reorthogonalise)
+    rest, run = sample(subject, remainder, scale, parts.num_steps, reorthogonalise)
+    error = rest.error(subject.linear_map, parts.num_steps)
     return Outcome(
         value + jnp.sum(rest.terms, axis=1),
-        both_errors(rest.error, quadrature),
-        Traced((known, rest.run)),
+        both_errors(error, quadrature),
+        Traced((known, run)),
     )
 
 

@@ -4,18 +4,20 @@ from functools import partial
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._checks import check_request
-from traceax._columns import column_dots, mean, row_norms_squared
+from traceax._checks import check_batch_size, check_request
+from traceax._columns import column_dots, mean
 from traceax._estimate import Estimate
 from traceax._exact import exact_diagonal, exact_trace
-from traceax._jackknife import independent_degrees_of_freedom, standard_error
+from traceax._jackknife import both_errors, error_of_sum, independent_degrees_of_freedom
+from traceax._moments import Moments, moments
 from traceax._operator import LinearMap, resolution, size
 from traceax._plan import Plan, plan_and_draw
 from traceax._rule import Outcome, estimate
 from traceax._samplers import Sampler, rademacher
-from traceax._weights import DiagonalWeight, TraceWeight
+from traceax._stream import Stream
+from traceax._weights import MeanForm, MeanProduct
 
 
 def hutchinson_trace(
@@ -24,6 +26,7 @@ def hutchinson_trace(
     num_matvecs: int,
     *,
     sampler: Sampler = rademacher,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate tr A of any square operator by the mean of quadratic forms z_i* A z_i.
 
@@ -73,7 +76,9 @@ def hutchinson_trace(
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
     """
     check_request("hutchinson_trace", operator, key, num_matvecs)
-    return sampled_trace("hutchinson_trace", operator, key, num_matvecs, sampler)
+    return sampled_trace(
+        "hutchinson_trace", operator, key, num_matvecs, sampler, batch_size
+    )
 
 
 def hutchinson_diagonal(
@@ -82,6 +87,7 @@ def hutchinson_diagonal(
     num_matvecs: int,
     *,
     sampler: Sampler = rademacher,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate diag A of any square operator by comparing probes with their images.
 
@@ -135,7 +141,9 @@ def hutchinson_diagonal(
     matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
     """
     check_request("hutchinson_diagonal", operator, key, num_matvecs)
-    return sampled_diagonal("hutchinson_diagonal", operator, key, num_matvecs, sampler)
+    return sampled_diagonal(
+        "hutchinson_diagonal", operator, key, num_matvecs, sampler, batch_size
+    )
 
 
 def sampled_trace(
@@ -144,12 +152,14 @@ def sampled_trace(
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler,
+    batch_size: int | None,
 ) -> Estimate:
     """Hutchinson's trace on behalf of the public function `name`, which has checked the
     rest."""
+    check_batch_size(name, batch_size, 1)
     if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler)
+        return exact_trace(operator, batch_size)
+    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
     algorithm = partial(_trace, plan=plan)
     degrees = independent_degrees_of_freedom(plan.num_samples)
     return estimate(algorithm, operator, probes, plan.num_probes, degrees)
@@ -161,37 +171,42 @@ def sampled_diagonal(
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler,
+    batch_size: int | None,
 ) -> Estimate:
     """The same of the diagonal."""
+    check_batch_size(name, batch_size, 1)
     if num_matvecs >= size(operator):
-        return exact_diagonal(operator)
-    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler)
+        return exact_diagonal(operator, batch_size)
+    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
     algorithm = partial(_diagonal, plan=plan)
     degrees = max(plan.num_samples - 1, 1)
     structure = operator.in_structure()
     return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
 
 
-def _trace(linear_map: LinearMap, probes: Inexact[Array, "n k"], *, plan: Plan) -> Outcome:
-    products = linear_map(probes)
-    samples = column_dots(probes, products)
-    rounding = mean(column_dots(jnp.abs(probes), jnp.abs(products)))
-    rounding = 4 * resolution(linear_map.operator) * rounding
-    weight = TraceWeight(probes / plan.num_probes, probes)
-    return Outcome(mean(samples), plan.error_of_mean(samples, rounding), weight)
+def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
+    def forms(z: Inexact[Array, "n b"]) -> tuple[Inexact[Array, " b"], Float[Array, " b"]]:
+        products = linear_map(z)
+        return column_dots(z, products), column_dots(jnp.abs(z), jnp.abs(products))
+
+    samples, sizes = probes.collect(forms)
+    rounding = 4 * resolution(linear_map.operator) * mean(sizes)
+    error = plan.error_of_mean(samples, rounding)
+    return Outcome(mean(samples), error, MeanForm(probes, 1 / plan.num_probes))
 
 
-def _diagonal(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, plan: Plan
-) -> Outcome:
+def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
     """A ratio of sums, whose error is that of the sum of residuals; for probes of modulus 1
     no more than a mean."""
-    products = linear_map(probes)
-    weight = DiagonalWeight(probes / row_norms_squared(probes)[:, None], probes)
-    samples = products * weight.left.conj()
-    value = jnp.sum(samples, axis=1)
-    explained = value[:, None] * (probes * weight.left.conj())
-    spread = plan.totals((samples - explained) * plan.num_samples)
-    spread = spread.real if linear_map.is_hermitian else spread
-    rounding = 4 * resolution(linear_map.operator) * jnp.sum(jnp.abs(samples), axis=1)
-    return Outcome(value, standard_error(plan.shrink * spread, rounding), weight)
+
+    def moments_of(z: Inexact[Array, "n b"]) -> Moments:
+        products = z.conj() * linear_map(z)
+        products = products.real if linear_map.is_hermitian else products
+        return moments(plan.totals(products), plan.totals((z * z.conj()).real))
+
+    total = probes.reduce(moments_of, Moments.merged)
+    spread = plan.shrink * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
+    rounding = 4 * resolution(linear_map.operator) * total.size
+    error = total.scale * both_errors(spread, rounding) / total.weight
+    readout = MeanProduct(probes, total.weight)
+    return Outcome(total.scale * total.value(), error, readout)

@@ -39,6 +39,11 @@ def standard_error(
     return _length(deviations / (k * (k - 1)) ** 0.5, rounding)
 
 
+def error_of_sum(length: Float[Array, "*values"], k: int) -> Float[Array, "*values"]:
+    """Of k independent samples, by the length of their deviations from the mean."""
+    return length * (k / (k - 1)) ** 0.5 if k > 1 else jnp.full_like(length, jnp.inf)
+
+
 def shared_error(
     samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:

@@ -1,16 +1,25 @@
 """How a budget becomes probes, and probes become independent samples."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._checks import check_samples
+from traceax._checks import check_batch_size, check_samples
 from traceax._columns import mean
 from traceax._jackknife import standard_error
-from traceax._operator import size
-from traceax._samplers import Sampler, draw, is_without_replacement, probes_a_sample
+from traceax._operator import size, skeleton
+from traceax._samplers import (
+    Sampler,
+    comes_in_samples,
+    draw,
+    draw_samples,
+    is_without_replacement,
+    probes_a_sample,
+)
+from traceax._stream import Stream, all_at_once
 
 
 class Plan(NamedTuple):
@@ -22,7 +31,7 @@ class Plan(NamedTuple):
     shrink: float
 
     def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
-        shape = (*by_probe.shape[:-1], self.num_samples, -1)
+        shape = (*by_probe.shape[:-1], -1, self.num_probes // self.num_samples)
         return jnp.sum(by_probe.reshape(shape), axis=-1)
 
     def error_of_mean(
@@ -39,7 +48,8 @@ def plan_and_draw(
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler,
-) -> tuple[Plan, Inexact[Array, "n k"]]:
+    batch_size: int | None = None,
+) -> tuple[Plan, Stream]:
     group = probes_a_sample(sampler)
     check_samples(name, num_matvecs, group)
     num_samples = num_matvecs // group
@@ -48,5 +58,27 @@ def plan_and_draw(
     # correction of a survey of k out of n.
     n = size(operator)
     shrink = ((n - num_probes) / n) ** 0.5 if is_without_replacement(sampler) else 1.0
-    probes = draw(name, sampler, key, operator, num_probes, in_samples=True)
-    return Plan(num_samples, num_probes, shrink), probes
+    plan = Plan(num_samples, num_probes, shrink)
+    return plan, stream(name, operator, key, num_probes, sampler, batch_size)
+
+
+def stream(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_probes: int,
+    sampler: Sampler,
+    batch_size: int | None,
+) -> Stream:
+    """All probes drawn, if nothing says that they must not live together."""
+    group = probes_a_sample(sampler)
+    check_batch_size(name, batch_size, group)
+    count = num_probes // group
+    batch = count if batch_size is None else batch_size // group
+    if count == 1 or not comes_in_samples(sampler):
+        block = draw(name, sampler, key, operator, num_probes, in_samples=True)
+        return Stream(block, None, count, group, batch)
+    how = partial(draw_samples, name=name, sampler=sampler, operator=skeleton(operator))
+    if batch >= count:
+        return all_at_once(how(key, jnp.arange(count)), group)
+    return Stream(key, how, count, group, batch)

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._operator import (
     Structure,
@@ -262,6 +262,31 @@ def draw(
     dtype = working_dtype(operator)
     columns = jax.vmap(lambda probe: flatten(probe, dtype), out_axes=1)(probes)
     return jax.lax.stop_gradient(columns)
+
+
+def draw_samples(
+    source: PRNGKeyArray,
+    indices: Int[Array, " s"],
+    *,
+    name: str,
+    sampler: Sampler,
+    operator: lx.AbstractLinearOperator,
+) -> Inexact[Array, "n k"]:
+    """The samples of these indices, whatever others are drawn (see `_stream`)."""
+    group = probes_a_sample(sampler)
+
+    def one(index: Int[Array, ""]) -> Inexact[Array, "n group"]:
+        key = jax.random.fold_in(source, index)
+        return draw(name, sampler, key, operator, group, in_samples=True)
+
+    columns = jax.vmap(one, out_axes=1)(indices)
+    return columns.reshape(columns.shape[0], -1)
+
+
+def comes_in_samples(sampler: Sampler) -> bool:
+    """Whether samples may be drawn one by one: of a sampler we do not know, never."""
+    known = _innermost(sampler) in (rademacher, normal, sphere)
+    return known or probes_a_sample(sampler) > 1
 
 
 def probes_a_sample(sampler: Sampler) -> int:

@@ -24,6 +24,7 @@ def schatten_norm(
     num_steps: int,
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
@@ -91,6 +92,7 @@ def schatten_norm(
         key,
         sampler=sampler,
         reorthogonalise=reorthogonalise,
+        batch_size=batch_size,
         **counts,
     )
     unit = unit.astype(traced.value.dtype)

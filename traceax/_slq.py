@@ -10,16 +10,17 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._checks import check_function_request
-from traceax._columns import mean
 from traceax._dense import Eigen, decompose
 from traceax._estimate import Estimate
 from traceax._jackknife import both_errors, independent_degrees_of_freedom, standard_error
 from traceax._krylov import lanczos, truncated
-from traceax._operator import LinearMap, prepare, resolution, size, working_dtype
+from traceax._operator import LinearMap, frozen, prepare, resolution, size, working_dtype
+from traceax._plan import stream
 from traceax._rule import Outcome, estimate_of
-from traceax._samplers import Sampler, check_independent, draw, sphere
+from traceax._samplers import Sampler, check_independent, sphere
 from traceax._scalar import MatrixFunction, Slope, scalar_function
 from traceax._split import FromStarts, Run, read
+from traceax._stream import Stream
 
 
 def slq_trace(
@@ -31,6 +32,7 @@ def slq_trace(
     num_steps: int,
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
+    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian operator by stochastic Lanczos quadrature.
 
@@ -102,7 +104,7 @@ def slq_trace(
     fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
     subject = MatrixFunction(LinearMap(prepare(operator)), fn)
     num_steps = min(num_steps, size(operator))
-    probes = draw("slq_trace", sampler, key, operator, num_probes)
+    probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
     algorithm = partial(_slq, num_steps=num_steps, reorthogonalise=reorthogonalise)
     degrees = independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
@@ -114,16 +116,18 @@ def real_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
 
 
 def _slq(
-    subject: MatrixFunction,
-    probes: Inexact[Array, "n k"],
-    *,
-    num_steps: int,
-    reorthogonalise: bool,
+    subject: MatrixFunction, probes: Stream, *, num_steps: int, reorthogonalise: bool
 ) -> Outcome:
-    starts = probes.T
-    scale = jnp.full(starts.shape[0], 1 / starts.shape[0], starts.real.dtype)
-    sampled = sample(subject, starts, scale, num_steps, reorthogonalise)
-    return Outcome(jnp.sum(sampled.terms, axis=1), sampled.error, Traced((sampled.run,)))
+    """A Krylov space is read where it lies; where batches leave none, it is made again."""
+    again = Again(probes, num_steps, reorthogonalise)
+    if probes.is_whole:
+        sampled, run = again.sample(subject, probes.source)
+        readout = Traced((run,))
+    else:
+        sampled = probes.collect(lambda z: again.sample(subject, z)[0])
+        readout = again
+    error = sampled.error(subject.linear_map, num_steps)
+    return Outcome(jnp.sum(sampled.terms, axis=1), error, readout)
 
 
 class Traced(eqx.Module):
@@ -135,12 +139,47 @@ class Traced(eqx.Module):
         return read(subject, self.runs)
 
 
+class Again(eqx.Module):
+    """The readout of the same runs, made batch by batch of the subject, frozen."""
+
+    probes: Stream
+    num_steps: int = eqx.field(static=True)
+    reorthogonalise: bool = eqx.field(static=True)
+
+    def sample(
+        self, subject: MatrixFunction, z: Inexact[Array, "n b"]
+    ) -> "tuple[Sampled, Run]":
+        scale = jnp.full(z.shape[1], 1 / self.probes.num_probes, z.real.dtype)
+        return sample(subject, z.T, scale, self.num_steps, self.reorthogonalise)
+
+    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
+        def of_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
+            return read(subject, (self.sample(frozen(subject), z)[1],))
+
+        return self.probes.reduce(of_batch)
+
+
 class Sampled(eqx.Module):
-    """What probes say: terms that add up to the estimate, its error, and the run."""
+    """What each probe says: a term of the estimate; the same by half of the steps; sizes
+    of f and its slope, and of the largest node, by which rounding is judged."""
 
     terms: Inexact[Array, "p N"]
-    error: Float[Array, " p"]
-    run: Run
+    coarse: Inexact[Array, "p N"]
+    sizes: Float[Array, "p N"]
+    slopes: Float[Array, "p N"]
+    largest: Float[Array, " N"]
+
+    def error(self, linear_map: LinearMap, num_steps: int) -> Float[Array, " p"]:
+        """The rounding error is that of f at nodes known to within eps of the largest."""
+        if num_steps == 1:
+            quadrature = unresolved(linear_map, self.terms)
+        else:
+            quadrature = jnp.abs(jnp.sum(self.terms - self.coarse, axis=1))
+        inexact = jnp.max(self.largest) * jnp.sum(self.slopes, axis=1)
+        rounding = jnp.sum(self.sizes, axis=1) + inexact
+        rounding = 4 * resolution(linear_map.operator) * rounding
+        spread = standard_error(self.terms * self.terms.shape[1], rounding)
+        return both_errors(spread, quadrature)
 
 
 def sample(
@@ -149,27 +188,28 @@ def sample(
     scale: Float[Array, " N"],
     num_steps: int,
     reorthogonalise: bool,
-) -> Sampled:
+) -> tuple[Sampled, Run]:
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     whole, half = decompose_with_half(krylov.projection, num_steps // 2)
     coefficients = (scale * krylov.length**2)[:, None]
     again = FromStarts(krylov.basis[:, 0], num_steps)
     run = Run(krylov.basis, whole, coefficients, again)
-    terms = run.samples(subject.fn)
-    if num_steps == 1:
-        quadrature = unresolved(subject, run)
-    else:
-        quadrature = jnp.abs(jnp.sum(terms - run.samples(subject.fn, half), axis=1))
-    spread = standard_error(terms * terms.shape[1], rounding_of(subject, run))
-    return Sampled(terms, both_errors(spread, quadrature), run)
+    fn = subject.fn
+    sampled = Sampled(
+        run.samples(fn),
+        run.samples(fn, half),
+        run.samples(lambda x: jnp.abs(fn(x))),
+        run.samples(lambda x: jnp.abs(Slope(fn)(x))),
+        jnp.max(jnp.abs(whole.values), axis=1),
+    )
+    return sampled, run
 
 
-def unresolved(subject: MatrixFunction, run: Run) -> Float[Array, " p"]:
+def unresolved(linear_map: LinearMap, terms: Inexact[Array, "p N"]) -> Float[Array, " p"]:
     """The quadrature error of one step cannot be told, unless n = 1."""
-    n = size(subject.linear_map.operator)
-    terms = run.samples(subject.fn)
-    return jnp.full(terms.shape[:1], 0 if n == 1 else jnp.inf, terms.real.dtype)
+    unknown = 0 if size(linear_map.operator) == 1 else jnp.inf
+    return jnp.full(terms.shape[:1], unknown, terms.real.dtype)
 
 
 def decompose_with_half(
@@ -179,15 +219,3 @@ def decompose_with_half(
     half = jax.vmap(partial(truncated, size=max(size, 1)))(projection)
     both = decompose(jnp.stack([projection, half]))
     return Eigen(*(x[0] for x in both)), Eigen(*(x[1] for x in both))
-
-
-def rounding_of(subject: MatrixFunction, run: Run) -> Float[Array, " p"]:
-    """The rounding error of f at nodes known to within eps of the largest."""
-    largest = jnp.max(jnp.abs(run.eigen.values))
-    eps = 4 * resolution(subject.linear_map.operator)
-
-    def at(x: Float[Array, ""]) -> Float[Array, " p"]:
-        value, slope = subject.fn(x), Slope(subject.fn)(x)
-        return eps * (jnp.abs(value) + jnp.abs(slope) * largest)
-
-    return mean(run.samples(at)) * run.coefficients.shape[0]

@@ -16,6 +16,7 @@ from traceax._columns import (
     squared_modulus,
 )
 from traceax._operator import LinearMap
+from traceax._stream import Stream
 
 
 class TraceWeight(eqx.Module):
@@ -28,14 +29,27 @@ class TraceWeight(eqx.Module):
         return jnp.sum(self.left.conj() * linear_map(self.right))
 
 
-class DiagonalWeight(eqx.Module):
-    """diag B = E of the row sums of conj(L) o (B R)."""
+class MeanForm(eqx.Module):
+    """tr B = E z* B z: `share` times the sum over probes z."""
 
-    left: Inexact[Array, "n r"]
-    right: Inexact[Array, "n r"]
+    probes: Stream
+    share: float = eqx.field(static=True)
+
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
+        def forms(z: Inexact[Array, "n b"]) -> Inexact[Array, ""]:
+            return jnp.sum(z.conj() * linear_map(z))
+
+        return self.share * self.probes.reduce(forms)
+
+
+class MeanProduct(eqx.Module):
+    """diag B = E conj(z) o B z, the sum over probes over `lengths`, that of |z|^2."""
+
+    probes: Stream
+    lengths: Float[Array, " n"]
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
-        return row_dots(linear_map(self.right), self.left)
+        return self.probes.reduce(lambda z: row_dots(linear_map(z), z)) / self.lengths
 
 
 class TwoSidedWeight(eqx.Module):
