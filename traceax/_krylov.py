@@ -190,7 +190,7 @@ def block_krylov(
     n, width = block.shape
     total = (depth + 1) * width
     eps = float(jnp.finfo(block.dtype).eps)
-    first = orthonormalise(block).columns
+    first = orthonormalise(block, linear_map).columns
 
     def without(basis: Array, block: Array) -> tuple[Array, Array]:
         inside = basis.conj().T @ block

@@ -23,12 +23,14 @@ judged), for whoever does not compile his own program: a first call is faster by
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact, UInt32
+from jaxtyping import Array, Float, Inexact, PyTree, UInt32
 
 from traceax._columns import column_norms_squared, diagonal, magnitude
 
@@ -51,15 +53,21 @@ class Basis(NamedTuple):
     scale: Float[Array, ""]
 
 
-@jax.jit
-def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
+def orthonormalise(block: Inexact[Array, "n k"], beside: PyTree = None) -> Basis:
     """A basis that is orthonormal whatever the rank, and never divides by zero.
 
     Sizes below rounding are raised to it: a backward perturbation of the block at rounding
-    level, so that identities keep holding to rounding, and the inverse exists.
+    level, so that identities keep holding to rounding, and the inverse exists. `beside`:
+    arrays by which to tell that the block will be spread over devices, if not by itself.
     """
+    return _orthonormalise(block, _may_be_spread((block, beside)))
+
+
+@partial(jax.jit, static_argnames="is_spread")
+def _orthonormalise(block: Inexact[Array, "n k"], is_spread: bool) -> Basis:
     scale = magnitude(block)
-    return Basis(*_decompose(block / scale, _floor(block / scale)), scale)
+    floor = _floor(block / scale)
+    return Basis(*_decompose(block / scale, floor, is_spread), scale)
 
 
 Factors = tuple[
@@ -67,11 +75,21 @@ Factors = tuple[
 ]
 
 
-def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _decompose(
+    block: Inexact[Array, "n k"], floor: Float[Array, ""], is_spread: bool
+) -> Factors:
     n, k = block.shape
-    if n >= TALL * k and (n > MANY_ROWS or n * k > MANY_ENTRIES):
+    is_large = n > MANY_ROWS or n * k > MANY_ENTRIES
+    if n >= TALL * k and (is_large or is_spread):
         return _randomised(block, floor)
     return _householder(block, floor)
+
+
+def _may_be_spread(arrays: PyTree) -> bool:
+    """Whether any is computed from arrays on a mesh of devices."""
+    leaves = filter(eqx.is_array, jax.tree.leaves(arrays))
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    return any(not mesh.empty and mesh.size > 1 for mesh in meshes)
 
 
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
@@ -156,14 +174,15 @@ def extend(
     block = block / basis.scale
     floor = jnp.maximum(_floor(basis.factor), _floor(block))
     inside = q.conj().T @ block
-    columns, corner, inverse, sizes = _decompose(block - q @ inside, floor)
+    decompose = partial(_decompose, floor=floor, is_spread=_may_be_spread((q, block)))
+    columns, corner, inverse, sizes = decompose(block - q @ inside)
     for _ in range(2):
         noise = noise - q @ (q.conj().T @ noise)
     grain = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
     for fresh in (noise * grain[None, :], 0):
         missed = q.conj().T @ columns
         inside = inside + missed @ corner
-        columns, turn, turn_inverse, _ = _decompose(columns - q @ missed + fresh, floor)
+        columns, turn, turn_inverse, _ = decompose(columns - q @ missed + fresh)
         corner, inverse = turn @ corner, turn_inverse @ inverse
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
     below = -inverse @ inside.conj().T @ basis.inverse
@@ -261,7 +280,7 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     of the core: then the shift is four times their depth, and `indefinite` is the depth.
     """
     scale = magnitude(sketch)
-    basis = orthonormalise(probes)
+    basis = orthonormalise(probes, sketch)
     inverse = basis.inverse / basis.scale
     # A probe that repeats others (signs do in few dimensions) adds a column to U that is
     # not in their span, where A is not known: it is left out.

@@ -1,0 +1,67 @@
+"""Operators whose arrays are spread over devices, and over processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+# On two cores, jax 0.10 now and then waits for ever where eight devices meet: once more.
+ATTEMPTS, SECONDS = 2, 90
+
+
+def programs(*modes: list[str]) -> list[dict[str, Any]]:
+    """Each in a process of its own; what they print last."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    for _ in range(ATTEMPTS):
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.on_devices", *mode],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for mode in modes
+        ]
+        try:
+            outputs = [process.communicate(timeout=SECONDS) for process in running]
+        except subprocess.TimeoutExpired:
+            continue
+        finally:
+            for process in running:
+                process.kill()
+        for process, (_, errors) in zip(running, outputs, strict=True):
+            assert process.returncode == 0, errors
+        return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    pytest.fail(f"no answer in {SECONDS} seconds, {ATTEMPTS} times")
+
+
+@pytest.mark.timeout(240)
+def test_blocks_stay_where_they_are() -> None:
+    """Eight devices: what is gathered or summed is small, k x k; the memory of each is a
+    fraction; values and gradients are those of one device."""
+    report = programs(["mesh"])[0]
+    sabotage = report.pop("sabotage")
+    assert sabotage["moved"]["all-gather"] == sabotage["block"]
+    for name, found in report.items():
+        assert max(found["moved"].values()) < sabotage["n"], name
+        assert found["memory"] < 0.5, name
+        assert found["difference"] < 1e-11, name
+        assert found["sharded"], name
+
+
+@pytest.mark.timeout(240)
+def test_processes_share_an_operator() -> None:
+    """By JAX's own jax.distributed: two processes of four devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    modes = [["process", str(index), str(port)] for index in (0, 1)]
+    for report in programs(*modes):
+        assert report["devices"] == 8
+        assert abs(report["value"]) < 1e-12
+        assert report["gradient"] < 1e-11
