@@ -36,6 +36,7 @@ from traceax._jackknife import (
     xtrace_replicates,
 )
 from traceax._leave_one_out import LeaveOneOut, leave_one_out
+from traceax._nystrom import nystrom
 from traceax._operator import LinearMap, is_negative, resolution, size
 from traceax._rule import Outcome, estimate
 from traceax._samplers import (
@@ -45,7 +46,7 @@ from traceax._samplers import (
     is_rotation_invariant,
     sphere,
 )
-from traceax._sketch import after, nystrom
+from traceax._sketch import after
 
 
 def xtrace(

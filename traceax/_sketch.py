@@ -1,4 +1,4 @@
-"""Small dense factors of a tall block: orthonormal bases, downdates, Nyström factors.
+"""Small dense factors of a tall block: orthonormal bases and their downdates.
 
 A basis comes from Householder's QR decomposition where the block is small. That walks
 through the block column by column, and gathers a block that is spread over devices; so a
@@ -250,50 +250,3 @@ def downdate(basis: Basis) -> Downdate:
     """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
     norms = jnp.sqrt(column_norms_squared(basis.inverse))
     return Downdate(basis.inverse / norms[None, :], 1 / norms)
-
-
-class Nystrom(NamedTuple):
-    """A Nyström approximation F F* of A/scale + shift I from the sketch A Omega.
-
-    `right` holds columns g_i with (Omega* (A/scale + shift I) Omega)^{-1} = G* G, so that
-    z_i = F g_i / |g_i| is what probe i contributes: without it, F F* - z_i z_i* is left.
-    `test_inverse` is R^{-*} of Omega = U R, with which (Omega* Omega)^{-1} = T* T.
-    """
-
-    left: Inexact[Array, "n k"]
-    right: Inexact[Array, "k k"]
-    shift: Float[Array, ""]
-    scale: Float[Array, ""]
-    test_inverse: Inexact[Array, "k k"]
-    indefinite: Float[Array, ""]
-
-
-@jax.jit
-def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
-    """Stable Nyström factors of a positive semidefinite operator, never NaN.
-
-    The textbook core Omega* A Omega is as ill-conditioned as A, and in floating point need
-    not be definite. So: orthonormalise the *probes*, Omega = U R (no new application);
-    shift by rounding plus the core's measured asymmetry, a free estimate of the matvec's
-    noise; floor the eigenvalues at the shift. An operator that is semidefinite only up to a
-    noise that is symmetric (a kernel rounded to float32, say) shows in negative eigenvalues
-    of the core: then the shift is four times their depth, and `indefinite` is the depth.
-    """
-    scale = magnitude(sketch)
-    basis = orthonormalise(probes, sketch)
-    inverse = basis.inverse / basis.scale
-    # A probe that repeats others (signs do in few dimensions) adds a column to U that is
-    # not in their span, where A is not known: it is left out.
-    repeated = basis.sizes < 10 * probes.shape[0] ** 0.5 * jnp.finfo(sketch.dtype).eps
-    columns = jnp.where(repeated[None, :], 0, basis.columns)
-    turned = jnp.where(repeated[None, :], 0, (sketch / scale) @ inverse.conj().T)
-    core = columns.conj().T @ turned
-    skew = jnp.linalg.norm(core - core.conj().T) / 2
-    size = jnp.maximum(jnp.linalg.norm(turned), 1e-3)
-    noise = jnp.finfo(sketch.dtype).eps * size + skew
-    eigenvalues, vectors = jnp.linalg.eigh((core + core.conj().T) / 2)
-    indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
-    shift = jnp.maximum(noise, 4 * indefinite)
-    half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
-    left = (turned + shift * columns) @ half
-    return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse, indefinite)
