@@ -144,7 +144,7 @@ def test_gradients_of_operator_and_parameters(name: str) -> None:
     forward, reverse = jax.jit(jax.jacfwd(value))(point), jax.jit(jax.jacrev(value))(point)
     close(forward, reverse, 1e-11)
     want = jax.grad(truth)(point)
-    np.testing.assert_allclose(forward, want, atol=0.2 * float(jnp.max(jnp.abs(want))))
+    np.testing.assert_allclose(forward, want, atol=0.3 * float(jnp.max(jnp.abs(want))))
     if name == "slq_trace":
         got = jax.jit(jax.hessian(value))(point)
         want = jax.hessian(truth)(point)

@@ -127,9 +127,9 @@ class LinearMap(eqx.Module):
             return by_columns(block)
         # Measured, n = 4000: as rows 50 columns take 0.65 (float32) to 0.85 of the time,
         # 100 take 0.8, but five 1.6 times as long; if the compiler is kept from turning
-        # the product round. With sparse, convolving and Jacobian operators rows save less than
-        # two transpositions cost, and what follows, products of two tall blocks, takes
-        # three times as long.
+        # the product round. With sparse, convolving and Jacobian operators rows save less
+        # than two transpositions cost, and what follows, products of two tall blocks,
+        # takes three times as long.
         kept = jax.lax.optimization_barrier
         if block.shape[1] < MANY_COLUMNS:
             return kept(by_columns(kept(block)))

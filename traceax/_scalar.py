@@ -145,7 +145,8 @@ class Factor(eqx.Module):
 
 
 def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
-    """A tenth of the largest |f'| at the nodes for values whose f' changes sign there."""
+    """A tenth of the largest |f'| at the nodes for values whose f' changes sign there. The
+    nodes of each start have their own: what else is sampled changes nothing."""
     slopes = jax.vmap(Slope(fn))(jnp.ravel(nodes))
     largest = jnp.max(jnp.abs(slopes), axis=0)
     if jnp.iscomplexobj(slopes):

@@ -19,6 +19,7 @@ the same nodes: so it is the same sum, of df.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -87,7 +88,8 @@ def _read_jvp(
 
 def _pair(subject: MatrixFunction, run: Run, tangent: Any) -> Inexact[Array, " p"]:
     """The sum of c (g1(A) v)* dA (g2(A) v)."""
-    soft = jax.lax.stop_gradient(softening(subject.fn, run.eigen.values))
+    each = jax.vmap(partial(softening, subject.fn))
+    soft = jax.lax.stop_gradient(each(run.eigen.values))
     count = run.coefficients.shape[1]
     blocks = _vectors(subject.fn, soft, run.basis, None, run.eigen, count)
     left, right = settled(blocks, _Again(run.again, soft, run.coefficients.size), subject)
@@ -104,7 +106,7 @@ class _Again(eqx.Module):
     """The vectors of the split rule from the operator and f, differentiable in both."""
 
     again: Callable[[LinearMap], tuple[Array, Array]]
-    softening: Float[Array, " p"]
+    softening: Float[Array, "N p"]
     num_starts: int = eqx.field(static=True)
 
     def __call__(self, subject: MatrixFunction) -> tuple[Vectors, Vectors]:
@@ -117,7 +119,7 @@ class _Again(eqx.Module):
 
 def _vectors(
     fn: Flat,
-    soft: Float[Array, " p"],
+    soft: Float[Array, "N p"],
     basis: Inexact[Array, "N m n"],
     projection: Inexact[Array, "N m m"] | None,
     eigen: Eigen,
@@ -126,14 +128,13 @@ def _vectors(
     """g1(A) v and g2(A) v for the first `count` rows v of every basis."""
 
     def one(
-        factor: Factor, rows: Array, matrix: Array | None, eigen: Eigen
+        first: bool, soft: Array, rows: Array, matrix: Array | None, eigen: Eigen
     ) -> Inexact[Array, "p count n"]:
-        return jnp.einsum("pmc,mn->pcn", columns(factor, matrix, eigen, count=count), rows)
+        applied = columns(Factor(fn, soft, first), matrix, eigen, count=count)
+        return jnp.einsum("pmc,mn->pcn", applied, rows)
 
     def all_of(first: bool) -> Vectors:
-        factor = Factor(fn, soft, first)
-        each = eqx.filter_vmap(one, in_axes=(None, 0, 0, 0))
-        batch = each(factor, basis, projection, eigen)
+        batch = eqx.filter_vmap(partial(one, first))(soft, basis, projection, eigen)
         return jnp.moveaxis(batch, 0, 1).reshape(batch.shape[1], -1, basis.shape[-1])
 
     return all_of(True), all_of(False)

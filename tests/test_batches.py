@@ -1,0 +1,182 @@
+"""`batch_size=`: the same numbers, less memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close
+
+N, K, KEY = 40, 23, jax.random.key(3)
+PSD = lx.positive_semidefinite_tag
+
+
+def operator(matrix: Any) -> lx.AbstractLinearOperator:
+    return lx.MatrixLinearOperator(matrix, PSD)
+
+
+def waves(x: Any, matrix: Any) -> Any:
+    return jnp.sin(matrix @ x)
+
+
+def energy(x: Any, matrix: Any) -> Any:
+    return jnp.sum(jnp.cos(matrix @ x))
+
+
+def own(key: Any, structure: Any, num_probes: int) -> Any:
+    return jax.random.normal(key, (num_probes, *structure.shape), structure.dtype)
+
+
+def calculus(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def estimate(matrix: Any, batch_size: Any) -> Any:
+        x = matrix[0].real
+        estimator = getattr(tx, name)
+        return estimator(fn, x, KEY, K, args=matrix.real, batch_size=batch_size)
+
+    return estimate
+
+
+def of(name: str, num_matvecs: int = K, **how: Any) -> Callable[..., Any]:
+    def estimate(matrix: Any, batch_size: Any) -> Any:
+        estimator = getattr(tx, name)
+        a = operator(matrix)
+        return estimator(a, KEY, num_matvecs, batch_size=batch_size, **how)
+
+    return estimate
+
+
+def quadrature(fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    def estimate(matrix: Any, batch_size: Any) -> Any:
+        counts = {"num_probes": 11, "num_steps": 5}
+        return fn(operator(matrix), KEY, batch_size=batch_size, **counts, **how)
+
+    return estimate
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    "trace": of("hutchinson_trace"),
+    "trace, sphere": of("hutchinson_trace", sampler=tx.sphere),
+    "trace, orthogonal": of("hutchinson_trace", sampler=tx.orthogonal),
+    "trace, a sampler of one's own": of("hutchinson_trace", sampler=own),
+    "trace, exact": of("hutchinson_trace", 100),
+    "diagonal": of("hutchinson_diagonal"),
+    "diagonal, normal": of("hutchinson_diagonal", sampler=tx.normal),
+    "diagonal, probing": of(
+        "hutchinson_diagonal", 30, sampler=tx.probing(np.arange(N) % 5)
+    ),
+    "diagonal, exact": of("hutchinson_diagonal", 100),
+    "slq_trace": quadrature(lambda a, *x, **y: tx.slq_trace(a, jnp.log, *x, **y)),
+    "schatten_norm": quadrature(lambda a, *x, **y: tx.schatten_norm(a, 1.5, *x, **y)),
+    "spectral_density": quadrature(
+        lambda a, *x, **y: tx.spectral_density(a, jnp.linspace(0.0, 9.0, 5), *x, **y)
+    ),
+    "laplacian": calculus("laplacian", energy),
+    "divergence": calculus("divergence", waves),
+    "hessian_diagonal": calculus("hessian_diagonal", energy),
+}
+
+
+def matrix_of(dtype: Any) -> Any:
+    root = jax.random.normal(jax.random.key(0), (N, N), dtype)
+    return root @ root.conj().T / N + jnp.eye(N)
+
+
+def answer(name: str, batch_size: Any) -> Callable[[Any], Any]:
+    def loss(matrix: Any) -> tuple[Any, tx.Estimate]:
+        estimate = CASES[name](matrix, batch_size)
+        weights = jnp.cos(jnp.arange(estimate.value.size)).reshape(estimate.value.shape)
+        return jnp.sum(weights * estimate.value), estimate
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_batches_change_no_number(name: str, dtype: Any) -> None:
+    """Whether they divide the number of probes or not; values, errors and gradients."""
+    matrix = matrix_of(dtype)
+    (_, whole), gradient = answer(name, None)(matrix)
+    for batch_size in (5, 1) if dtype is float and "probing" not in name else (10,):
+        (_, parts), other = answer(name, batch_size)(matrix)
+        close(parts.value, whole.value, 1e-13, float(jnp.max(jnp.abs(whole.value))))
+        close(parts.standard_error, whole.standard_error, 1e-11)
+        close(other, gradient, 1e-12, float(jnp.max(jnp.abs(gradient))))
+        assert parts.num_matvecs == whole.num_matvecs
+
+
+def test_second_derivatives_of_batches() -> None:
+    """d2/ds2 log det(s A) = -n/s^2."""
+
+    def logdet(s: Any) -> Any:
+        a = operator(s * matrix_of(float))
+        return tx.slq_trace(a, jnp.log, KEY, num_probes=7, num_steps=5, batch_size=3).value
+
+    close(jax.hessian(logdet)(2.0), -N / 4, 1e-10)
+
+
+def test_batches_at_any_scale() -> None:
+    """The spread of a diagonal is summed batch by batch, without squares out of range."""
+    for scale in (2.0**-660, 2.0**660):
+        parts = tx.hutchinson_diagonal(
+            operator(scale * matrix_of(float)), KEY, K, batch_size=5
+        )
+        whole = tx.hutchinson_diagonal(operator(matrix_of(float)), KEY, K)
+        close(parts.value / scale, whole.value, 1e-12)
+        close(parts.standard_error / scale, whole.standard_error, 1e-10)
+
+
+def test_a_gradient_holds_one_batch() -> None:
+    """By what the compiler sets aside: forwards and backwards, a few blocks of a batch,
+    where all probes together take hundreds of vectors."""
+    n, k, b = 20_000, 240, 6
+    space = jax.ShapeDtypeStruct((n,), jnp.float32)
+
+    def loss(diagonal: Any, factor: Any, name: str, batch_size: Any) -> Any:
+        if name == "laplacian":
+            return tx.laplacian(
+                lambda x, d: jnp.sum(d * jnp.cos(x)),
+                diagonal,
+                KEY,
+                k,
+                args=diagonal,
+                batch_size=batch_size,
+            ).value
+        a = lx.FunctionLinearOperator(
+            lambda v: diagonal * v + factor @ (factor.T @ v), space, PSD
+        )
+        if name == "slq_trace":
+            return tx.slq_trace(
+                a, jnp.log, KEY, num_probes=k // 4, num_steps=4, batch_size=batch_size
+            ).value
+        estimate = getattr(tx, name)(a, KEY, k, batch_size=batch_size)
+        return jnp.sum(estimate.value) + 0 * jnp.sum(
+            jax.lax.stop_gradient(estimate.standard_error)
+        )
+
+    vectors = jnp.ones(n, jnp.float32), jnp.ones((n, 2), jnp.float32)
+    for name in ("hutchinson_trace", "hutchinson_diagonal", "slq_trace", "laplacian"):
+
+        def vectors_set_aside(batch_size: Any, name: str = name) -> float:
+            gradient = jax.jit(jax.grad(lambda d, f: loss(d, f, name, batch_size), (0, 1)))
+            memory: Any = gradient.lower(*vectors).compile().memory_analysis()
+            return memory.temp_size_in_bytes / (4 * n)
+
+        assert vectors_set_aside(b) < 16 * b, name
+        assert vectors_set_aside(None) > k, name
+
+
+def test_wrong_batch_sizes() -> None:
+    a, sampler = operator(matrix_of(float)), tx.probing(np.arange(N) % 5)
+    for few in (0, -1):
+        with pytest.raises(ValueError, match=r"batch_size=.*at least 1"):
+            tx.hutchinson_trace(a, KEY, 5, batch_size=few)
+    wrong: Any = 2.0
+    with pytest.raises(TypeError, match=r"batch_size=.*Python int"):
+        tx.slq_trace(a, jnp.log, KEY, num_probes=3, num_steps=2, batch_size=wrong)
+    with pytest.raises(ValueError, match=r"batch_size=.*at least 5.*sample"):
+        tx.hutchinson_diagonal(a, KEY, 10, sampler=sampler, batch_size=4)
