@@ -56,14 +56,19 @@ def divergence(
       least 1. From n on, n are spent.
     - `args`: passed on to `fn`. Default `None`.
     - `sampler`: draws the probes. Default `rademacher`.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and pushed forwards again in a gradient rather than stored. `orthogonal` and
+      samplers of your own still draw all probes together.
 
     **Returns** an `Estimate` of shape `()`, in the dtype of x (at least 32 bits).
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where n
     products were spent.
 
     **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
-    `key` is not a random key, `num_matvecs` not a Python int; `ValueError` if `fn` returns
-    another structure than x, if x is empty, if `num_matvecs` is below 1.
+    `key` is not a random key, `num_matvecs` or `batch_size` not a Python int; `ValueError`
+    if `fn` returns another structure than x, if x is empty, if `num_matvecs` or
+    `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
     `fn` closes over: exactly those of the value.
@@ -122,14 +127,18 @@ def laplacian(
       on, n are spent.
     - `args`: passed on to `fn`. Default `None`.
     - `sampler`: draws the probes. Default `rademacher`, blind to the Hessian's diagonal.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and pushed forwards again in a gradient rather than stored. `orthogonal` and
+      samplers of your own still draw all probes together.
 
     **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where n
     directions were spent.
 
     **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
-    `key` is not a random key, `num_matvecs` not a Python int; `ValueError` if x is empty,
-    if `num_matvecs` is below 1.
+    `key` is not a random key, `num_matvecs` or `batch_size` not a Python int; `ValueError`
+    if x is empty, if `num_matvecs` or `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
     `fn` closes over: exactly those of the value. `fn` must be differentiable forwards
@@ -186,6 +195,10 @@ def hessian_diagonal(
       least 1. From n on, n are spent.
     - `args`: passed on to `fn`. Default `None`.
     - `sampler`: draws the probes. Default `rademacher`.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and the Hessian applied again in a gradient rather than stored. `orthogonal`
+      and samplers of your own still draw all probes together.
 
     **Returns** an `Estimate` with the structure of x (leaves of at least 32 bits).
     `standard_error` is, entry by entry, that of a mean of independent samples; `inf` for
@@ -193,7 +206,7 @@ def hessian_diagonal(
 
     **Raises** `TypeError` if `fn` is not callable or returns anything but one real number,
     x has leaves that are not real numbers, `key` is not a random key, `num_matvecs` not a
-    Python int; `ValueError` if x is empty, if `num_matvecs` is below 1.
+    Python int; `ValueError` if x is empty, if `num_matvecs` or `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
     `fn` closes over.

@@ -46,15 +46,19 @@ def spectral_density(
       that the error bar grows wide.
     - `sampler`: draws the probes, independent of each other. Default `sphere`.
     - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
+    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
+      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
+      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
+      your own still draw all probes together.
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
     `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
     one step.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
-    count not a Python int; `ValueError` if `operator` is not square, mixes real and complex
-    leaves, or has no dimension; if a count is below 1; if `grid` is not a real vector; if
-    the sampler draws dependent probes.
+    count or `batch_size` not a Python int; `ValueError` if `operator` is not square, mixes
+    real and complex leaves, or has no dimension; if a count or `batch_size` is below 1; if
+    `grid` is not a real vector; if the sampler draws dependent probes.
 
     **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
     so differentiate on coarse grids.

@@ -45,6 +45,10 @@ def hutchinson_trace(
     - `sampler`: draws the probes. Default `rademacher`, which is blind to the diagonal;
       `orthogonal` helps if the budget is a good part of n, `probing` (which spends a
       multiple of its number of colours) if entries decay with distance in a graph.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and the operator applied again in a gradient rather than stored.
+      `orthogonal` and samplers of your own still draw all probes together.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of a mean of
@@ -52,15 +56,16 @@ def hutchinson_trace(
     spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 1, or below the number of colours; if the sampler's probes are of the wrong shape.
+    `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
+    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
+    keys; if `num_matvecs` or `batch_size` is below 1, or below the number of colours; if
+    the sampler's probes are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
     value. A gradient costs one matvec-VJP a probe.
 
-    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k;
-    2 n k flops.
+    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
+    n x batch_size); 2 n k flops.
 
     **Example**
 
@@ -109,6 +114,10 @@ def hutchinson_diagonal(
     - `sampler`: draws the probes. Default `rademacher`, as no other has less variance that
       knows nothing of the operator; `probing` does, and spends a multiple of its number of
       colours.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and the operator applied again in a gradient rather than stored.
+      `orthogonal` and samplers of your own still draw all probes together.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
@@ -116,15 +125,16 @@ def hutchinson_diagonal(
     where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 1, or below the number of colours; if the sampler's probes are of the wrong shape.
+    `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
+    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
+    keys; if `num_matvecs` or `batch_size` is below 1, or below the number of colours; if
+    the sampler's probes are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
     value. A gradient costs one matvec-VJP a probe.
 
-    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k;
-    4 n k flops.
+    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
+    n x batch_size); 4 n k flops.
 
     **Example**
 

@@ -164,7 +164,7 @@ def frobenius_norm_squared(
     gradient costs 4k matvec-VJPs.
 
     **Cost**: k applications and k of the adjoint, in two batches; 3 blocks of n x k; about
-    11 n k^2 flops.
+    8 n k^2 flops.
 
     **Example**
 

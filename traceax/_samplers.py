@@ -47,7 +47,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry.
+    **Cost**: one random bit an entry; for complex leaves, a number.
 
     **Example**
 
@@ -95,7 +95,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry.
+    **Cost**: one random number an entry, in single precision.
 
     **Example**
 
@@ -135,7 +135,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry.
+    **Cost**: one random number an entry, in single precision.
 
     **Example**
 
@@ -178,7 +178,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
     **Derivatives**: none; the probes depend on the key alone.
 
-    **Cost**: one random number an entry and a QR decomposition, 2 n num_probes^2 flops.
+    **Cost**: one random number an entry, in single precision and a QR decomposition, 2 n num_probes^2 flops.
 
     **Example**
 

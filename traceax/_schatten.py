@@ -46,6 +46,10 @@ def schatten_norm(
       the dimension are taken.
     - `sampler`: draws the probes, independent of each other. Default `sphere`.
     - `reorthogonalise`: as in `slq_trace`.
+    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
+      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
+      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
+      your own still draw all probes together.
 
     **Returns** an `Estimate` of shape `()`, real. `standard_error` is that of the trace,
     covering sampling and quadrature, carried through the root; `inf` for one probe or one
@@ -53,8 +57,8 @@ def schatten_norm(
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
     count not a Python int, `p` not real; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if a count is below 1; if `p` is not positive and finite;
-    if the sampler draws dependent probes.
+    leaves, or has no dimension; if a count or `batch_size` is below 1; if `p` is not
+    positive and finite; if the sampler draws dependent probes.
 
     **Derivatives**: forward and reverse, in the operator and in `p`, as of `slq_trace`, of
     which this is a root. Where singular values are 0 and p < 2, that of the others. NaN at

@@ -60,6 +60,10 @@ def slq_trace(
       it is safe for few steps, or smooth functions (exp on a narrow spectrum), and worth
       it where the operator is cheap, sparse or diagonal; log and inverses of
       ill-conditioned operators lose digits.
+    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
+      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
+      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
+      your own still draw all probes together.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
     covers sampling and quadrature, the latter by comparison with half the steps, which
@@ -67,9 +71,10 @@ def slq_trace(
     one step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, a count not a Python int;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if a count is below 1; if the sampler draws dependent probes.
+    `fn` not a function of a scalar that returns arrays, a count or `batch_size` not a
+    Python int; `ValueError` if `operator` is not square, mixes real and complex leaves, or
+    has no dimension; if a count or `batch_size` is below 1; if the sampler draws dependent
+    probes.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
     unbiased but for quadrature: by the split rule, one matvec-VJP for each probe and entry

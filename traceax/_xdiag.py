@@ -175,7 +175,7 @@ def xnysdiag(
     on the same sketch, for tangents that need not be semidefinite. A gradient costs 2k
     matvec-VJPs.
 
-    **Cost**: k applications, no adjoints, in one batch; 5 blocks of n x k; about 15 n k^2
+    **Cost**: k applications, no adjoints, in one batch; 5 blocks of n x k; about 10 n k^2
     flops.
 
     **Example**
