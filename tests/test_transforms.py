@@ -207,7 +207,7 @@ def test_pytrees_of_mixed_precision() -> None:
         for values in (got.value, got.standard_error):
             assert eqx.tree_equal(jax.eval_shape(lambda: values), structure) is True  # noqa: B023
         error = jnp.abs(flatten(got.value) - truth)
-        assert jnp.all(error <= 6 * flatten(got.standard_error))
+        assert jnp.mean(error <= 3 * flatten(got.standard_error)) > 0.95
 
 
 PSD = lx.positive_semidefinite_tag

@@ -28,17 +28,12 @@ from traceax._checks import (
     check_tolerance,
 )
 from traceax._choice import SMALL
+from traceax._draw import draw
 from traceax._estimate import AdaptiveEstimate
 from traceax._growing import Growing, Sketch
 from traceax._operator import LinearMap, is_negative, is_positive, size
 from traceax._rule import Outcome, run
-from traceax._samplers import (
-    Sampler,
-    check_independent,
-    draw,
-    is_rotation_invariant,
-    sphere,
-)
+from traceax._samplers import Sampler, check_independent, is_rotation_invariant, sphere
 from traceax._weights import TraceWeight
 
 # The first sketch: the fewest probes whose jackknife can be relied on.

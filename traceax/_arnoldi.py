@@ -21,12 +21,13 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from traceax._checks import check_function_request
 from traceax._columns import mean
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._jackknife import both_errors, independent_degrees_of_freedom, standard_error
 from traceax._krylov import norm, truncated
 from traceax._operator import LinearMap, prepare, resolution, size, working_dtype
 from traceax._rule import Outcome, estimate_of, settled
-from traceax._samplers import Sampler, check_independent, draw, sphere
+from traceax._samplers import Sampler, check_independent, sphere
 from traceax._scalar import Flat, MatrixFunction, Slope, scalar_function
 
 

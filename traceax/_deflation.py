@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._samplers import draw, sphere
+from traceax._draw import draw
+from traceax._samplers import sphere
 
 
 class Split(NamedTuple):

@@ -7,12 +7,13 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._columns import magnitude, mean, row_dots
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._exact import exact_diagonal
 from traceax._jackknife import standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, estimate
-from traceax._samplers import Sampler, draw, rademacher
+from traceax._samplers import Sampler, rademacher
 from traceax._sketch import orthonormalise
 from traceax._weights import TwoSidedWeight
 

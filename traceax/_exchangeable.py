@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request, check_semidefinite
 from traceax._columns import column_dots, column_norms_squared, mean
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._exact import exact_trace
 from traceax._jackknife import (
@@ -39,13 +40,7 @@ from traceax._leave_one_out import LeaveOneOut, leave_one_out
 from traceax._nystrom import nystrom
 from traceax._operator import LinearMap, is_negative, resolution, size
 from traceax._rule import Outcome, estimate
-from traceax._samplers import (
-    Sampler,
-    check_independent,
-    draw,
-    is_rotation_invariant,
-    sphere,
-)
+from traceax._samplers import Sampler, check_independent, is_rotation_invariant, sphere
 from traceax._sketch import after
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from traceax._checks import check_function_request
 from traceax._columns import mean, squared_modulus
 from traceax._dense import columns, decompose
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._exact_functions import hermitian_or_nan, is_cheap
 from traceax._function_checks import check_scalar_values
@@ -17,7 +18,7 @@ from traceax._function_operator import FunctionOfOperator
 from traceax._hutchinson import hutchinson_diagonal
 from traceax._jackknife import both_errors
 from traceax._operator import LinearMap, as_result, frozen, prepare, size, stores_matrix
-from traceax._samplers import Sampler, draw, probes_a_sample, rademacher
+from traceax._samplers import Sampler, probes_a_sample, rademacher
 from traceax._scalar import ScalarFunction, scalar_function
 from traceax._slq import real_dtype
 from traceax._xdiag import xdiag

@@ -23,12 +23,13 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._columns import column_dots, column_norms_squared, mean
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._exact import exact_trace
 from traceax._jackknife import independent_degrees_of_freedom, standard_error
 from traceax._operator import LinearMap, resolution, size
 from traceax._rule import Outcome, estimate
-from traceax._samplers import Sampler, draw, is_rotation_invariant, rademacher, sphere
+from traceax._samplers import Sampler, is_rotation_invariant, rademacher, sphere
 from traceax._sketch import orthonormalise
 from traceax._weights import TraceWeight
 

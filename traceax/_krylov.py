@@ -57,6 +57,9 @@ def lanczos(
 
     def step(state: _State, j: Array) -> tuple[_State, tuple[Array, ...]]:
         # All vectors in one block, as columns: for a stored matrix half the time of rows.
+        if state.basis is not None:
+            basis = jax.lax.dynamic_update_index_in_dim(state.basis, state.q, j, axis=1)
+            state = state._replace(basis=basis)
         return advance(j, state, linear_map(state.q.T).T)
 
     basis_shape = (starts.shape[0], num_steps, starts.shape[1])
@@ -89,8 +92,6 @@ def _advance(
     """One step from one vector, given A q."""
     basis, q, previous, beta, scale, skew = state
     eps = float(jnp.finfo(q.dtype).eps)
-    if basis is not None:
-        basis = basis.at[j].set(q)
     scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
     alpha = jnp.vdot(q, product).real
     residual = product - alpha * q - beta * previous
@@ -135,15 +136,19 @@ def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
 def tridiagonal(
     alphas: Float[Array, " m"], betas: Float[Array, " m-1"]
 ) -> Float[Array, "m m"]:
-    return jnp.diag(alphas) + jnp.diag(betas, 1) + jnp.diag(betas, -1)
+    """By masks: made of `jnp.diag` it takes longer to compile."""
+    index = jnp.arange(alphas.size)
+    beside = jnp.append(betas, jnp.zeros_like(alphas[:1]))[:, None]
+    above = jnp.where(index[:, None] + 1 == index[None, :], beside, 0)
+    diagonal = jnp.where(index[:, None] == index[None, :], alphas[:, None], 0)
+    return diagonal + above + above.T
 
 
 def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m m"]:
     """T as it was when it had `size` rows, padded as after a breakdown."""
     kept = jnp.arange(projection.shape[0]) < size
-    diagonal = jnp.where(kept, jnp.diagonal(projection), projection[0, 0])
     inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
-    return inside - jnp.diag(jnp.diagonal(inside)) + jnp.diag(diagonal)
+    return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
 
 
 def radau(projection: Float[Array, "m m"], bound: float) -> Float[Array, "m m"]:

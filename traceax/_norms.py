@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_request
 from traceax._columns import column_norms_squared, magnitude, mean
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._exact import cost_of_norms, exact_norm, exact_row_norms
 from traceax._exchangeable import nystrom_trace
@@ -40,7 +41,6 @@ from traceax._rule import Outcome, estimate
 from traceax._samplers import (
     Sampler,
     check_independent,
-    draw,
     is_rotation_invariant,
     rademacher,
     sphere,

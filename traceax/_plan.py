@@ -3,19 +3,19 @@
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._checks import check_batch_size, check_samples
 from traceax._columns import mean
+from traceax._draw import draw, draw_samples
 from traceax._jackknife import standard_error
 from traceax._operator import size, skeleton
 from traceax._samplers import (
     Sampler,
     comes_in_samples,
-    draw,
-    draw_samples,
     is_without_replacement,
     probes_a_sample,
 )
@@ -79,6 +79,7 @@ def stream(
         block = draw(name, sampler, key, operator, num_probes, in_samples=True)
         return Stream(block, None, count, group, batch)
     how = partial(draw_samples, name=name, sampler=sampler, operator=skeleton(operator))
+    keys = jax.random.split(key, count)
     if batch >= count:
-        return all_at_once(how(key, jnp.arange(count)), group)
-    return Stream(key, how, count, group, batch)
+        return all_at_once(how(keys), group)
+    return Stream(keys, how, count, group, batch)

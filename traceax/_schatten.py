@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from traceax._checks import check_function_request, check_power
 from traceax._columns import magnitude
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._operator import LinearMap, gram, is_negative, is_positive, prepare
-from traceax._samplers import Sampler, draw, sphere
+from traceax._samplers import Sampler, sphere
 from traceax._slq import slq_trace
 
 

@@ -154,7 +154,7 @@ def _mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
     index = jnp.arange(k)
     angles = (2 * math.pi / k) * (index[:, None] * index[None, :] % k).astype(dtype)
     hartley = (jnp.cos(angles) + jnp.sin(angles)) / k**0.5
-    signed = _signs(k, 3, dtype).T[:, :, None] * hartley
+    signed = _signs(k, 3, dtype).T[:, :, None] * hartley[None]
     return signed[0] @ signed[1] @ signed[2]
 
 

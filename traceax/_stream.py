@@ -3,8 +3,8 @@
 Estimates that are sums over independent probes can take them in batches: what lives at a
 time is one batch, its images, and the sums. A gradient would bring everything back, the
 probes and whatever the applications leave for their transposes; so each batch is a
-`jax.checkpoint`: drawn and applied again where its derivative is taken. Sample i is drawn
-with a key of its own, `fold_in(key, i)`: the numbers are the same in batches of any size.
+`jax.checkpoint`: drawn and applied again where its derivative is taken. Each sample is
+drawn with a key of its own: the numbers are the same in batches of any size.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Int, Shaped
 
 from traceax._operator import size, working_dtype
 
@@ -26,11 +26,11 @@ Columns = Array
 class Stream(eqx.Module):
     """Samples of `group` probes each, of which `batch` samples live at a time.
 
-    `source` is a block of all, or what `draw(source, indices)` makes the samples of.
+    `source` is a block of all; or has, for each sample, what `draw` makes it of.
     """
 
-    source: Columns | PRNGKeyArray
-    draw: Callable[[Any, Int[Array, " b"]], Columns] | None = eqx.field(static=True)
+    source: Columns | Shaped[Array, " samples"]
+    draw: Callable[[Any], Columns] | None = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
     batch: int = eqx.field(static=True)
@@ -77,7 +77,7 @@ class Stream(eqx.Module):
 
     def _columns(self, first: int | Array, count: int) -> Columns:
         if self.draw is not None:
-            return self.draw(self.source, first + jnp.arange(count))
+            return self.draw(jax.lax.dynamic_slice_in_dim(self.source, first, count))
         if count == self.num_samples:
             return self.source
         start, width = first * self.group, count * self.group
@@ -93,10 +93,10 @@ def unit_vectors(operator: lx.AbstractLinearOperator, batch: int) -> Stream:
     """The probes of which nothing is random."""
     n, dtype = size(operator), working_dtype(operator)
     draw = partial(_units, n=n, dtype=dtype)
-    return Stream(jnp.zeros(0, dtype), draw, n, 1, min(batch, n))
+    return Stream(jnp.arange(n), draw, n, 1, min(batch, n))
 
 
-def _units(_: Array, indices: Int[Array, " b"], n: int, dtype: Any) -> Columns:
+def _units(indices: Int[Array, " b"], n: int, dtype: Any) -> Columns:
     return jax.nn.one_hot(indices, n, axis=0, dtype=dtype)
 
 

@@ -50,8 +50,9 @@ from traceax._exact import exact_trace
 from traceax._exchangeable import xtrace
 from traceax._hutchinson import hutchinson_trace
 from traceax._operator import LinearMap, Structure, prepare, resolution, size
+from traceax._plan import stream
 from traceax._rule import Outcome, estimate
-from traceax._samplers import Sampler, check_independent, draw, sphere
+from traceax._samplers import Sampler, check_independent, sphere
 from traceax._weights import TraceWeight
 
 
@@ -179,7 +180,7 @@ def _update(
         exact = exact_trace(operator)
         return exact, _state(exact, program)
     num_probes = num_matvecs // 2
-    probes = draw("deltashift", sampler, key, operator, num_probes)
+    probes = stream("deltashift", operator, key, num_probes, sampler, None).source
     structure = operator.in_structure()
     before = LinearMap(program.with_arrays(state.arrays, structure))(probes)
     frozen = jax.lax.stop_gradient((probes, before, state.value, state.standard_error))

@@ -43,6 +43,7 @@ from traceax._columns import (
     row_norms_squared,
     squared_modulus,
 )
+from traceax._draw import draw
 from traceax._estimate import Estimate
 from traceax._exact import exact_diagonal
 from traceax._jackknife import shared_error
@@ -50,7 +51,7 @@ from traceax._leave_one_out import LeaveOneOut, leave_one_out
 from traceax._nystrom import nystrom
 from traceax._operator import LinearMap, is_negative, resolution, size
 from traceax._rule import Outcome, estimate
-from traceax._samplers import Sampler, check_independent, draw, rademacher
+from traceax._samplers import Sampler, check_independent, rademacher
 from traceax._sketch import after
 
 

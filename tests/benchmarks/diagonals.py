@@ -42,7 +42,9 @@ from tests.benchmarks.scores import (
     Estimator,
     Matrix,
     Score,
+    all_together,
     claim_intervals,
+    one_by_one,
     ours,
     over_keys,
     score,
@@ -151,7 +153,8 @@ def theirs(name: str, library: str, rival: Rival, num_matvecs: int) -> Estimator
     if library == "paired":  # what traceax draws from the same key
         sampler = tx.sphere if on_sphere else tx.rademacher
         structure = jax.ShapeDtypeStruct(zeros.shape, zeros.dtype)
-        sampler = partial(sampler, structure=structure, num_probes=num)
+        how = one_by_one if name == "hutchinson_diagonal" else all_together
+        sampler = how(sampler, structure, num)
     elif on_sphere:
         sampler = stochtrace.sampler_sphere(zeros, num=num)
     else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,3 +71,18 @@ def claim_intervals(shares: list[tuple[Score, str]]) -> None:
         for score, where in low or shares[:1]
     )
     verdict(not low, "interval(0.95) holds >= 88 % in every cell, the lowest", figures)
+
+
+# What traceax draws from a key: sums over probes draw each by a key of its own.
+
+
+def one_by_one(sampler: Any, structure: Any, num_probes: int) -> Callable[..., Array]:
+    def draw(key: PRNGKeyArray) -> Array:
+        keys = jax.random.split(key, num_probes)
+        return jax.vmap(lambda key: sampler(key, structure, 1)[0])(keys)
+
+    return draw
+
+
+def all_together(sampler: Any, structure: Any, num_probes: int) -> Callable[..., Array]:
+    return partial(sampler, structure=structure, num_probes=num_probes)

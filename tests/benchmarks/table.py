@@ -1,0 +1,122 @@
+"""The whole table: speed, compile time and memory beside matfree, row by row.
+
+`python -m tests.benchmarks.table [PART ...]`, from the root of the repository, on a machine
+that does nothing else; eight minutes. The rows of log-determinants are those of
+`tests.benchmarks.functions`, in float64; the dense ones of XTrace those of
+`tests.benchmarks.speed`. The sparse operator is the five-point Laplacian of a square grid,
+n = 199,809, applied by shifts; XTrace with 100 matvecs, and with 100 probes; with points of
+the sphere, and with signs, in either library. Both libraries in turn in one process,
+jitted, warmed; medians of seven. A ratio above 1 says that traceax is faster.
+
+Memory is what the compiler sets aside, in blocks of n x k: of a gradient, above its value.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, PRNGKeyArray
+from matfree import stochtrace
+
+import traceax as tx
+from tests.benchmarks import functions, speed
+from tests.benchmarks.accuracy import with_spectrum
+from tests.benchmarks.functions import Race, print_races, warmed
+from tests.benchmarks.speed import compilation
+
+SIDE = 447
+REPEATS = 7
+KEY = jax.random.key(1)
+
+
+def dense() -> Iterator[Race]:
+    spectrum = jnp.arange(1.0, speed.N + 1) ** -2
+    matrix = with_spectrum(spectrum, jax.random.key(0)).astype(jnp.float32)
+    for what, wrap, aim in (("", lambda f: f, 1.0), (" + grad", jax.value_and_grad, 1.5)):
+        pair = speed.pairs(wrap)["xtrace"]
+        yield Race(f"xtrace value{what}", pair, (matrix, KEY), 3 * REPEATS, aim)
+
+
+def laplacian(v: Float[Array, " n"], weight: Float[Array, ""]) -> Float[Array, " n"]:
+    grid = v.reshape(SIDE, SIDE)
+    wide = jnp.pad(grid, 1)
+    up_down = wide[:-2, 1:-1] + wide[2:, 1:-1]
+    left_right = wide[1:-1, :-2] + wide[1:-1, 2:]
+    return (weight * grid - up_down - left_right).ravel()
+
+
+def sparse_pair(num_probes: int, sampler: Any, other: Any, dtype: Any) -> functions.Pair:
+    space = jax.ShapeDtypeStruct((SIDE**2,), dtype)
+
+    def ours(weight: Float[Array, ""], key: PRNGKeyArray) -> Array:
+        operator = lx.FunctionLinearOperator(lambda v: laplacian(v, weight), space)
+        return tx.xtrace(operator, key, 2 * num_probes, sampler=sampler).value
+
+    drawn = other(jnp.zeros(SIDE**2, dtype), num=num_probes)
+    rival = stochtrace.estimator_leave_one_out(stochtrace.leave_one_out_xtrace(), drawn)
+
+    def theirs(weight: Float[Array, ""], key: PRNGKeyArray) -> Array:
+        return rival(laplacian, key, weight)
+
+    return ours, theirs
+
+
+def sparse(*counts: int) -> Iterator[Race]:
+    samplers = {
+        "sphere": (tx.sphere, stochtrace.sampler_sphere),
+        "signs": (tx.rademacher, stochtrace.sampler_signs),
+    }
+    for dtype in (jnp.float32, jnp.float64):
+        for count in counts:
+            for name, pair in samplers.items():
+                label = f"sparse, {count} {name}, {jnp.dtype(dtype).name}"
+                arguments = (jnp.asarray(4, dtype), KEY)
+                yield Race(label, sparse_pair(count, *pair, dtype), arguments, REPEATS, 3)
+
+
+def speeds() -> None:
+    print_races(warmed, [*functions.races(20, 40), *dense(), *sparse(50, 100)])
+
+
+def compilations() -> None:
+    rows = [*functions.races(20), *dense(), *sparse(50)]
+    print_races(compilation, (row._replace(aim=1, repeats=REPEATS) for row in rows))
+
+
+def set_aside(function: Callable[..., Any], *arguments: Array) -> float:
+    memory: Any = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    return float(memory.temp_size_in_bytes)
+
+
+def memory() -> None:
+    """Of XTrace's gradient in the weight of the sparse operator, above its value."""
+    print(f"{'blocks':<34}{'traceax':>10}{'matfree':>10}")
+    weight = jnp.asarray(4, jnp.float32)
+    block = 4.0 * SIDE**2 * 50
+    pair = sparse_pair(50, tx.sphere, stochtrace.sampler_sphere, jnp.float32)
+    values = [set_aside(function, weight, KEY) / block for function in pair]
+    both = [set_aside(jax.value_and_grad(f), weight, KEY) / block for f in pair]
+    for name, row in {"value": values, "value and gradient": both}.items():
+        print(f"{name:<34}{row[0]:>10.1f}{row[1]:>10.1f}")
+
+
+PARTS = {
+    "speed": speeds,
+    "compile": compilations,
+    "memory": memory,
+    "errors": partial(functions.gradients),
+}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}")
+    jax.config.update("jax_enable_x64", True)
+    for part in parser.parse_args().parts or PARTS:
+        print(f"{part}: ", end="")
+        PARTS[part]()
+        print()
