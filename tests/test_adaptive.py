@@ -75,7 +75,7 @@ def test_compiled_and_not_compiled_agree(tags: Any) -> None:
     both = jax.jit(jax.value_and_grad(loss))
     whole = jax.jit(lambda m, rtol: estimate(m, KEY, tags, rtol=rtol))
     reached = set()
-    for rtol in (1.0, 0.05, 0.0):
+    for rtol in (1.0, 0.15, 0.0):
         eager, traced = estimate(matrix, KEY, tags, rtol=rtol), whole(matrix, rtol)
         close(traced.value, eager.value, 1e-12)
         close(traced.standard_error, eager.standard_error, 1e-6, float(jnp.trace(matrix)))

@@ -6,7 +6,7 @@ large one has *randomised Cholesky QR*, which is made of products only (Balabano
 arXiv:2210.09953; Higgins, Szyld, Boman and Yamazaki 2024, arXiv:2309.05868):
 
     T = R of the QR decomposition of S Y H     S: 3k/2 + 10 rows of random signs,
-    V = Y H T^{-1}                             H: k x k, orthogonal, mixes the columns,
+    V = Y H T^{-1}                             H: a k x k rotation, fixed at random,
     L L* = V* V,    Q = V L^{-*},              Y = Q (L* T H*).
 
 S keeps the length of every vector of the range to within a factor, so V, of condition
@@ -22,7 +22,6 @@ What is made of many small operations is compiled as one (here, and wherever blo
 judged), for whoever does not compile his own program: a first call is faster by far.
 """
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -115,11 +114,9 @@ def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factor
     triangle = jnp.where(lost[:, None], short, triangle)
     inverse = inverse_adjoint(triangle)
 
-    def replaced(tall: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        return jnp.where(lost[None, :], _signs(n, k, tall.real.dtype) / n**0.5, tall)
-
     tall = block @ (mixed @ inverse.conj().T)
-    tall = jax.lax.cond(jnp.any(lost), replaced, lambda tall: tall, tall)
+    fresh = _signs(n, k, tall.real.dtype) / n**0.5
+    tall = jnp.where(lost[None, :], fresh, tall)
     lower = jnp.linalg.cholesky(tall.conj().T @ tall, symmetrize_input=False)
     turn = inverse_adjoint(lower.conj().T)
     factor = lower.conj().T @ triangle @ mixed.T
@@ -149,13 +146,10 @@ def _hash(index: Array) -> UInt32[Array, "..."]:
 
 
 def _mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
-    """Hartley's transform with signs before it, three times: nearly as good as a random
-    rotation, where one time is not (graded columns, columns that repeat)."""
-    index = jnp.arange(k)
-    angles = (2 * math.pi / k) * (index[:, None] * index[None, :] % k).astype(dtype)
-    hartley = (jnp.cos(angles) + jnp.sin(angles)) / k**0.5
-    signed = _signs(k, 3, dtype).T[:, :, None] * hartley[None]
-    return signed[0] @ signed[1] @ signed[2]
+    """A rotation that has nothing to do with any block: always the same, hence a constant
+    of the program. One by Hartley's transform fails on graded columns."""
+    normal = np.random.default_rng(k).normal(size=(k, k))
+    return jnp.asarray(np.linalg.qr(normal)[0], dtype)
 
 
 @jax.jit

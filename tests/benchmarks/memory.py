@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 import traceax as tx
 
 N, NUM_PROBES, BATCH, RANK, NUM_STEPS = 10**6, 1000, 16, 5, 4
-SLQ_PROBES = 250  # of 4 steps each
 NAMES = ("hutchinson_trace", "hutchinson_diagonal", "slq_trace", "laplacian")
 
 Parameters = tuple[Float[Array, " n"], Float[Array, "n r"]]
@@ -50,7 +49,7 @@ def estimate(name: str, parameters: Parameters, key: PRNGKeyArray) -> tx.Estimat
                 operator(parameters),
                 jnp.log,
                 key,
-                num_probes=SLQ_PROBES,
+                num_probes=NUM_PROBES,
                 num_steps=NUM_STEPS,
                 batch_size=BATCH,
             )

@@ -46,7 +46,7 @@ def our_xnystrace(matrix: Matrix, key: PRNGKeyArray) -> Array:
 
 def of_matfree(integrand: Callable[..., Array], num_probes: int) -> Function:
     """The mean alone; of ours, `jit` drops the standard error that nobody asks for."""
-    sampler = stochtrace.sampler_sphere(jnp.zeros(N), num=num_probes)
+    sampler = stochtrace.sampler_sphere(jnp.zeros(N, jnp.float32), num=num_probes)
     estimate = stochtrace.estimator_leave_one_out(integrand, sampler)
 
     def value(matrix: Matrix, key: PRNGKeyArray) -> Array:
