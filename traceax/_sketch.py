@@ -134,7 +134,7 @@ def _signed_sums(block: Inexact[Array, "n k"], count: int) -> Inexact[Array, "s 
 def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
     """The highest bit of a product of hashes, one of the row and one of the column."""
     words = _hash(jnp.arange(n))[:, None] * _hash(-1 - jnp.arange(k))[None, :]
-    return jnp.where(words >> 31 == 1, -1, 1).astype(dtype)
+    return 1 - 2 * (words >> 31).astype(dtype)
 
 
 def _hash(index: Array) -> UInt32[Array, "..."]:
