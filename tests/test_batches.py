@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close
+from tests.helpers import close, leaks_checked
 
 N, K, KEY = 40, 23, jax.random.key(3)
 PSD = lx.positive_semidefinite_tag
@@ -180,3 +180,41 @@ def test_wrong_batch_sizes() -> None:
         tx.slq_trace(a, jnp.log, KEY, num_probes=3, num_steps=2, batch_size=wrong)
     with pytest.raises(ValueError, match=r"batch_size=.*at least 5.*sample"):
         tx.hutchinson_diagonal(a, KEY, 10, sampler=sampler, batch_size=4)
+
+
+def test_batches_inside_loops() -> None:
+    """Gradients under `vmap` inside `while_loop`, with leak checking; pytrees, a zero
+    operator, more than enough matvecs, one probe."""
+    matrix = matrix_of(float)
+
+    def slope(s: Any, key: Any, batch_size: Any) -> Any:
+        def value(s: Any) -> Any:
+            a = operator(jnp.sin(s * matrix))
+            return tx.hutchinson_trace(a, key, 9, batch_size=batch_size).value
+
+        return jax.grad(value)(s)
+
+    def last(batch_size: Any) -> Any:
+        def step(carry: Any) -> Any:
+            keys = jax.random.split(KEY, 3)
+            each = jax.vmap(lambda key: slope(carry[1], key, batch_size))(keys)
+            return carry[0] + 1, carry[1] + 1e-3 * jnp.mean(each)
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (0, 0.1))[1]
+
+    with leaks_checked():
+        close(jax.jit(lambda: last(4))(), jax.jit(lambda: last(None))(), 1e-12)
+
+    leaves = {
+        "a": jax.ShapeDtypeStruct((3, 4), np.float32),
+        "b": jax.ShapeDtypeStruct((8,), np.float64),
+    }
+    for factor in (0.0, 2.0):
+        double = lx.FunctionLinearOperator(
+            lambda v, factor=factor: jax.tree.map(lambda x: factor * x, v), leaves
+        )
+        for count in (1, 7, 10**6):
+            found = tx.hutchinson_diagonal(double @ double, KEY, count, batch_size=3)
+            for name, leaf in leaves.items():
+                assert found.value[name].dtype == leaf.dtype
+                close(found.value[name], jnp.full(leaf.shape, factor**2), 1e-6, 4.0)
