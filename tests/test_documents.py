@@ -112,7 +112,7 @@ def test_notebooks_assert_what_they_claim() -> None:
 def test_the_package_is_typed_and_closed() -> None:
     package = ROOT / "traceax"
     assert (package / "py.typed").exists()
-    for path in package.glob("*.py"):
+    for path in package.rglob("*.py"):
         source = path.read_text()
         assert "jax._src" not in source
         assert len(source.splitlines()) <= 320, path

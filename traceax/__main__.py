@@ -18,14 +18,14 @@ import scipy.sparse.linalg
 from jaxtyping import PRNGKeyArray
 
 import traceax as tx
-from traceax._matrix import (
+from traceax._command.matrix import (
     Matrix,
     MatrixError,
     examine,
     matrix_operator,
     read_matrix,
 )
-from traceax._table import Row, table
+from traceax._command.table import Row, table
 
 Estimator = Callable[[lx.AbstractLinearOperator, PRNGKeyArray, int], tx.Estimate]
 
@@ -160,7 +160,7 @@ def _diagonal_sum(path: Path, matrix: Matrix) -> float | complex:
 
 
 def _tour(options: argparse.Namespace) -> None:
-    shipped = resources.files("traceax") / "data" / "minnesota.mtx"
+    shipped = resources.files("traceax._command") / "data" / "minnesota.mtx"
     with resources.as_file(shipped) as path:
         matrix = read_matrix(path)
     print(f"{shipped.name}: {matrix.describe()}\n{_ATTRIBUTION}")

@@ -1,0 +1,251 @@
+"""Log-determinants: preconditioned, deflated, exact where that is cheap."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import PSD, close, hermitian
+from traceax._core.operator import LinearMap
+from traceax._functions.preconditioner import preconditioner
+from traceax._linalg.krylov import block_krylov
+
+KEY = jax.random.key(4)
+N, BUDGET = 200, 120
+points = jnp.asarray(np.random.default_rng(0).random((N, 2)))
+squares = jnp.sum((points[:, None] - points) ** 2, axis=-1)
+POINT = jnp.log(jnp.array([0.15, 1e-2]))
+
+
+def kernel(log_length: Any) -> Any:
+    return jnp.exp(-squares / (2 * jnp.exp(2 * log_length)))
+
+
+def matrix_free(matrix: Any, *tags: object) -> lx.AbstractLinearOperator:
+    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+
+
+def estimate(v: Any, key: Any = KEY, *tags: object, **options: Any) -> tx.Estimate:
+    operator = matrix_free(kernel(v[0]), *tags)
+    return tx.logdet(operator, key, BUDGET, shift=jnp.exp(v[1]), **options)
+
+
+def truth(v: Any) -> Any:
+    return jnp.linalg.slogdet(kernel(v[0]) + jnp.exp(v[1]) * jnp.eye(N))[1]
+
+
+def test_better_than_plain_quadrature_by_far() -> None:
+    """Value and gradient, and intervals that hold; of three levels of noise."""
+
+    @jax.jit
+    def run(v: Any, key: Any) -> Any:
+        def loss(v: Any) -> Any:
+            result = estimate(v, key, PSD)
+            return result.value, result
+
+        (value, result), gradient = jax.value_and_grad(loss, has_aux=True)(v)
+        low, high = result.interval(0.95)
+        return value, gradient, low, high
+
+    def plain(v: Any, key: Any) -> Any:
+        operator = matrix_free(kernel(v[0]) + jnp.exp(v[1]) * jnp.eye(N))
+        return tx.slq_trace(operator, jnp.log, key, num_probes=6, num_steps=15).value
+
+    by_plain = jax.jit(jax.value_and_grad(plain))
+    hits = []
+    for noise, gain in ((1e-1, 6), (1e-2, 6), (1e-4, 6)):
+        v = POINT.at[1].set(jnp.log(noise))
+        want, slope = jax.value_and_grad(truth)(v)
+        keys = jax.random.split(KEY, 30)
+        value, gradient, low, high = jax.lax.map(lambda k, v=v: run(v, k), keys)
+        hits += list((low <= want) & (want <= high))
+        error = jnp.sqrt(jnp.mean((value / want - 1) ** 2))
+        off = jnp.sqrt(jnp.mean((gradient / slope - 1) ** 2, axis=0))
+        value, gradient = jax.lax.map(lambda k, v=v: by_plain(v, k), keys[:10])
+        assert gain * error < jnp.sqrt(jnp.mean((value / want - 1) ** 2))
+        assert jnp.all(gain * off < jnp.sqrt(jnp.mean((gradient / slope - 1) ** 2, axis=0)))
+    assert np.mean(hits) >= 0.85
+
+
+def test_the_preconditioner_is_perfect_on_its_space() -> None:
+    """P Z = A Z, M W = W, and Galerkin's inverse; for a known shift and without."""
+    a = kernel(POINT[0])
+    block = jax.random.normal(KEY, (N, 3))
+    for shift, known in ((0.01, True), (0.0, False)):
+        matrix = a if known else a + 0.01 * jnp.eye(N)
+        space = block_krylov(LinearMap(matrix_free(matrix)), block, 8)
+        frame = preconditioner(space, jnp.asarray(shift))
+        assert bool(frame.is_below) == known
+        whole = matrix + shift * jnp.eye(N)
+        z = space.basis[:, :24]
+        close(frame.power(1.0, z), whole @ z, 1e-9)
+        close(frame.power(0.5, frame.power(-0.5, z)), z, 1e-9)
+        w = frame.power(0.5, z) @ jnp.linalg.inv(jnp.linalg.cholesky(z.T @ whole @ z)).T
+        close(w.T @ w, jnp.eye(24), 1e-8, 1)
+        m_w = frame.power(-0.5, whole @ frame.power(-0.5, w))
+        close(m_w, w, 1e-8, 1)
+        close(frame.complement(w), jnp.zeros_like(w), 1e-8, 1)
+        inverse = z @ jnp.linalg.inv(z.T @ whole @ z) @ z.T
+        close(frame.galerkin() @ frame.galerkin().T, inverse, 1e-8)
+        p = frame.power(1.0, jnp.eye(N))
+        close(frame.log_determinant(), jnp.linalg.slogdet(p)[1], 1e-9)
+        if known:  # P <= A
+            assert jnp.linalg.eigvalsh(whole - p)[0] > -1e-10
+
+
+def test_second_derivatives() -> None:
+    got = jax.jit(jax.hessian(lambda v: estimate(v).value))(POINT)
+    want = jax.hessian(truth)(POINT)
+    np.testing.assert_allclose(got, want, rtol=0.1)
+    scale = jax.jit(jax.grad(jax.grad(lambda s: _scaled(s))))(2.0)
+    close(scale, -N / 4, 1e-5)
+
+
+def _scaled(s: Any) -> Any:
+    return tx.logdet(matrix_free(s * (kernel(POINT[0]) + jnp.eye(N))), KEY, BUDGET).value
+
+
+def test_shifts_share_a_run() -> None:
+    """Fifty of them, each in its interval, with gradients in all."""
+    shifts = jnp.geomspace(0.1, 10.0, 50)
+    operator = matrix_free(kernel(POINT[0]))
+    result = jax.jit(lambda t: tx.logdet(operator, KEY, BUDGET, shift=t))(shifts)
+    eigenvalues = jnp.linalg.eigvalsh(kernel(POINT[0]))
+    want = jnp.sum(jnp.log(eigenvalues[:, None] + shifts), axis=0)
+    low, high = result.interval(0.99)
+    assert result.value.shape == (50,)
+    assert jnp.mean((low <= want) & (want <= high)) > 0.9
+    np.testing.assert_allclose(result.value, want, atol=0.02 * float(jnp.max(want)))
+    slopes = jax.jit(
+        jax.grad(lambda t: jnp.sum(tx.logdet(operator, KEY, BUDGET, shift=t).value))
+    )(shifts)
+    inverse = jnp.sum(1 / (eigenvalues[:, None] + shifts), axis=0)
+    np.testing.assert_allclose(slopes, inverse, rtol=0.05)
+
+
+@pytest.mark.parametrize("kind", ["stored", "small", "whole budget", "diagonal"])
+def test_exact_where_exact_is_cheap(kind: str) -> None:
+    n, budget = {"small": (30, 6), "whole budget": (N, N)}.get(kind, (N, 6))
+    matrix = kernel(POINT[0])[:n, :n]
+    operator: Any = matrix_free(matrix, PSD)
+    spent = n
+    if kind == "stored":
+        operator, spent = lx.MatrixLinearOperator(matrix), 0
+    if kind == "diagonal":
+        matrix = jnp.diag(jnp.arange(1.0, N + 1))
+        operator, spent = lx.DiagonalLinearOperator(jnp.diagonal(matrix)), 0
+    for shift in (0.1, jnp.array([0.1, 1.0])):
+        result = tx.logdet(operator, KEY, budget, shift=shift)
+        want = [
+            jnp.linalg.slogdet(matrix + t * jnp.eye(n))[1] for t in np.atleast_1d(shift)
+        ]
+        close(jnp.atleast_1d(result.value), jnp.stack(want), 1e-12)
+        assert jnp.all(result.standard_error == 0)
+        assert result.num_matvecs == spent
+        assert result.value.shape == jnp.shape(shift)
+
+
+def test_what_is_not_positive_definite_is_visible() -> None:
+    """On every path: NaN or infinite, never a finite number, and not an exception."""
+    indefinite = hermitian(np.linspace(-1, 1, N))
+    singular = hermitian((np.arange(N) < 5) * 1.0)
+    lopsided = jnp.triu(jnp.ones((N, N)))
+    for make in (lx.MatrixLinearOperator, matrix_free):
+        for shift in (0.0, jnp.zeros(2)):
+
+            @jax.jit
+            def value(matrix: Any, make: Any = make, shift: Any = shift) -> Any:
+                return tx.logdet(make(matrix), KEY, BUDGET, shift=shift).value
+
+            for matrix in (indefinite, singular, lopsided):
+                assert not jnp.any(jnp.isfinite(value(matrix)))
+    # A shift that is too small for the negative eigenvalues, and one that is not.
+    assert not jnp.isfinite(
+        tx.logdet(matrix_free(indefinite), KEY, BUDGET, shift=0.5).value
+    )
+    enough = tx.logdet(matrix_free(indefinite), KEY, BUDGET, shift=1.5)
+    low, high = enough.interval(0.999)
+    assert low < np.log(np.linspace(-1, 1, N) + 1.5).sum() < high
+
+
+def test_low_rank_and_multiples_of_the_identity() -> None:
+    """The space is exhausted: exact, with its gradient, without NaN."""
+    low_rank = hermitian((np.arange(N) < 5) * (3.0 + np.arange(N)))
+    for matrix in (low_rank, jnp.zeros((N, N)), jnp.eye(N)):
+
+        def value(s: Any, t: Any, matrix: Any = matrix) -> Any:
+            return tx.logdet(matrix_free(s * matrix, PSD), KEY, BUDGET, shift=t).value
+
+        eigenvalues = jnp.linalg.eigvalsh(matrix)
+        got, slopes = jax.jit(jax.value_and_grad(value, (0, 1)))(1.0, 0.1)
+        close(got, jnp.sum(jnp.log(eigenvalues + 0.1)), 1e-9)
+        close(slopes[0], jnp.sum(eigenvalues / (eigenvalues + 0.1)), 1e-8, N)
+        close(slopes[1], jnp.sum(1 / (eigenvalues + 0.1)), 1e-8)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+def test_other_dtypes(dtype: Any) -> None:
+    matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2, dtype)
+    want = np.log(1 / (1.0 + np.arange(N)) ** 2 + 1e-2).sum()
+
+    def value(s: Any) -> Any:
+        return tx.logdet(matrix_free(s * matrix, PSD), KEY, BUDGET, shift=1e-2)
+
+    def loss(s: Any) -> Any:
+        return value(s).value, value(s)
+
+    slope, result = jax.jit(jax.grad(loss, has_aux=True))(1.0)
+    assert result.value.dtype == np.finfo(dtype).dtype
+    low, high = result.interval(0.999)
+    assert low - 1e-3 < want < high + 1e-3
+    eigenvalues = 1 / (1.0 + np.arange(N)) ** 2
+    np.testing.assert_allclose(slope, (eigenvalues / (eigenvalues + 1e-2)).sum(), rtol=0.01)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_free_of_scale(scale: float) -> None:
+    matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2, np.float32)
+    factor = np.float32(scale)
+
+    @jax.jit
+    def value(factor: Any) -> Any:
+        operator = matrix_free(matrix * factor, PSD)
+        return tx.logdet(operator, KEY, BUDGET, shift=factor / 100).value
+
+    close(value(factor) - N * np.log(scale), value(np.float32(1)), 1e-3)
+
+
+def test_a_batch_and_a_loop() -> None:
+    """vmap over keys and noises; scan with a gradient inside."""
+    keys = jax.random.split(KEY, 2)
+    noises = jnp.array([-2.0, -4.0])
+
+    def value(noise: Any, key: Any) -> Any:
+        return estimate(POINT.at[1].set(noise), key).value
+
+    batch = jax.jit(jax.vmap(jax.value_and_grad(value)))(noises, keys)
+    single = jax.jit(jax.value_and_grad(value))
+    for i in range(2):
+        value_i, slope = single(noises[i], keys[i])
+        close(batch[0][i], value_i, 1e-8)
+        close(batch[1][i], slope, 1e-6)
+
+
+def test_solves_that_fail_are_visible_in_second_derivatives() -> None:
+    """Conjugate gradients that cannot converge: an error or NaN, not a number."""
+    matrix = hermitian(10.0 ** -np.linspace(0, 15, N))
+
+    def value(s: Any) -> Any:
+        return tx.logdet(matrix_free(s * matrix), KEY, BUDGET).value
+
+    try:
+        second = jax.jit(jax.grad(jax.grad(value)))(1.0)
+    except Exception as error:  # lineax's own, in its tangent solves
+        assert "solve" in str(error).lower()  # noqa: PT017
+    else:
+        assert not jnp.isfinite(second) or abs(second + N) < 0.05 * N

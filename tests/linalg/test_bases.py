@@ -1,0 +1,136 @@
+"""Orthonormal bases of tall blocks, by both methods, of every rank, scale and dtype."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close
+from traceax._linalg import basis
+from traceax._linalg.basis import downdate, orthonormalise
+
+K = 20
+ROWS = {"householder": 400, "randomised": 2560}
+
+
+def factors(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """An orthonormal block, a small rotation, and a block of normal numbers."""
+    draw = np.random.default_rng(0)
+    normal = draw.normal(size=(n, K))
+    left = np.linalg.qr(draw.normal(size=(n, K)))[0]
+    return left, np.linalg.qr(draw.normal(size=(K, K)))[0], normal
+
+
+def blocks(n: int) -> dict[str, np.ndarray]:
+    left, right, normal = factors(n)
+    graded = np.logspace(0, -14, K)
+    few = np.zeros((n, K))
+    few[:5] = normal[:5]
+    twice = normal.copy()
+    twice[:, 1] = normal[:, 0]
+    missing = normal.copy()
+    missing[:, 3] = 0
+    return {
+        "normal": normal,
+        "condition 1e14": (left * graded) @ right,
+        "graded columns": left * graded,
+        "graded columns, reversed": left * graded[::-1],
+        "condition 1e28": (left * graded**2) @ right,
+        "rank 5": left[:, :5] @ right[:5],
+        "five rows": few,
+        "ones": np.ones((n, K)),
+        "zero": np.zeros((n, K)),
+        "a column twice": twice,
+        "pairs": np.repeat(normal[:, : K // 2], 2, axis=1),
+        "a column missing": missing,
+        "coherent": np.eye(n, K),
+        "tiny": 1e-200 * normal,
+        "huge": 1e200 * normal,
+    }
+
+
+@pytest.mark.parametrize("name", blocks(ROWS["householder"]))
+@pytest.mark.parametrize("method", ROWS)
+def test_a_basis_of_any_block(method: str, name: str) -> None:
+    """Orthonormal to 1e-13; gives the block back; and its inverse leaves columns out: the
+    direction of column i is orthogonal to all columns but i."""
+    block = jnp.asarray(blocks(ROWS[method])[name])
+    basis = orthonormalise(block)
+    q, factor = basis.columns, basis.factor
+    assert jnp.max(jnp.abs(q.T @ q - jnp.eye(K))) < 1e-13
+    size = float(jnp.max(jnp.abs(block / basis.scale)))
+    assert jnp.max(jnp.abs(block / basis.scale - q @ factor)) <= 1e-13 * max(size, 1)
+    parts = downdate(basis)
+    across = parts.directions.T @ factor
+    off = across - jnp.diag(jnp.diag(across))
+    assert jnp.max(jnp.abs(off)) < 1e-13 * max(float(jnp.max(jnp.abs(factor))), 1)
+    close(jnp.diag(across), parts.distances, 1e-11, float(jnp.max(parts.distances)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.complex128])
+def test_other_dtypes(dtype: Any) -> None:
+    left, right, normal = factors(ROWS["randomised"])
+    phases = np.exp(1j * normal) if np.issubdtype(dtype, np.complexfloating) else 1
+    for values in (np.logspace(0, np.log10(4 * np.finfo(dtype).eps), K), np.arange(K) < 5):
+        block = jnp.asarray(((left * values) @ right) * phases, dtype)
+        basis = orthonormalise(block)
+        q = basis.columns
+        assert q.dtype == dtype
+        assert jnp.max(jnp.abs(q.conj().T @ q - jnp.eye(K))) < 400 * np.finfo(dtype).eps
+        error = jnp.max(jnp.abs(block - basis.scale * q @ basis.factor))
+        assert error < 400 * np.finfo(dtype).eps * basis.scale
+
+
+def test_the_methods_span_the_same_space() -> None:
+    left, right, _ = factors(ROWS["randomised"])
+    block = jnp.asarray((left * np.logspace(0, -6, K)) @ right)
+    floor = jnp.asarray(np.finfo(float).eps)
+    mine, other = (
+        jax.jit(method)(block, floor)[0]
+        for method in (basis._randomised, basis._householder)
+    )
+    close(mine @ (mine.T @ other), other, 1e-9)
+
+
+def test_nan_and_infinity_stay_visible() -> None:
+    for bad in (np.nan, np.inf):
+        block = jnp.asarray(factors(ROWS["randomised"])[2]).at[7, 7].set(bad)
+        assert jnp.isnan(orthonormalise(block).columns).any()
+
+
+@pytest.mark.parametrize("name", ["xtrace", "xnystrace", "hutchpp_trace", "xdiag"])
+def test_estimators_on_long_vectors(name: str) -> None:
+    """Of rank 9 and of rank 0, whose answers are exact: value, error and gradient; batches
+    of keys do not wait for each other."""
+    n = ROWS["randomised"]
+    root = jnp.asarray(factors(n)[2][:, :9])
+    estimator = getattr(tx, name)
+    structure = jax.ShapeDtypeStruct((n,), root.dtype)
+
+    def loss(root: Any, key: Any) -> tuple[Any, tx.Estimate]:
+        operator = lx.FunctionLinearOperator(
+            lambda v: root @ (root.T @ v), structure, lx.positive_semidefinite_tag
+        )
+        estimate = estimator(operator, key, 60)
+        return jnp.sum(estimate.value), estimate
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    run = jax.jit(jax.vmap(jax.value_and_grad(loss, has_aux=True), (None, 0)))
+    for matrix in (root, 0 * root):
+        (_, estimate), gradient = run(matrix, keys)
+        truth = jnp.sum(matrix**2, axis=1)
+        truth = truth if name == "xdiag" else jnp.sum(truth)
+        worst = 1e-11 * max(float(jnp.max(jnp.abs(truth))), 1)
+        assert jnp.max(jnp.abs(estimate.value - truth)) < worst
+        assert jnp.max(estimate.standard_error) < 10 * worst
+        close(gradient, jnp.broadcast_to(2 * matrix, gradient.shape), 1e-9)
+
+
+def test_orthogonal_probes_of_long_vectors() -> None:
+    n = ROWS["randomised"]
+    probes = tx.orthogonal(jax.random.key(0), jax.ShapeDtypeStruct((n,), float), K)
+    close(probes @ probes.T, n * jnp.eye(K), 1e-13, n)

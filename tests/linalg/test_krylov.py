@@ -1,0 +1,189 @@
+"""Krylov spaces and functions of small matrices: the ground that quadrature stands on."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+from tests.helpers import close, general, hermitian
+from traceax._core.operator import LinearMap
+from traceax._functions.dense import columns, decompose
+from traceax._functions.scalar import ScalarFunction
+from traceax._linalg.krylov import block_krylov, lanczos, radau
+
+N, STEPS = 24, 8
+rng = np.random.default_rng(1)
+
+
+def linear_map(matrix: Any) -> LinearMap:
+    return LinearMap(lx.MatrixLinearOperator(matrix))
+
+
+def starts(dtype: Any, count: int = 3) -> Any:
+    block = rng.standard_normal((count, N))
+    if np.issubdtype(np.dtype(dtype), np.complexfloating):
+        block = block + 1j * rng.standard_normal((count, N))
+    return jnp.asarray(block, dtype)
+
+
+# Few distinct eigenvalues, none, one: where the space is exhausted before its steps are.
+SPECTRA = {
+    "many": np.linspace(-1, 2, N),
+    "few": np.where(np.arange(N) < 3, 5.0, np.where(np.arange(N) < 9, 2.0, 1.0)),
+    "one": np.full(N, 2.0),
+    "zero": np.zeros(N),
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32])
+def test_lanczos_projects(dtype: Any, spectrum: str) -> None:
+    """Q A Q* = T on orthonormal rows, the first of them the start; clean at breakdown."""
+    matrix = hermitian(SPECTRA[spectrum], dtype)
+    v = starts(dtype)
+    krylov = lanczos(linear_map(matrix), v, STEPS)
+    eps = float(jnp.finfo(dtype).eps)
+    for i in range(3):
+        basis, t = krylov.basis[i], krylov.projection[i]
+        live = np.asarray(jnp.any(basis != 0, axis=1))
+        assert live.sum() == {"many": STEPS, "few": 3}.get(spectrum, 1)
+        gram = basis.conj() @ basis.T
+        close(gram, np.diag(live), 100 * eps, 1)
+        inside = np.outer(live, live)
+        close((basis.conj() @ matrix @ basis.T), t * inside, 100 * eps, 5)
+        close(basis[0] * krylov.length[i], v[i], 100 * eps)
+        assert np.all(np.diagonal(t)[~live] == t[0, 0])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_lanczos_is_free_of_scale(scale: float) -> None:
+    matrix = hermitian(SPECTRA["many"], np.float32)
+    v = starts(np.float32)
+    one = lanczos(linear_map(matrix), v, STEPS)
+    other = lanczos(linear_map(matrix * np.float32(scale)), v, STEPS)
+    close(other.projection / np.float32(scale), one.projection, 1e-4)
+
+
+def test_n_steps_are_exact_and_more_digits_need_reorthogonalisation() -> None:
+    matrix = hermitian(10.0 ** np.linspace(-6, 0, N))
+    v = starts(float, 1)
+    truth = jnp.einsum("ij,jk,ik->i", v, jax.scipy.linalg.sqrtm(matrix).real, v)
+
+    def quadrature(reorthogonalise: bool) -> Any:
+        krylov = lanczos(linear_map(matrix), v, N, reorthogonalise=reorthogonalise)
+        theta, vectors = jnp.linalg.eigh(krylov.projection[0])
+        return krylov.length[0] ** 2 * jnp.sum(vectors[0] ** 2 * jnp.sqrt(jnp.abs(theta)))
+
+    close(quadrature(True), truth[0], 1e-12)
+    close(quadrature(False), truth[0], 1e-3)
+
+
+@pytest.mark.parametrize("reorthogonalise", [True, False])
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_what_is_not_hermitian_is_seen(dtype: Any, reorthogonalise: bool) -> None:
+    bad = linear_map(general(N, dtype))
+    krylov = lanczos(bad, starts(dtype), STEPS, reorthogonalise=reorthogonalise)
+    assert jnp.all(jnp.isnan(jnp.diagonal(krylov.projection, axis1=1, axis2=2)))
+    block = starts(dtype).T
+    assert jnp.any(jnp.isnan(block_krylov(bad, block, 4).projection))
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128, np.float32])
+def test_block_krylov_projects(dtype: Any, spectrum: str) -> None:
+    """A Z = Z' T on orthonormal columns, the first block's span among them."""
+    matrix = hermitian(SPECTRA[spectrum], dtype)
+    block = starts(dtype).T
+    space = block_krylov(linear_map(matrix), block, 4)
+    eps = float(jnp.finfo(dtype).eps)
+    live = np.asarray(space.filled)
+    assert live.sum() == {"many": 15, "few": 9}.get(spectrum, 3)
+    close(space.basis.conj().T @ space.basis, np.diag(live), 1e3 * eps, 1)
+    image = matrix @ space.basis[:, :12]
+    # Where a column was left out, sqrt(eps) of the product may go with it.
+    tolerance = 1e3 * eps if spectrum == "many" else eps**0.5
+    close(image, space.basis @ space.projection, tolerance, 5)
+    inside = space.basis[:, :3] @ (space.basis[:, :3].conj().T @ block)
+    close(inside, block, 100 * eps)
+
+
+@pytest.mark.parametrize("kappa", [1e2, 1e6])
+def test_gauss_and_radau_bracket_the_logarithm(kappa: float) -> None:
+    matrix = hermitian(np.logspace(0, np.log10(kappa), N))
+    v = starts(float, 20)
+    logs = np.log(np.linalg.eigvalsh(matrix))
+    _, vectors = np.linalg.eigh(matrix)
+    truth = ((v @ vectors) ** 2 * logs).sum(1)
+    for steps in (1, 2, 5, 8):
+        krylov = lanczos(linear_map(matrix), v, steps)
+
+        def rule(projection: Any, krylov: Any = krylov) -> Any:
+            theta, s = np.linalg.eigh(projection)
+            return krylov.length**2 * (s[:, 0] ** 2 * np.log(theta)).sum(1)
+
+        gauss = rule(krylov.projection)
+        below = rule(jax.vmap(lambda t: radau(t, 0.999))(krylov.projection))
+        slack = 1e-10 * np.abs(truth)
+        assert np.all(below - slack <= truth)
+        assert np.all(truth <= gauss + slack)
+
+
+def exp_and_power(power: Any) -> ScalarFunction:
+    return ScalarFunction(lambda x: jnp.stack([jnp.exp(x), power * x**3]))
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 2.0], [0.0] * 4])
+def test_derivatives_of_functions_of_matrices(values: list[float]) -> None:
+    """First and second, also where eigenvalues coincide, against a power series."""
+    matrix = hermitian(np.array(values))
+    direction = hermitian(np.array([1.0, -2.0, 0.5, 3.0]), seed=5)
+
+    def got(t: Any) -> Any:
+        m = matrix + t * direction
+        eigen = jax.lax.stop_gradient(decompose(m))
+        return columns(ScalarFunction(lambda x: x**3), m, eigen, count=2)[0]
+
+    def want(t: Any) -> Any:
+        m = matrix + t * direction
+        return (m @ m @ m)[:, :2]
+
+    close(got(0.0), want(0.0), 1e-13, 50)
+    close(jax.jacfwd(got)(0.0), jax.jacfwd(want)(0.0), 1e-12, 50)
+    if len(set(values)) == 4:
+        close(jax.hessian(got)(0.0), jax.hessian(want)(0.0), 1e-10, 50)
+    else:  # there, not a number, but never a wrong one
+        second = jax.hessian(got)(0.0)
+        assert jnp.all(
+            jnp.isnan(second) | (jnp.abs(second - jax.hessian(want)(0.0)) < 1e-8)
+        )
+
+
+@pytest.mark.parametrize("gap", [0.0, 1e-12, 1e-8, 1e-4, 1e-2, 1.0])
+def test_divided_differences_of_near_eigenvalues(gap: float) -> None:
+    matrix = jnp.diag(jnp.array([1.0, 1.0 + gap]))
+    swap = jnp.array([[0.0, 1.0], [1.0, 0.0]])
+
+    def entry(t: Any) -> Any:
+        m = matrix + t * swap
+        eigen = jax.lax.stop_gradient(decompose(m))
+        return columns(ScalarFunction(jnp.log), m, eigen, count=1)[0, 1, 0]
+
+    ratio = np.log1p(gap) / gap if gap else 1.0
+    close(jax.grad(entry)(0.0), ratio, 1e-10)
+
+
+def test_parameters_of_functions_of_matrices() -> None:
+    matrix = hermitian(np.array([1.0, 1.0, 2.0, 3.0]))
+
+    def got(power: Any) -> Any:
+        point = jax.ShapeDtypeStruct((), float)
+        fn = eqx.filter_closure_convert(exp_and_power(power).function, point)
+        return columns(ScalarFunction(fn), matrix, decompose(matrix), count=1)[1, :, 0]
+
+    cube = (matrix @ matrix @ matrix)[:, 0]
+    close(got(2.0), 2 * cube, 1e-13)
+    close(jax.jacfwd(got)(2.0), cube, 1e-13)

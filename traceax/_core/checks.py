@@ -1,0 +1,270 @@
+"""Argument checks: static, before anything is computed, each with its cure."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.core import Tracer
+from jaxtyping import ArrayLike
+
+from traceax._core.operator import dimension, is_negative, is_positive, size
+
+
+def check_request(
+    name: str,
+    operator: object,
+    key: object,
+    num_matvecs: object,
+    minimum: int = 1,
+    *,
+    square: bool = True,
+) -> None:
+    """What every estimator demands of its arguments."""
+    check_operator(name, operator, square=square)
+    check_key(name, key)
+    check_budget(name, num_matvecs, minimum)
+
+
+def check_operator(name: str, operator: object, *, square: bool = True) -> None:
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        raise TypeError(
+            f"traceax.{name}(operator=...) must be a lineax operator, but got "
+            f"{type(operator).__name__}. Wrap a matrix as lx.MatrixLinearOperator(matrix), "
+            "a function as lx.FunctionLinearOperator(fn, input_structure)."
+        )
+    into, out = operator.in_structure(), operator.out_structure()
+    if square and eqx.tree_equal(into, out) is not True:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be square, that is, have equal input and "
+            f"output structures, but got an operator from {show(into)} to {show(out)}. "
+            "Compose it with its transpose, or make shapes and dtypes equal."
+        )
+    complexity = {
+        jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+        for leaf in jax.tree.leaves((into, out))
+    }
+    if len(complexity) > 1:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must have leaves that are all real or all "
+            "complex, because a space that mixes them is not linear over either, but got "
+            f"{show((into, out) if not square else into)}. Make the real leaves complex."
+        )
+    if 0 in (size(operator), dimension(out)):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must act on a space of at least one dimension, "
+            f"but got {show(into)}. An empty operator adds nothing: leave it out."
+        )
+
+
+def check_key(name: str, key: object) -> None:
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if shape is None or not (typed or dtype == jnp.uint32):
+        raise TypeError(
+            f"traceax.{name}(key=...) must be a JAX random key, because no default is "
+            f"hidden anywhere, but got {type(key).__name__}. Pass jax.random.key(0), say."
+        )
+    if len(shape) != (0 if typed else 1):
+        raise ValueError(
+            f"traceax.{name}(key=...) must be one key, but got keys of shape {shape}. Use "
+            "jax.vmap or jax.lax.map over them."
+        )
+
+
+def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
+    if check_count(name, "num_matvecs", num_matvecs) < minimum:
+        raise ValueError(
+            f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
+            f"applications that the algorithm can use, but got {num_matvecs}. Raise it, or "
+            "use traceax.trace, which chooses by the budget."
+        )
+
+
+def check_count(name: str, argument: str, count: object) -> int:
+    if isinstance(count, jax.Array):
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got a {type(count).__name__}. Close over it, or "
+            "mark it static with static_argnames."
+        )
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got {count!r}. Convert it with int()."
+        )
+    return count
+
+
+def check_function_request(
+    name: str,
+    operator: object,
+    key: object,
+    counts: dict[str, int],
+    *,
+    square: bool = True,
+) -> None:
+    """What every estimator by probes and steps demands of its arguments."""
+    check_operator(name, operator, square=square)
+    check_key(name, key)
+    for argument, count in counts.items():
+        if check_count(name, argument, count) < 1:
+            raise ValueError(
+                f"traceax.{name}({argument}=...) must be at least 1, because nothing can "
+                f"be told from none, but got {count}. Raise it: 20, say."
+            )
+
+
+def check_samples(name: str, num_matvecs: int, probes_a_sample: int) -> None:
+    if num_matvecs < probes_a_sample:
+        raise ValueError(
+            f"traceax.{name}(num_matvecs=...) must be at least {probes_a_sample}, one for "
+            f"each colour of its probing sampler, but got {num_matvecs}. Raise it, or use "
+            "fewer colours: traceax.colouring with a lower power makes them."
+        )
+
+
+def check_batch_size(name: str, batch_size: object, probes_a_sample: int) -> None:
+    if batch_size is None:
+        return
+    if check_count(name, "batch_size", batch_size) < probes_a_sample:
+        raise ValueError(
+            f"traceax.{name}(batch_size=...) must be at least {probes_a_sample}, because a "
+            f"sample of so many probes stays together, but got {batch_size}. Raise it, or "
+            "pass None for all probes at once."
+        )
+
+
+def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
+    if not (is_positive(operator) or is_negative(operator)):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be tagged positive or negative "
+            "semidefinite, because the algorithm is wrong for other operators, but got a "
+            f"{type(operator).__name__} that is not known to be. If it is semidefinite, "
+            "pass lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag), also "
+            "around products with scalars; if not, or if there is a TangentLinearOperator "
+            "in it (whose tags are those of its primal), use traceax.xtrace."
+        )
+
+
+def check_shift(name: str, operator: lx.AbstractLinearOperator, shift: ArrayLike) -> None:
+    """Of log det(A + shift I), which A must not be known to make impossible."""
+    if is_negative(operator):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must not be tagged negative semidefinite, "
+            "because the logarithm of a negative number is not real, but got a "
+            f"{type(operator).__name__} that is. Negate it: log det(-A) is what there is."
+        )
+    dtype = getattr(shift, "dtype", None)
+    if not (isinstance(shift, int | float) or dtype is not None) or jnp.iscomplexobj(shift):
+        raise TypeError(
+            f"traceax.{name}(shift=...) must be real, a number or an array of them, "
+            f"because A + shift I must be Hermitian, but got {shift!r}. Take its real part."
+        )
+
+
+def check_power(name: str, p: ArrayLike) -> None:
+    dtype = getattr(p, "dtype", None)
+    is_number = isinstance(p, int | float) and not isinstance(p, bool)
+    if not (is_number or dtype is not None) or jnp.iscomplexobj(p) or jnp.ndim(p):
+        raise TypeError(
+            f"traceax.{name}(p=...) must be a positive number, or an array of shape (), "
+            f"but got {p!r}. Pass 1 for the nuclear norm, say."
+        )
+    if isinstance(p, int | float) and not 0 < p < float("inf"):
+        raise ValueError(
+            f"traceax.{name}(p=...) must be positive and finite, but got {p!r}. For the "
+            "largest singular value use an eigensolver: scipy.sparse.linalg.svds, say."
+        )
+
+
+def check_grid(name: str, grid: ArrayLike) -> None:
+    if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid):
+        raise ValueError(
+            f"traceax.{name}(grid=...) must be a vector of real numbers, because the "
+            f"eigenvalues lie on a line, but got shape {jnp.shape(grid)} of "
+            f"{jnp.result_type(grid)}. Pass jax.numpy.linspace(low, high, 200), say."
+        )
+
+
+def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array]) -> None:
+    """A state, and what it would have to hold to belong to an operator of these arrays."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"traceax.{name}(state=...) must be a state made by init or update, but got "
+            f"{type(state).__name__}. Call update(operator, state, key), in this order."
+        )
+    before = [jax.typeof(array) for array in getattr(state, "arrays", [])]
+    now = [jax.typeof(array) for array in arrays]
+    if [(a.shape, a.dtype) for a in before] != [(a.shape, a.dtype) for a in now]:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be the operator of the state with other "
+            "numbers in it, because the two are applied to the same probes, but got arrays "
+            f"{show(now)} after {show(before)}. Make it by the same code each time, "
+            "init and update inside the same jax.jit or both outside."
+        )
+    if not now:
+        raise ValueError(
+            f"traceax.{name}(operator=...) must hold arrays, because they are what "
+            "changes, but got an operator without any. Give them to the function as a "
+            "closure or an eqx.Module, or to lx.JacobianLinearOperator as args."
+        )
+
+
+def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
+    """Hashes of the code of two operators, where they are known."""
+    traced = isinstance(before, Tracer) or isinstance(now, Tracer)
+    if not traced and not bool(jnp.array_equal(before, now)):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must be the operator of the state with other "
+            "arrays in it, because the two are applied to the same probes, but got one "
+            "that differs in something else. If a number changes that is no array, make it "
+            "one: jax.numpy.asarray(number)."
+        )
+
+
+def check_limit(name: str, max_matvecs: object) -> None:
+    if check_count(name, "max_matvecs", max_matvecs) < 2:
+        raise ValueError(
+            f"traceax.{name}(max_matvecs=...) must be at least 2, the fewest applications "
+            f"that the algorithm can use, but got {max_matvecs}. Raise it: 1000, say."
+        )
+
+
+def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
+    dtype = getattr(tolerance, "dtype", None)
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not (is_number or dtype is not None) or jnp.iscomplexobj(tolerance):
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
+            f"(), but got {tolerance!r}. Pass 0.01, say."
+        )
+    if jnp.ndim(tolerance):
+        raise ValueError(
+            f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
+            f"(), but got shape {jnp.shape(tolerance)}. Use jax.vmap for several."
+        )
+    if isinstance(tolerance, int | float) and not tolerance >= 0:
+        raise ValueError(
+            f"traceax.{name}({argument}=...) must be at least 0, because errors are "
+            f"measured against it, but got {tolerance!r}. Pass 0 for the most accurate "
+            "answer that max_matvecs allows."
+        )
+
+
+def check_progress_meter(name: str, progress_meter: object) -> None:
+    parts = ("init", "step", "close")
+    if not all(callable(getattr(progress_meter, part, None)) for part in parts):
+        raise TypeError(
+            f"traceax.{name}(progress_meter=...) must be a progress meter of diffrax, or "
+            "an object with its methods init, step and close, but got "
+            f"{type(progress_meter).__name__}. Pass diffrax.TextProgressMeter(), say."
+        )
+
+
+def show(structure: object) -> str:
+    def short(leaf: jax.ShapeDtypeStruct) -> str:
+        if not hasattr(leaf, "dtype"):
+            return repr(leaf)
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+    return str(jax.tree.map(short, structure)).replace("'", "")

@@ -1,0 +1,86 @@
+"""Checks of functions that users give, of where they are evaluated and what they return."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from traceax._core.checks import show
+
+
+def check_field(name: str, fn: object, x: object) -> None:
+    """A function `fn(x, args)` and a point to take its derivatives at."""
+    if not callable(fn):
+        raise TypeError(
+            f"traceax.{name}(fn=...) must be a function fn(x, args), but got "
+            f"{type(fn).__name__}. Pass lambda x, args: ..., or an eqx.Module that is one."
+        )
+    leaves = jax.tree.leaves(x)
+    for leaf in leaves:
+        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+        dtype = getattr(leaf, "dtype", None)
+        is_array = dtype is not None and jnp.issubdtype(dtype, jnp.number)
+        if not (is_number or is_array) or jnp.iscomplexobj(leaf):
+            got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
+            raise TypeError(
+                f"traceax.{name}(x=...) must be a pytree of real arrays, because "
+                f"derivatives in its entries are taken, but got {got}. Put what is not "
+                "differentiated into args; take complex numbers apart, into (real, imag)."
+            )
+    if not sum(jnp.size(leaf) for leaf in leaves):
+        raise ValueError(
+            f"traceax.{name}(x=...) must have at least one entry, because derivatives in "
+            f"its entries are taken, but got {x!r}. Nothing depends on it: leave it out."
+        )
+
+
+def check_estimate_fn(name: str, estimate_fn: object) -> None:
+    if not callable(estimate_fn):
+        raise TypeError(
+            f"traceax.{name}(estimate_fn=...) must be a function of a key, because it is "
+            f"called with two independent ones, but got {type(estimate_fn).__name__}. Pass "
+            "lambda key: traceax.trace(operator, key), say."
+        )
+
+
+def check_arrays(name: str, results: object) -> None:
+    """Of what `estimate_fn` returned, if that is no Estimate."""
+    for leaf in jax.tree.leaves(results):
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.number):
+            raise TypeError(
+                f"traceax.{name}(estimate_fn=...) must return an Estimate, or arrays of "
+                f"numbers, because they are multiplied, but there was {leaf!r} in what it "
+                "returned. Return the `value` of estimates, and leave out the rest."
+            )
+
+
+def check_same_structure(name: str, x: object, values: object) -> None:
+    """Of a vector field: there is one component for each entry of x."""
+    if eqx.tree_equal(x, values) is not True:
+        raise ValueError(
+            f"traceax.{name}(fn=...) must return what x is like, because each component is "
+            f"differentiated in the entry of its place, but for x of {show(x)} it "
+            f"returned {show(values)}. Make shapes and dtypes equal, and use jax.vmap "
+            "for a batch of points."
+        )
+
+
+def check_inexact_values(name: str, structure: object) -> None:
+    leaves = jax.tree.leaves(structure)
+    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
+        raise TypeError(
+            f"traceax.{name}(fn=...) must return arrays of real or complex numbers, "
+            "because they are differentiated, but it returned "
+            f"{show(structure)}. Return what depends on x, as floats."
+        )
+
+
+def check_scalar_values(name: str, structure: object) -> None:
+    leaves = jax.tree.leaves(structure)
+    kind = getattr(leaves[0], "dtype", None) if len(leaves) == 1 else None
+    if kind is None or leaves[0].shape != () or not jnp.issubdtype(kind, jnp.floating):
+        raise TypeError(
+            f"traceax.{name}(fn=...) must return one real number, because there is one "
+            f"diagonal, but it returned {show(structure)}. Call it once for each."
+        )

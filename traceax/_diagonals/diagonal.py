@@ -1,0 +1,95 @@
+"""The front door to the diagonal: it chooses for the user."""
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from traceax._core.checks import check_request
+from traceax._core.estimate import Estimate
+from traceax._core.operator import (
+    as_result,
+    is_hermitian,
+    known_diagonal,
+)
+from traceax._diagonals.xdiag import xdiag, xnysdiag
+from traceax._traces.choice import choice
+from traceax._traces.exact import exact_diagonal
+from traceax._traces.hutchinson import hutchinson_diagonal
+
+
+def diagonal(
+    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int = 100
+) -> Estimate:
+    """The diagonal of any square operator, by the best means there is for it.
+
+    The choice depends on structure, tags and budget, never on the estimate:
+
+    1. exact and free for operators that store their diagonal (matrices, pytrees of
+       matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
+       exact from one application for those tagged diagonal;
+    2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
+       reaches n;
+    3. `xnysdiag` for operators tagged positive or negative semidefinite, from 3 matvecs;
+    4. `xdiag` for all others, from 6 matvecs;
+    5. `hutchinson_diagonal` for smaller budgets.
+
+    Unbiased. Where entries decay with the distance in a graph, as in the inverse of a
+    sparse precision matrix, `hutchinson_diagonal` with `probing` is better still.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
+      least 1. Default 100.
+
+    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
+    bits; real if the operator is known to be Hermitian). `standard_error` is 0 where the
+    value is exact.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
+    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
+    below 1.
+
+    **Derivatives**: forward and reverse, to any order, unbiased; exact where the value is.
+
+    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells.
+
+    **Example**
+
+    ```python
+    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+    >>> points = jnp.linspace(0, 1, 200)
+    >>> kernel = jnp.exp(-50 * (points[:, None] - points) ** 2)
+    >>> precision = lx.MatrixLinearOperator(
+    ...     jnp.eye(200) + kernel, lx.positive_semidefinite_tag
+    ... )
+    >>> estimate = tx.diagonal(lx.invert(precision, lx.Cholesky()), jax.random.key(0))
+    >>> truth = jnp.diag(jnp.linalg.inv(precision.matrix))
+    >>> bool(jnp.mean(abs(estimate.value - truth) < 2 * estimate.standard_error) > 0.9)
+    True
+
+    ```
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
+    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
+    section 6.1, doi:10.1137/23M1548323.
+    """
+    check_request("diagonal", operator, key, num_matvecs)
+    known = known_diagonal(operator)
+    if known is not None:
+        value, spent = known
+        value = value.real if is_hermitian(operator) else value
+        zero = jnp.zeros_like(value.real)
+        structure = operator.in_structure()
+        return Estimate(as_result(value, structure), as_result(zero, structure), spent)
+    match choice(operator, num_matvecs):
+        case "exact":
+            return exact_diagonal(operator)
+        case "semidefinite":
+            return xnysdiag(operator, key, num_matvecs)
+        case "general":
+            return xdiag(operator, key, num_matvecs)
+        case "few":
+            return hutchinson_diagonal(operator, key, num_matvecs)

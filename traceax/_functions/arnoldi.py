@@ -1,0 +1,268 @@
+"""Traces of functions of operators that need not be Hermitian, by Arnoldi's process.
+
+With A Q = Q H + rest, Q orthonormal, q_1 = v/|v|, H = V diag(x) V^{-1}:
+
+    v* f(A) v ~ |v|^2 e_1* f(H) e_1 = |v|^2 sum_a V_1a (V^{-1} e_1)_a f(x_a)
+    d tr f(A) = tr(f'(A) dA) = E v* dA f'(A) v,    f'(A) v ~ |v| Q f'(H) e_1,
+
+the latter from the same Q. (The better balanced factors of the split rule would need a
+space of the adjoint, too.)
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+
+from traceax._core.checks import check_function_request
+from traceax._core.estimate import Estimate
+from traceax._core.operator import LinearMap, prepare, resolution, size, working_dtype
+from traceax._core.rule import Outcome, estimate_of, settled
+from traceax._functions.scalar import Flat, MatrixFunction, Slope, scalar_function
+from traceax._linalg.columns import mean
+from traceax._linalg.jackknife import (
+    both_errors,
+    independent_degrees_of_freedom,
+    standard_error,
+)
+from traceax._linalg.krylov import norm, truncated
+from traceax._probes.draw import draw
+from traceax._probes.samplers import Sampler, check_independent, sphere
+
+
+def arnoldi_trace(
+    operator: lx.AbstractLinearOperator,
+    fn: Callable[[Inexact[Array, ""]], PyTree[Array]],
+    key: PRNGKeyArray,
+    *,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler = sphere,
+) -> Estimate:
+    """Estimate tr f(A) of any square operator by Arnoldi's process, symmetry not needed.
+
+    As `slq_trace`, which is cheaper, more accurate and better differentiated for Hermitian
+    operators. Exact for polynomials of degree num_steps - 1 (Lanczos: 2 num_steps - 1) but
+    for sampling. Ill-conditioned eigenvectors cost digits, which `standard_error` knows.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
+    - `fn`: a function of a *complex* scalar, analytic, made of JAX operations, that returns
+      an array or a pytree of arrays: each entry is another trace from the same run. It may
+      close over parameters, or be an `eqx.Module`.
+    - `key`: a JAX random key.
+    - `num_probes`: how many probes, a Python int of at least 1.
+    - `num_steps`: how many Arnoldi steps for each, a Python int of at least 1; no more than
+      n are taken.
+    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+
+    **Returns** an `Estimate` with the structure of what `fn` returns; real where the
+    operator is, and `fn` of a real number is; then NaN where an eigenvalue lies on a branch
+    cut of `fn` (a negative one under log). `standard_error` covers sampling, quadrature
+    (by comparison with half the steps) and the conditioning of eigenvectors; `inf` for one
+    probe or one step.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `fn` not a function of a scalar that returns arrays, a count not a Python int;
+    `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
+    dimension; if a count is below 1; if the sampler draws dependent probes.
+    `NotImplementedError` if differentiated twice in the operator.
+
+    **Derivatives**: first ones, forward and reverse, in the operator and in whatever `fn`
+    depends on: one matvec-VJP for each probe and entry of the value, by v* dA f'(A) v.
+
+    **Cost**: num_probes * num_steps applications, none of the adjoint, in num_steps
+    batches; num_probes blocks of n x num_steps. Eigenvalues of non-symmetric matrices, on
+    which it stands, exist on the CPU; on other devices as far as JAX has them there.
+
+    **Example**
+
+    ```python
+    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+    >>> rotation = jnp.kron(jnp.eye(200), jnp.array([[0.0, -1.0], [1.0, 0.0]]))
+    >>> operator = lx.MatrixLinearOperator(rotation)
+    >>> key = jax.random.key(0)
+    >>> trace = tx.arnoldi_trace(operator, jnp.exp, key, num_probes=20, num_steps=4)
+    >>> bool(abs(trace.value - 400 * jnp.cos(1.0)) < 0.5)
+    True
+
+    ```
+
+    **Reference**: Arnoldi (1951), Quarterly of Applied Mathematics 9(1); Saad (1992),
+    Analysis of some Krylov subspace approximations to the matrix exponential operator,
+    SIAM Journal on Numerical Analysis 29(1), doi:10.1137/0729014.
+    """
+    name = "arnoldi_trace"
+    counts = {"num_probes": num_probes, "num_steps": num_steps}
+    check_function_request(name, operator, key, counts)
+    check_independent(name, sampler)
+    dtype = working_dtype(operator)
+    convert = partial(scalar_function, name, fn)
+    fn, structure = convert(jnp.result_type(dtype, jnp.complex64))
+    _, on_reals = convert(dtype)
+    structure = jax.tree.map(_narrower, structure, on_reals)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    num_steps = min(num_steps, size(operator))
+    probes = draw(name, sampler, key, operator, num_probes)
+    is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
+    algorithm = partial(_arnoldi_trace, num_steps=num_steps, real=is_real)
+    degrees = independent_degrees_of_freedom(num_probes)
+    spent = num_probes * num_steps
+    return estimate_of(subject, algorithm, probes, spent, degrees, structure)
+
+
+def _narrower(
+    wide: jax.ShapeDtypeStruct, on_reals: jax.ShapeDtypeStruct
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(wide.shape, on_reals.dtype)
+
+
+class _Modes(NamedTuple):
+    """v* f(A) v = sum_a w_a f(x_a) and f(A) v = sum_a f(x_a) r_a, for each of N starts."""
+
+    nodes: Inexact[Array, "N m"]
+    weights: Inexact[Array, "N m"]
+    vectors: Inexact[Array, "N m n"]
+
+    def samples(self, fn: Flat) -> Inexact[Array, "p N"]:
+        values = jax.vmap(jax.vmap(fn))(self.nodes)
+        used = self.weights[..., None] != 0
+        terms = self.weights[..., None] * jnp.where(used, values, 0)
+        return jnp.sum(terms, axis=1).T
+
+    def actions(self, fn: Flat) -> Inexact[Array, "p N n"]:
+        values = jax.vmap(jax.vmap(fn))(self.nodes)
+        return jnp.einsum("Nap,Nan->pNn", values, self.vectors)
+
+
+def _arnoldi_trace(
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, num_steps: int, real: bool
+) -> Outcome:
+    starts = probes.T
+    run = jax.vmap(partial(_arnoldi, subject.linear_map, num_steps=num_steps))
+    basis, projection = run(starts)
+    half = jax.vmap(partial(truncated, size=max(num_steps // 2, 1)))(projection)
+    both = jnp.stack([projection, half])
+    modes, coarse = (_modes(starts, basis, each) for each in _decompose(both))
+
+    count = starts.shape[0]
+    terms, by_half = modes.samples(subject.fn), coarse.samples(subject.fn)
+    sizes = modes._replace(weights=jnp.abs(modes.weights))
+    sizes = sizes.samples(lambda x: jnp.abs(subject.fn(x))).real
+    if real:
+        # Conjugate eigenvalues have conjugate values, but not across a branch cut.
+        crossed = jnp.abs(terms.imag) > 1e-3 * sizes
+        terms, by_half = jnp.where(crossed, jnp.nan, terms.real), by_half.real
+    rounding = 4 * resolution(subject.linear_map.operator) * mean(sizes)
+    gap = jnp.abs(jnp.sum(terms - by_half, axis=1)) / count
+    if num_steps == 1 and starts.shape[1] > 1:
+        gap = jnp.full_like(gap, jnp.inf)
+    error = both_errors(standard_error(terms, rounding), gap)
+    return Outcome(mean(terms), error, _Readout(starts, modes))
+
+
+@eqx.filter_jit
+def _arnoldi(
+    linear_map: LinearMap, start: Inexact[Array, " n"], *, num_steps: int
+) -> tuple[Inexact[Array, "m n"], Inexact[Array, "m m"]]:
+    """Orthonormal rows q_j and H, with breakdown as in `krylov`."""
+    n = start.shape[0]
+    eps = float(jnp.finfo(start.dtype).eps)
+    length = norm(start)
+
+    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], tuple]:
+        basis, q = carry
+        basis = basis.at[j].set(q)
+        product = linear_map(q[:, None])[:, 0]
+        first = basis.conj() @ product
+        residual = product - first @ basis
+        again = basis.conj() @ residual
+        residual = residual - again @ basis
+        size = norm(residual)
+        alive = size > 10 * eps * n**0.5 * norm(product)
+        new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
+        below = jnp.where(alive, size, 0).astype(start.dtype)
+        column = (first + again).at[j + 1].set(below, mode="drop")
+        return (basis, new), (column, jnp.any(q != 0))
+
+    basis = jnp.zeros((num_steps, n), start.dtype)
+    q = start / jnp.where(length > 0, length, 1)
+    (basis, _), (rows, live) = jax.lax.scan(step, (basis, q), jnp.arange(num_steps))
+    projection = jnp.where(jnp.diag(~live), rows[0, 0], rows.T)
+    return basis, projection
+
+
+def _decompose(
+    projection: Inexact[Array, "2 N m m"],
+) -> list[tuple[Inexact[Array, "N m"], Inexact[Array, "N m m"], Inexact[Array, "N m"]]]:
+    """Eigenvalues, eigenvectors V and V^{-1} e_1, of both in one batch."""
+    nodes, vectors = jnp.linalg.eig(projection)
+    first = jnp.zeros((*nodes.shape, 1), nodes.dtype).at[..., 0, 0].set(1)
+    inverse = jnp.linalg.solve(vectors, first)[..., 0]
+    return list(zip(nodes, vectors, inverse, strict=True))
+
+
+def _modes(
+    starts: Inexact[Array, "N n"],
+    basis: Inexact[Array, "N m n"],
+    parts: tuple[Array, Array, Array],
+) -> _Modes:
+    nodes, vectors, inverse = parts
+    lengths = jax.vmap(norm)(starts)[:, None]
+    weights = lengths**2 * vectors[:, 0] * inverse
+    actions = (lengths * inverse)[..., None] * jnp.einsum("Nma,Nmn->Nan", vectors, basis)
+    return _Modes(nodes, weights, actions)
+
+
+class _Readout(eqx.Module):
+    starts: Inexact[Array, "N n"]
+    modes: _Modes
+
+    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
+        return _read(subject, self)
+
+
+@eqx.filter_custom_jvp
+def _read(subject: MatrixFunction, readout: _Readout) -> Inexact[Array, " p"]:
+    return mean(readout.modes.samples(subject.fn))
+
+
+@_read.def_jvp
+def _read_jvp(
+    primals: tuple[MatrixFunction, _Readout], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    subject, readout = primals
+    tangent, _ = tangents
+    value = _read(subject, readout)
+    modes = settled(readout.modes, _refuse, subject.linear_map)
+    moved = jnp.zeros_like(value)
+    if jax.tree.leaves(tangent.fn):
+        _, moved = eqx.filter_jvp(
+            lambda fn: mean(modes.samples(fn)), (subject.fn,), (tangent.fn,)
+        )
+    if jax.tree.leaves(tangent.linear_map):
+        right = modes.actions(Slope(subject.fn))
+        p, number, n = right.shape
+        block = right.reshape(p * number, n).T
+        _, image = eqx.filter_jvp(
+            lambda a: a(block), (subject.linear_map,), (tangent.linear_map,)
+        )
+        if image is not None:
+            image = image.T.reshape(p, number, n)
+            moved = moved + jnp.einsum("Nn,pNn->p", readout.starts.conj() / number, image)
+    return value, moved.astype(value.dtype)
+
+
+def _refuse(linear_map: LinearMap) -> _Modes:
+    raise NotImplementedError(
+        "traceax.arnoldi_trace must not be differentiated twice in its operator, because "
+        "the eigenvectors that its derivative is read from would have to be "
+        "differentiated, which is not stable, but got a second derivative. Use "
+        "traceax.slq_trace or traceax.function_trace if the operator is Hermitian."
+    )

@@ -1,0 +1,108 @@
+"""Functions of Hermitian matrices small enough to decompose."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Inexact
+
+from traceax._functions.scalar import Flat, Slope, moving
+
+# Nodes and weights of three-point Gauss-Legendre quadrature on [0, 1].
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
+_NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2
+
+
+class Eigen(NamedTuple):
+    """M = S diag(values) S*."""
+
+    values: Float[Array, "... m"]
+    vectors: Inexact[Array, "... m m"]
+
+
+@jax.jit
+def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
+    """Eigenvalues that rounding cannot tell from zero are zero: so a logarithm of a
+    singular matrix is infinite, not some number, and a square root of it not NaN."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
+    rounding = 4 * jnp.finfo(values.dtype).eps * scale
+    return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
+
+
+@jax.custom_jvp
+def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
+    """`decompose`, with a derivative that is NaN where eigenvalues coincide: there it does
+    not exist, and what JAX makes of that depends on its version."""
+    return decompose(matrix)
+
+
+@_distinct.defjvp
+def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen, Eigen]:
+    (matrix,), (tangent,) = primals, tangents
+    values, vectors = _distinct(matrix)
+    turned = vectors.conj().T @ tangent @ vectors
+    gaps = values[None, :] - values[:, None]
+    near = jnp.abs(gaps) <= jnp.finfo(values.dtype).eps ** 0.5 * jnp.max(jnp.abs(values))
+    rates = jnp.where(near, jnp.nan, 1 / jnp.where(near, 1, gaps))
+    rates = jnp.where(jnp.eye(values.size, dtype=bool), 0, rates)
+    moved = Eigen(jnp.diagonal(turned).real, vectors @ (rates * turned))
+    return Eigen(values, vectors), moved
+
+
+@eqx.filter_custom_jvp
+def columns(
+    fn: Flat, matrix: Inexact[Array, "m m"], eigen: Eigen, *, count: int
+) -> Inexact[Array, "p m count"]:
+    """The first `count` columns of f(M), `eigen` being the decomposition of M.
+
+    Derivative in M: S (F o S* dM S) S*, F_ab the divided difference f[x_a, x_b] (Daleckii
+    and Krein 1965), finite where eigenvalues coincide.
+    """
+    values = jax.vmap(fn)(eigen.values)
+    first = eigen.vectors[:count].conj()
+    return jnp.einsum("ma,ap,ca->pmc", eigen.vectors, values, first)
+
+
+@columns.def_jvp
+def _columns_jvp(
+    primals: tuple[Flat, Array, Eigen], tangents: tuple[Any, Any, Any], *, count: int
+) -> tuple[Array, Array]:
+    fn, matrix, eigen = primals
+    fn_tangent, matrix_tangent, _ = tangents
+    value = columns(fn, matrix, eigen, count=count)
+    moved = jnp.zeros_like(value)
+    if jax.tree.leaves(fn_tangent):
+        jacobian, numbers = moving(fn, fn_tangent)
+        rates = columns(jacobian, matrix, eigen, count=count)
+        rates = rates.reshape(value.shape[0], -1, *value.shape[1:])
+        moved = jnp.einsum("pq...,q->p...", rates, numbers)
+    if matrix_tangent is not None:
+        # Decomposed again, for third derivatives, which differentiate this.
+        values, vectors = _distinct(matrix)
+        turned = vectors.conj().T @ matrix_tangent @ vectors
+        weighted = jnp.einsum("abp,ab->pab", divided_differences(fn, values), turned)
+        first = vectors[:count].conj()
+        moved = moved + jnp.einsum("ma,pab,cb->pmc", vectors, weighted, first)
+    return value, moved.astype(value.dtype)
+
+
+def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, "m m p"]:
+    """f[a, b] = (f(a) - f(b)) / (a - b), for near points the mean of f' between them."""
+    a, b = points[:, None], points[None, :]
+    largest = jnp.max(jnp.abs(points))
+    rounding = jnp.finfo(points.dtype).eps ** 0.5 * largest
+    near = jnp.abs(a - b) <= jnp.maximum(1e-3 * (jnp.abs(a) + jnp.abs(b)), rounding)
+    values = jax.vmap(fn)(points)
+    apart = jnp.where(near, 1, a - b)[..., None]
+    secant = (values[:, None] - values[None, :]) / apart
+
+    def between(node: float) -> Array:
+        point = jnp.where(near, a + node * (b - a), points[0])
+        return jax.vmap(jax.vmap(Slope(fn)))(point)
+
+    pairs = zip(_NODES, _WEIGHTS, strict=True)
+    mean = sum(float(weight) * between(float(node)) for node, weight in pairs)
+    return jnp.where(near[..., None], mean, secant)

@@ -1,0 +1,104 @@
+"""The spectral density."""
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from traceax._core.checks import check_function_request, check_grid
+from traceax._core.estimate import Estimate
+from traceax._core.operator import size
+from traceax._functions.slq import real_dtype, slq_trace
+from traceax._probes.samplers import Sampler, sphere
+
+
+def spectral_density(
+    operator: lx.AbstractLinearOperator,
+    grid: Float[Array, " points"],
+    key: PRNGKeyArray,
+    *,
+    num_probes: int,
+    num_steps: int,
+    width: float | Float[Array, ""] | None = None,
+    sampler: Sampler = sphere,
+    reorthogonalise: bool = True,
+    batch_size: int | None = None,
+) -> Estimate:
+    """Estimate the density of the eigenvalues of a Hermitian operator, on a grid.
+
+        phi(t) = 1/n sum_i N(t; lambda_i, width^2)
+
+    by `slq_trace` of a Gaussian about each point of the grid, all from one run. It is a
+    probability density: its integral over the line is 1. Eigenvalues apart from the rest
+    are found exactly; within the bulk, m steps resolve about its m-th part.
+
+    **Arguments**
+
+    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
+      are not needed.
+    - `grid`: where to evaluate it, a vector of real numbers, in the units of the
+      eigenvalues.
+    - `key`: a JAX random key.
+    - `num_probes`: how many probes, a Python int of at least 1.
+    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
+      n are taken.
+    - `width`: the standard deviation of the Gaussians, in the units of the grid. Default:
+      twice the span of the grid over `num_steps`, which half of the steps resolve: below
+      that the error bar grows wide.
+    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+    - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
+    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
+      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
+      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
+      your own still draw all probes together.
+
+    **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
+    `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
+    one step.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
+    count or `batch_size` not a Python int; `ValueError` if `operator` is not square, mixes
+    real and complex leaves, or has no dimension; if a count or `batch_size` is below 1; if
+    `grid` is not a real vector; if the sampler draws dependent probes.
+
+    **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
+    so differentiate on coarse grids.
+
+    **Cost**: num_probes * num_steps applications.
+
+    **Example**
+
+    ```python
+    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+    >>> operator = lx.DiagonalLinearOperator(jnp.linspace(0.0, 1.0, 400))
+    >>> grid = jnp.linspace(-0.5, 1.5, 201)
+    >>> key = jax.random.key(0)
+    >>> density = tx.spectral_density(operator, grid, key, num_probes=10, num_steps=20)
+    >>> bool(abs(density.value.sum() * 0.01 - 1) < 1e-3)
+    True
+
+    ```
+
+    **Reference**: Lin, Saad and Yang (2016), Approximating spectral densities of large
+    matrices, SIAM Review 58(1), doi:10.1137/130934283.
+    """
+    name = "spectral_density"
+    counts = {"num_probes": num_probes, "num_steps": num_steps}
+    check_function_request(name, operator, key, counts)
+    check_grid(name, grid)
+    grid = jnp.asarray(grid, real_dtype(operator))
+    span = jnp.max(grid) - jnp.min(grid)
+    width = 2 * span / num_steps if width is None else width
+    scale = 1 / (width * (2 * jnp.pi) ** 0.5 * size(operator))
+
+    def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
+        return scale * jnp.exp(-(((grid - x) / width) ** 2) / 2)
+
+    return slq_trace(
+        operator,
+        bumps,
+        key,
+        sampler=sampler,
+        reorthogonalise=reorthogonalise,
+        batch_size=batch_size,
+        **counts,
+    )

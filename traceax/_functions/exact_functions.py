@@ -1,0 +1,75 @@
+"""Traces of functions of operators small enough for an eigendecomposition."""
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact
+
+from traceax._core.estimate import Estimate
+from traceax._core.operator import (
+    LinearMap,
+    Structure,
+    as_result,
+    known_diagonal,
+    prepare,
+    size,
+    stores_matrix,
+)
+from traceax._core.rule import Outcome, estimate_of
+from traceax._functions.dense import decompose
+from traceax._functions.scalar import Flat, MatrixFunction
+from traceax._functions.slq import Traced
+from traceax._functions.split import Run, Whole
+from traceax._linalg.columns import magnitude
+from traceax._linalg.krylov import ASYMMETRY
+from traceax._traces.choice import SMALL
+
+# Up to this dimension the eigendecomposition of a matrix that is there takes less than a
+# second or so on two cores.
+STORED = 1024
+
+
+def is_cheap(operator: lx.AbstractLinearOperator, num_matvecs: int) -> bool:
+    n = size(operator)
+    return (
+        n <= max(num_matvecs, SMALL)
+        or lx.is_diagonal(operator)
+        or (stores_matrix(operator) and n <= STORED)
+    )
+
+
+def exact_function_trace(
+    operator: lx.AbstractLinearOperator, fn: Flat, structure: Structure
+) -> Estimate:
+    if lx.is_diagonal(operator):
+        known = known_diagonal(operator)
+        if known is not None:
+            return _of_diagonal(*known, fn, structure)
+    spent = 0 if stores_matrix(operator) else size(operator)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    return estimate_of(subject, _exact, None, spent, float(size(operator)), structure)
+
+
+def hermitian_or_nan(matrix: Array) -> Array:
+    """NaN all over if a matrix is clearly not Hermitian; for what reads only one half."""
+    skew = jnp.max(jnp.abs(matrix - matrix.conj().T))
+    return jnp.where(skew > ASYMMETRY * magnitude(matrix), jnp.nan, matrix)
+
+
+def _exact(subject: MatrixFunction, _: None) -> Outcome:
+    matrix = hermitian_or_nan(subject.linear_map.dense())
+    n = matrix.shape[0]
+    ones = jnp.ones((1, n), matrix.real.dtype)
+    basis = jnp.eye(n, dtype=matrix.dtype)[None]
+    run = Run(basis, decompose(matrix[None]), ones, Whole())
+    value = jnp.sum(jax.vmap(subject.fn)(run.eigen.values[0]), axis=0)
+    return Outcome(value, jnp.zeros_like(value.real), Traced((run,)))
+
+
+def _of_diagonal(
+    diagonal: Inexact[Array, " n"], spent: int, fn: Flat, structure: Structure
+) -> Estimate:
+    imaginary = jnp.max(jnp.abs(jnp.imag(diagonal)))
+    real = jnp.where(imaginary > ASYMMETRY * magnitude(diagonal), jnp.nan, diagonal.real)
+    value = as_result(jnp.sum(jax.vmap(fn)(real), axis=0), structure)
+    return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)

@@ -1,0 +1,98 @@
+"""f(A) as an operator, by Lanczos, for estimators that apply it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PyTree
+
+from traceax._core.operator import (
+    LinearMap,
+    Structure,
+    flatten,
+    unflatten,
+    working_dtype,
+)
+from traceax._core.rule import settled
+from traceax._functions.dense import columns, decompose
+from traceax._functions.scalar import ScalarFunction
+from traceax._linalg.krylov import lanczos
+
+
+class FunctionOfOperator(lx.AbstractLinearOperator):
+    """f(A) v ~ |v| Q f(T) e_1, of `num_steps` applications of A; real f, Hermitian A.
+
+    Its derivative in A is that of the recurrence.
+    """
+
+    operator: lx.AbstractLinearOperator
+    fn: ScalarFunction
+    num_steps: int = eqx.field(static=True)
+
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        column = flatten(vector, working_dtype(self.operator))
+        subject = (LinearMap(self.operator), self.fn, column)
+        value = _apply(subject, self.num_steps, differentiable=False)
+        value = settled(value, _Apply(self.num_steps), subject)
+        return unflatten(value, self.operator.out_structure())
+
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        return LinearMap(self).dense()
+
+    def transpose(self) -> "FunctionOfOperator":
+        return FunctionOfOperator(self.operator.transpose(), self.fn, self.num_steps)
+
+    def in_structure(self) -> Structure:
+        return self.operator.in_structure()
+
+    def out_structure(self) -> Structure:
+        return self.operator.out_structure()
+
+
+class _Apply(eqx.Module):
+    num_steps: int = eqx.field(static=True)
+
+    def __call__(self, subject: tuple) -> Inexact[Array, " n"]:
+        return _apply(subject, self.num_steps, differentiable=True)
+
+
+def _apply(
+    subject: tuple[LinearMap, ScalarFunction, Array], num_steps: int, differentiable: bool
+) -> Inexact[Array, " n"]:
+    linear_map, fn, column = subject
+    krylov = lanczos(linear_map, column[None], num_steps, differentiable=differentiable)
+    projection = krylov.projection[0]
+    eigen = jax.lax.stop_gradient(decompose(projection))
+    coordinates = columns(fn, projection, eigen, count=1)[0, :, 0]
+    return krylov.length[0] * (coordinates @ krylov.basis[0])
+
+
+@lx.conj.register(FunctionOfOperator)
+def _(operator: FunctionOfOperator) -> FunctionOfOperator:
+    return FunctionOfOperator(lx.conj(operator.operator), operator.fn, operator.num_steps)
+
+
+@lx.linearise.register(FunctionOfOperator)
+def _(operator: FunctionOfOperator) -> FunctionOfOperator:
+    return operator
+
+
+@lx.is_symmetric.register(FunctionOfOperator)
+def _(operator: FunctionOfOperator) -> bool:
+    return not jnp.issubdtype(working_dtype(operator.operator), jnp.complexfloating)
+
+
+def _unknown(operator: FunctionOfOperator) -> bool:
+    return False
+
+
+for question in (
+    lx.is_diagonal,
+    lx.is_tridiagonal,
+    lx.is_lower_triangular,
+    lx.is_upper_triangular,
+    lx.is_positive_semidefinite,
+    lx.is_negative_semidefinite,
+    lx.has_unit_diagonal,
+):
+    question.register(FunctionOfOperator)(_unknown)

@@ -1,0 +1,237 @@
+"""Stochastic Lanczos quadrature: tr f(A) = E[v* f(A) v] by Gauss quadrature."""
+
+from collections.abc import Callable
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
+
+from traceax._core.checks import check_function_request
+from traceax._core.estimate import Estimate
+from traceax._core.operator import (
+    LinearMap,
+    frozen,
+    prepare,
+    resolution,
+    size,
+    working_dtype,
+)
+from traceax._core.rule import Outcome, estimate_of
+from traceax._functions.dense import Eigen, decompose
+from traceax._functions.scalar import MatrixFunction, Slope, scalar_function
+from traceax._functions.split import FromStarts, Run, read
+from traceax._linalg.jackknife import (
+    both_errors,
+    independent_degrees_of_freedom,
+    standard_error,
+)
+from traceax._linalg.krylov import lanczos, truncated
+from traceax._probes.plan import stream
+from traceax._probes.samplers import Sampler, check_independent, sphere
+from traceax._probes.stream import Stream
+
+
+def slq_trace(
+    operator: lx.AbstractLinearOperator,
+    fn: Callable[[Float[Array, ""]], PyTree[Array]],
+    key: PRNGKeyArray,
+    *,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler = sphere,
+    reorthogonalise: bool = True,
+    batch_size: int | None = None,
+) -> Estimate:
+    """Estimate tr f(A) of a Hermitian operator by stochastic Lanczos quadrature.
+
+        value = mean over probes v of |v|^2 e_1* f(T) e_1,    T the Lanczos matrix of v
+
+    Unbiased but for the quadrature error, which falls geometrically with `num_steps` where
+    f is smooth on the spectrum, and is 0 from n steps on. `function_trace` does better
+    where few eigenvalues have most of the sum, `logdet` for log-determinants.
+
+    **Arguments**
+
+    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
+      are not needed; an operator that shows itself not to be Hermitian gives NaN:
+      `arnoldi_trace` is for those.
+    - `fn`: a function of a real scalar, made of JAX operations, that returns an array or a
+      pytree of arrays: each entry is another trace from the same run. It may close over
+      parameters, or be an `eqx.Module`.
+    - `key`: a JAX random key.
+    - `num_probes`: how many probes, a Python int of at least 1.
+    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
+      n are taken.
+    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+    - `reorthogonalise`: whether each step is made orthogonal to all that went before, for
+      4 n num_steps flops more. Without it, converged eigenvalues appear again as copies:
+      it is safe for few steps, or smooth functions (exp on a narrow spectrum), and worth
+      it where the operator is cheap, sparse or diagonal; log and inverses of
+      ill-conditioned operators lose digits.
+    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
+      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
+      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
+      your own still draw all probes together.
+
+    **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
+    covers sampling and quadrature, the latter by comparison with half the steps, which
+    can miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or
+    one step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `fn` not a function of a scalar that returns arrays, a count or `batch_size` not a
+    Python int; `ValueError` if `operator` is not square, mixes real and complex leaves, or
+    has no dimension; if a count or `batch_size` is below 1; if the sampler draws dependent
+    probes.
+
+    **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
+    unbiased but for quadrature: by the split rule, one matvec-VJP for each probe and entry
+    of the value, nothing differentiated through Lanczos. Second derivatives differentiate
+    the recurrence (num_steps matvec-JVPs a probe). Gradients need more steps than values:
+    give twice as many as make `standard_error` small.
+
+    **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
+    of n x num_steps (with `reorthogonalise=False`, for the value alone, three vectors).
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> operator = lx.DiagonalLinearOperator(jax.numpy.linspace(1.0, 2.0, 500))
+    >>> estimate = tx.slq_trace(
+    ...     operator, jax.numpy.log, jax.random.key(0), num_probes=30, num_steps=8
+    ... )
+    >>> low, high = estimate.interval()
+    >>> bool(low < jax.numpy.log(jax.numpy.linspace(1.0, 2.0, 500)).sum() < high)
+    True
+
+    ```
+
+    **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
+    Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4),
+    doi:10.1137/16M1104974; the derivative is derived in `traceax/_functions/split.py`.
+    """
+    counts = {"num_probes": num_probes, "num_steps": num_steps}
+    check_function_request("slq_trace", operator, key, counts)
+    check_independent("slq_trace", sampler)
+    fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    num_steps = min(num_steps, size(operator))
+    probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
+    algorithm = partial(_slq, num_steps=num_steps, reorthogonalise=reorthogonalise)
+    degrees = independent_degrees_of_freedom(num_probes)
+    spent = num_probes * num_steps
+    return estimate_of(subject, algorithm, probes, spent, degrees, structure)
+
+
+def real_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
+    return jnp.finfo(working_dtype(operator)).dtype
+
+
+def _slq(
+    subject: MatrixFunction, probes: Stream, *, num_steps: int, reorthogonalise: bool
+) -> Outcome:
+    """A Krylov space is read where it lies; where batches leave none, it is made again."""
+    again = Again(probes, num_steps, reorthogonalise)
+    if probes.is_whole:
+        sampled, run = again.sample(subject, probes.source)
+        readout = Traced((run,))
+    else:
+        sampled = probes.collect(lambda z: again.sample(subject, z)[0])
+        readout = again
+    error = sampled.error(subject.linear_map, num_steps)
+    return Outcome(jnp.sum(sampled.terms, axis=1), error, readout)
+
+
+class Traced(eqx.Module):
+    """The readout of runs."""
+
+    runs: tuple[Run, ...]
+
+    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
+        return read(subject, self.runs)
+
+
+class Again(eqx.Module):
+    """The readout of the same runs, made batch by batch of the subject, frozen."""
+
+    probes: Stream
+    num_steps: int = eqx.field(static=True)
+    reorthogonalise: bool = eqx.field(static=True)
+
+    def sample(
+        self, subject: MatrixFunction, z: Inexact[Array, "n b"]
+    ) -> "tuple[Sampled, Run]":
+        scale = jnp.full(z.shape[1], 1 / self.probes.num_probes, z.real.dtype)
+        return sample(subject, z.T, scale, self.num_steps, self.reorthogonalise)
+
+    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
+        def of_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
+            return read(subject, (self.sample(frozen(subject), z)[1],))
+
+        return self.probes.reduce(of_batch)
+
+
+class Sampled(eqx.Module):
+    """What each probe says: a term of the estimate; the same by half of the steps; sizes
+    of f and its slope, and of the largest node, by which rounding is judged."""
+
+    terms: Inexact[Array, "p N"]
+    coarse: Inexact[Array, "p N"]
+    sizes: Float[Array, "p N"]
+    slopes: Float[Array, "p N"]
+    largest: Float[Array, " N"]
+
+    def error(self, linear_map: LinearMap, num_steps: int) -> Float[Array, " p"]:
+        """The rounding error is that of f at nodes known to within eps of the largest."""
+        if num_steps == 1:
+            quadrature = unresolved(linear_map, self.terms)
+        else:
+            quadrature = jnp.abs(jnp.sum(self.terms - self.coarse, axis=1))
+        inexact = jnp.max(self.largest) * jnp.sum(self.slopes, axis=1)
+        rounding = jnp.sum(self.sizes, axis=1) + inexact
+        rounding = 4 * resolution(linear_map.operator) * rounding
+        spread = standard_error(self.terms * self.terms.shape[1], rounding)
+        return both_errors(spread, quadrature)
+
+
+def sample(
+    subject: MatrixFunction,
+    starts: Inexact[Array, "N n"],
+    scale: Float[Array, " N"],
+    num_steps: int,
+    reorthogonalise: bool,
+) -> tuple[Sampled, Run]:
+    """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
+    krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
+    whole, half = decompose_with_half(krylov.projection, num_steps // 2)
+    coefficients = (scale * krylov.length**2)[:, None]
+    again = FromStarts(krylov.basis[:, 0], num_steps)
+    run = Run(krylov.basis, whole, coefficients, again)
+    fn = subject.fn
+    sampled = Sampled(
+        run.samples(fn),
+        run.samples(fn, half),
+        run.samples(lambda x: jnp.abs(fn(x))),
+        run.samples(lambda x: jnp.abs(Slope(fn)(x))),
+        jnp.max(jnp.abs(whole.values), axis=1),
+    )
+    return sampled, run
+
+
+def unresolved(linear_map: LinearMap, terms: Inexact[Array, "p N"]) -> Float[Array, " p"]:
+    """The quadrature error of one step cannot be told, unless n = 1."""
+    unknown = 0 if size(linear_map.operator) == 1 else jnp.inf
+    return jnp.full(terms.shape[:1], unknown, terms.real.dtype)
+
+
+def decompose_with_half(
+    projection: Inexact[Array, "N m m"], size: int
+) -> tuple[Eigen, Eigen]:
+    """Of T, and of T when it had `size` rows: in one batch, which is one LAPACK call."""
+    half = jax.vmap(partial(truncated, size=max(size, 1)))(projection)
+    both = decompose(jnp.stack([projection, half]))
+    return Eigen(*(x[0] for x in both)), Eigen(*(x[1] for x in both))

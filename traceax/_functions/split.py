@@ -1,0 +1,159 @@
+"""The split rule: the derivative of tr f(A), A Hermitian, read off a Krylov space.
+
+d tr f(A) = tr(f'(A) dA), and for probes v with E[v v*] = I and f' = g1 g2,
+
+    d tr f(A) = E[ (g1(A) v)* dA (g2(A) v) ].
+
+Both vectors lie in the Krylov space that the value v* f(A) v was computed from, and cost
+no application; the derivative costs one vector-Jacobian product a probe. An entry ij of
+U* dA U, U the eigenvectors, comes in with weight (g1_i g2_j + g1_j g2_i)/2, which is least,
+by the inequality of the means, for |g1| = |g2| = |f'|^(1/2): then it is the geometric mean
+of f'_i and f'_j, where the usual (f'(A) v)* dA v has the arithmetic one, larger without
+bound where dA couples small eigenvalues with large ones.
+
+Unlike those of traces, the vectors depend on A in a way that second derivatives need (else
+that of log det(s A) in s would be 0). So they are `settled`: computed once, and where
+somebody differentiates again, differentiated as a Krylov recurrence from the same starts.
+What `fn` depends on moves the sum as another function would, d tr f(A) = tr((df)(A)), by
+the same nodes: so it is the same sum, of df.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+from traceax._core.operator import LinearMap
+from traceax._core.rule import settled
+from traceax._functions.dense import Eigen, columns, decompose
+from traceax._functions.scalar import Factor, Flat, MatrixFunction, moving, softening
+from traceax._linalg.krylov import lanczos
+
+Vectors = Inexact[Array, "p s n"]
+
+
+class Run(eqx.Module):
+    """N projections T_i of A, Hermitian, on orthonormal rows, read at the first of them:
+
+        tr f(A) = E sum over i and j <= count of c_ij f(T_i)_jj,    c the `coefficients`.
+
+    `again` makes basis and projections from the operator once more, to be differentiated.
+    """
+
+    basis: Inexact[Array, "N m n"]
+    eigen: Eigen
+    coefficients: Float[Array, "N count"]
+    again: Callable[[LinearMap], tuple[Array, Array]]
+
+    def samples(self, fn: Flat, eigen: Eigen | None = None) -> Inexact[Array, "p N"]:
+        """Sum_j c_ij f(T_i)_jj; by a coarser T, if its `eigen` is given."""
+        eigen = self.eigen if eigen is None else eigen
+        values = jax.vmap(jax.vmap(fn))(eigen.values)
+        rows = eigen.vectors[:, : self.coefficients.shape[1]]
+        squares = (rows * rows.conj()).real
+        weights = jnp.sum(self.coefficients[..., None] * squares, axis=1)[..., None]
+        # A node of no weight does not count, even where fn is infinite.
+        return jnp.sum(weights * jnp.where(weights == 0, 0, values), axis=1).T
+
+
+@eqx.filter_custom_jvp
+def read(subject: MatrixFunction, runs: tuple[Run, ...]) -> Inexact[Array, " p"]:
+    """tr f(A) by Krylov runs, with the split rule for its derivative."""
+    totals = [jnp.sum(run.samples(subject.fn), axis=1) for run in runs]
+    return jnp.sum(jnp.stack(totals), axis=0)
+
+
+@read.def_jvp
+def _read_jvp(
+    primals: tuple[MatrixFunction, tuple[Run, ...]], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    subject, runs = primals
+    tangent, _ = tangents
+    value = read(subject, runs)
+    moved = jnp.zeros_like(value)
+    if jax.tree.leaves(tangent.fn):
+        jacobian, numbers = moving(subject.fn, tangent.fn)
+        rates = read(MatrixFunction(subject.linear_map, jacobian), runs)
+        moved = moved + rates.reshape(value.shape[0], -1) @ numbers
+    if jax.tree.leaves(tangent.linear_map):
+        for run in runs:
+            moved = moved + _pair(subject, run, tangent.linear_map)
+    moved = moved if jnp.iscomplexobj(value) else moved.real
+    return value, moved.astype(value.dtype)
+
+
+def _pair(subject: MatrixFunction, run: Run, tangent: Any) -> Inexact[Array, " p"]:
+    """The sum of c (g1(A) v)* dA (g2(A) v)."""
+    each = jax.vmap(partial(softening, subject.fn))
+    soft = jax.lax.stop_gradient(each(run.eigen.values))
+    count = run.coefficients.shape[1]
+    blocks = _vectors(subject.fn, soft, run.basis, None, run.eigen, count)
+    left, right = settled(blocks, _Again(run.again, soft, run.coefficients.size), subject)
+    p, s, n = right.shape
+    block = right.reshape(p * s, n).T
+    _, image = eqx.filter_jvp(lambda a: a(block), (subject.linear_map,), (tangent,))
+    if image is None:
+        return jnp.zeros(p, right.dtype)
+    weighted = run.coefficients.reshape(s)[None, :, None] * left.conj()
+    return jnp.sum(weighted * image.T.reshape(p, s, n), axis=(1, 2))
+
+
+class _Again(eqx.Module):
+    """The vectors of the split rule from the operator and f, differentiable in both."""
+
+    again: Callable[[LinearMap], tuple[Array, Array]]
+    softening: Float[Array, "N p"]
+    num_starts: int = eqx.field(static=True)
+
+    def __call__(self, subject: MatrixFunction) -> tuple[Vectors, Vectors]:
+        basis, projection = self.again(subject.linear_map)
+        eigen = jax.lax.stop_gradient(decompose(projection))
+        # One start for each, or all from one basis.
+        count = self.num_starts // basis.shape[0]
+        return _vectors(subject.fn, self.softening, basis, projection, eigen, count)
+
+
+def _vectors(
+    fn: Flat,
+    soft: Float[Array, "N p"],
+    basis: Inexact[Array, "N m n"],
+    projection: Inexact[Array, "N m m"] | None,
+    eigen: Eigen,
+    count: int,
+) -> tuple[Vectors, Vectors]:
+    """g1(A) v and g2(A) v for the first `count` rows v of every basis."""
+
+    def one(
+        first: bool, soft: Array, rows: Array, matrix: Array | None, eigen: Eigen
+    ) -> Inexact[Array, "p count n"]:
+        applied = columns(Factor(fn, soft, first), matrix, eigen, count=count)
+        return jnp.einsum("pmc,mn->pcn", applied, rows)
+
+    def all_of(first: bool) -> Vectors:
+        batch = eqx.filter_vmap(partial(one, first))(soft, basis, projection, eigen)
+        return jnp.moveaxis(batch, 0, 1).reshape(batch.shape[1], -1, basis.shape[-1])
+
+    return all_of(True), all_of(False)
+
+
+class FromStarts(eqx.Module):
+    """A Lanczos recurrence of its own from each start."""
+
+    starts: Inexact[Array, "s n"]
+    num_steps: int = eqx.field(static=True)
+
+    def __call__(self, linear_map: LinearMap) -> tuple[Array, Array]:
+        krylov = lanczos(linear_map, self.starts, self.num_steps, differentiable=True)
+        return krylov.basis, krylov.projection
+
+
+class Whole(eqx.Module):
+    """The matrix itself, on the basis of unit vectors."""
+
+    def __call__(self, linear_map: LinearMap) -> tuple[Array, Array]:
+        matrix = linear_map.dense()
+        return jnp.eye(matrix.shape[0], dtype=matrix.dtype)[None], matrix[None]

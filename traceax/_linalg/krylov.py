@@ -1,0 +1,228 @@
+"""Krylov spaces of a Hermitian operator: Lanczos from single vectors, and from a block.
+
+Both come to a clean end where the space is exhausted ("breakdown"): what would be divided
+by a zero residual is zero instead, and the projection T falls into blocks, of which the
+first is exact. The diagonal of what is left is filled with a Rayleigh quotient, at which
+every function is defined that is defined on the spectrum.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact
+
+from traceax._linalg.basis import orthonormalise
+from traceax._linalg.columns import column_norms_squared, magnitude
+
+# Of the largest product: beyond this an operator does not pass for Hermitian.
+ASYMMETRY = 1e-2
+
+
+# One application a column.
+BlockMap = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
+
+
+class Krylov(NamedTuple):
+    """A q_j = sum_i q_i T_ij + rest, the rows q_j of `basis` orthonormal, q_1 = v/|v|."""
+
+    basis: Inexact[Array, "N m n"]
+    projection: Float[Array, "N m m"]
+    length: Float[Array, " N"]
+
+
+@eqx.filter_jit
+def lanczos(
+    linear_map: BlockMap,
+    starts: Inexact[Array, "N n"],
+    num_steps: int,
+    *,
+    reorthogonalise: bool = True,
+    differentiable: bool = False,
+) -> Krylov:
+    """From each of N vectors, in one batch; NaN if the operator is seen not to be
+    Hermitian.
+
+    `differentiable` is for differentiating the recurrence itself. Where the space is
+    exhausted the residual is zero and has no direction, but its derivative has one, that a
+    second derivative needs (of a multiple of I the first step has all of it). So there the
+    recurrence goes on, into any new direction, coupled by a negligible sqrt(eps): that is
+    the recurrence of a start next to this one.
+    """
+    reorthogonalise = reorthogonalise or differentiable
+    advance = jax.vmap(partial(_advance, differentiable), in_axes=(None, 0, 0))
+
+    def step(state: _State, j: Array) -> tuple[_State, tuple[Array, ...]]:
+        # All vectors in one block, as columns: for a stored matrix half the time of rows.
+        if state.basis is not None:
+            basis = jax.lax.dynamic_update_index_in_dim(state.basis, state.q, j, axis=1)
+            state = state._replace(basis=basis)
+        return advance(j, state, linear_map(state.q.T).T)
+
+    basis_shape = (starts.shape[0], num_steps, starts.shape[1])
+    basis = jnp.zeros(basis_shape, starts.dtype) if reorthogonalise else None
+    length = jax.vmap(norm)(starts)
+    q = starts / jnp.where(length > 0, length, 1)[:, None]
+    zero = jnp.zeros_like(length)
+    state = _State(basis, q, jnp.zeros_like(q), zero, zero, zero)
+    state, outputs = jax.lax.scan(step, state, jnp.arange(num_steps))
+    alphas, betas, live, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
+    alphas = jnp.where(live, alphas, alphas[:, :1])
+    skewed = state.skew > ASYMMETRY * state.scale
+    alphas = jnp.where(skewed[:, None], jnp.nan, alphas)
+    basis = rows if state.basis is None else state.basis
+    return Krylov(basis, jax.vmap(tridiagonal)(alphas, betas[:, :-1]), length)
+
+
+class _State(NamedTuple):
+    basis: Inexact[Array, "N m n"] | None
+    q: Inexact[Array, "N n"]
+    previous: Inexact[Array, "N n"]
+    beta: Float[Array, " N"]
+    scale: Float[Array, " N"]
+    skew: Float[Array, " N"]
+
+
+def _advance(
+    differentiable: bool, j: Array, state: _State, product: Inexact[Array, " n"]
+) -> tuple[_State, tuple[Array, ...]]:
+    """One step from one vector, given A q."""
+    basis, q, previous, beta, scale, skew = state
+    eps = float(jnp.finfo(q.dtype).eps)
+    scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
+    alpha = jnp.vdot(q, product).real
+    residual = product - alpha * q - beta * previous
+    known = jnp.stack([previous, q]) if basis is None else basis
+    overlaps = known.conj() @ residual
+    skew = jnp.maximum(skew, jnp.max(jnp.abs(jax.lax.stop_gradient(overlaps))))
+    if basis is not None:
+        residual = residual - overlaps @ basis
+    size = norm(residual)
+    alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
+    if differentiable and basis is not None:
+        anew = eps**0.5 * jnp.where(scale > 0, scale, 1) * _direction(basis, j)
+        residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(anew))
+        size = norm(residual)
+        alive = size > 0  # but where the basis has all of the space
+    beta = jnp.where(alive, size, 0)
+    new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
+    # Whether q itself was alive tells the padding of T.
+    output = alpha, beta, jnp.any(q != 0), q
+    return _State(basis, new, q, beta, scale, skew), output
+
+
+def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
+    """Without squares that leave the range; its derivative at 0 is 0."""
+    scale = jax.lax.stop_gradient(magnitude(vector))
+    squares = jnp.sum(((vector / scale) * (vector / scale).conj()).real)
+    positive = squares > 0
+    return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+
+
+def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
+    """A unit vector orthogonal to the basis: of a sequence that nothing else repeats."""
+    steps = jnp.arange(1, basis.shape[1] + 1, dtype=basis.real.dtype)
+    vector = jnp.modf(steps * 0.6180339887 * (j + 1))[0] - 0.5
+    vector = vector.astype(basis.dtype)
+    for _ in range(2):
+        vector = vector - (basis.conj() @ vector) @ basis
+    length = norm(vector)
+    return vector / jnp.where(length > 0, length, 1)
+
+
+def tridiagonal(
+    alphas: Float[Array, " m"], betas: Float[Array, " m-1"]
+) -> Float[Array, "m m"]:
+    """By masks: made of `jnp.diag` it takes longer to compile."""
+    index = jnp.arange(alphas.size)
+    beside = jnp.append(betas, jnp.zeros_like(alphas[:1]))[:, None]
+    above = jnp.where(index[:, None] + 1 == index[None, :], beside, 0)
+    diagonal = jnp.where(index[:, None] == index[None, :], alphas[:, None], 0)
+    return diagonal + above + above.T
+
+
+def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m m"]:
+    """T as it was when it had `size` rows, padded as after a breakdown."""
+    kept = jnp.arange(projection.shape[0]) < size
+    inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
+    return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
+
+
+def radau(projection: Float[Array, "m m"], bound: float) -> Float[Array, "m m"]:
+    """T with its last entry such that `bound` is an eigenvalue: the Gauss-Radau rule,
+
+        T_mm = bound + b_{m-1}^2 / d_{m-1},   d_j = T_jj - bound - b_{j-1}^2 / d_{j-1}
+
+    (Golub and Meurant 2010, section 6.2.2, by the pivots of T - bound I, which are positive
+    for a bound below the spectrum). For functions with derivatives of alternating sign, as
+    log, it errs to the other side than Gauss's rule.
+    """
+    alphas, betas = jnp.diagonal(projection), jnp.diagonal(projection, 1)
+
+    def pivot(last: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+        alpha, beta = pair
+        coupled = jnp.where(beta > 0, beta**2 / jnp.where(beta > 0, last, 1), 0)
+        return alpha - bound - coupled, None
+
+    before = jnp.concatenate([jnp.zeros_like(alphas[:1]), betas[:-1]])[: betas.size]
+    last, _ = jax.lax.scan(pivot, jnp.ones_like(alphas[0]), (alphas[:-1], before))
+    if not betas.size:
+        return jnp.full_like(projection, bound)
+    beta = betas[-1]
+    corner = bound + jnp.where(beta > 0, beta**2 / jnp.where(beta > 0, last, 1), 0)
+    return projection.at[-1, -1].set(corner)
+
+
+class BlockKrylov(NamedTuple):
+    """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
+    Z_next, the block that would follow. Columns that breakdown left empty are zero."""
+
+    basis: Inexact[Array, "n r+b"]
+    projection: Inexact[Array, "r+b r"]
+    filled: Bool[Array, " r+b"]
+
+
+@eqx.filter_jit
+def block_krylov(
+    linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int
+) -> BlockKrylov:
+    """Block Lanczos with full reorthogonalisation, depth * b applications; NaN if the
+    operator is seen not to be Hermitian."""
+    n, width = block.shape
+    total = (depth + 1) * width
+    eps = float(jnp.finfo(block.dtype).eps)
+    first = orthonormalise(block, linear_map).columns
+
+    def without(basis: Array, block: Array) -> tuple[Array, Array]:
+        inside = basis.conj().T @ block
+        return block - basis @ inside, inside
+
+    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], Array]:
+        basis, current, scale = carry
+        basis = jax.lax.dynamic_update_slice(basis, current, (0, j * width))
+        product = linear_map(current)
+        scale = jnp.maximum(scale, magnitude(product))
+        residual, inside = without(basis, product / scale)
+        residual, again = without(basis, residual)
+        following = orthonormalise(residual)
+        # What is below sqrt(eps) has lost half its digits, and adds only its square.
+        longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
+        keep = following.sizes * following.scale > eps**0.5 * longest
+        new, _ = without(basis, jnp.where(keep[None, :], following.columns, 0))
+        lengths = jnp.sqrt(column_norms_squared(new))
+        new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
+        factor = jnp.where(keep[:, None], following.scale * following.factor, 0)
+        column = jax.lax.dynamic_update_slice(inside + again, factor, ((j + 1) * width, 0))
+        return (basis, new, scale), column * scale
+
+    start = (jnp.zeros((n, total), block.dtype), first, jnp.zeros((), first.real.dtype))
+    (basis, last, scale), pieces = jax.lax.scan(step, start, jnp.arange(depth))
+    basis = jax.lax.dynamic_update_slice(basis, last, (0, depth * width))
+    projection = jnp.moveaxis(pieces, 0, 1).reshape(total, depth * width)
+    square = projection[: depth * width]
+    skew = jnp.max(jnp.abs(square - square.conj().T))
+    projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
+    return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0))

@@ -1,0 +1,64 @@
+"""A sampler's probes for an operator: checked, frozen, as columns of a block."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from traceax._core.operator import flatten, working_dtype
+from traceax._probes.samplers import Sampler, check_independent, probes_a_sample
+
+
+def draw(
+    name: str,
+    sampler: Sampler,
+    key: PRNGKeyArray,
+    operator: lx.AbstractLinearOperator,
+    num_probes: int,
+    *,
+    in_samples: bool = False,
+) -> Inexact[Array, "n k"]:
+    """The sampler's probes for an operator, checked, frozen, as columns of a block.
+
+    `in_samples`: the estimator keeps together what makes one sample (`probes_a_sample`).
+    """
+    structure = operator.in_structure()
+    if not callable(sampler):
+        raise TypeError(
+            f"traceax.{name}(sampler=...) must be a function (key, structure, num_probes) "
+            f"-> probes, but got {type(sampler).__name__}. Pass traceax.rademacher, say."
+        )
+    if probes_a_sample(sampler) > 1 and not in_samples:
+        check_independent(name, sampler)
+    probes = sampler(key, structure, num_probes)
+
+    def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_probes, *leaf.shape), leaf.dtype)
+
+    def shaped(leaf: Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+    got = jax.tree.map(shaped, probes)
+    if eqx.tree_equal(got, jax.tree.map(described, structure)) is not True:
+        raise ValueError(
+            f"traceax.{name}(sampler=...) must return the operator's input structure with "
+            f"a leading axis of {num_probes} probes, because each is one application, but "
+            f"got {got}. Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
+        )
+    dtype = working_dtype(operator)
+    columns = jax.vmap(lambda probe: flatten(probe, dtype), out_axes=1)(probes)
+    return jax.lax.stop_gradient(columns)
+
+
+def draw_samples(
+    keys: PRNGKeyArray, *, name: str, sampler: Sampler, operator: lx.AbstractLinearOperator
+) -> Inexact[Array, "n k"]:
+    """A sample for each key (see `stream`)."""
+    group = probes_a_sample(sampler)
+
+    def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
+        return draw(name, sampler, key, operator, group, in_samples=True)
+
+    columns = jax.vmap(one, out_axes=1)(keys)
+    return columns.reshape(columns.shape[0], -1)

@@ -1,0 +1,85 @@
+"""How a budget becomes probes, and probes become independent samples."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+
+from traceax._core.checks import check_batch_size, check_samples
+from traceax._core.operator import size, skeleton
+from traceax._linalg.columns import mean
+from traceax._linalg.jackknife import standard_error
+from traceax._probes.draw import draw, draw_samples
+from traceax._probes.samplers import (
+    Sampler,
+    comes_in_samples,
+    is_without_replacement,
+    probes_a_sample,
+)
+from traceax._probes.stream import Stream, all_at_once
+
+
+class Plan(NamedTuple):
+    """Probes come as samples of a number of probes each; `shrink` is the factor by which
+    samples that exclude each other bring down the standard error of their mean."""
+
+    num_samples: int
+    num_probes: int
+    shrink: float
+
+    def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
+        shape = (*by_probe.shape[:-1], -1, self.num_probes // self.num_samples)
+        return jnp.sum(by_probe.reshape(shape), axis=-1)
+
+    def error_of_mean(
+        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+    ) -> Float[Array, "*values"]:
+        deviations = by_probe - mean(by_probe)[..., None]
+        spread = self.totals(deviations * (self.num_samples / self.num_probes))
+        return standard_error(self.shrink * spread, rounding)
+
+
+def plan_and_draw(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler,
+    batch_size: int | None = None,
+) -> tuple[Plan, Stream]:
+    group = probes_a_sample(sampler)
+    check_samples(name, num_matvecs, group)
+    num_samples = num_matvecs // group
+    num_probes = num_samples * group
+    # Orthogonal probes are drawn without replacement, so to speak: the finite-population
+    # correction of a survey of k out of n.
+    n = size(operator)
+    shrink = ((n - num_probes) / n) ** 0.5 if is_without_replacement(sampler) else 1.0
+    plan = Plan(num_samples, num_probes, shrink)
+    return plan, stream(name, operator, key, num_probes, sampler, batch_size)
+
+
+def stream(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_probes: int,
+    sampler: Sampler,
+    batch_size: int | None,
+) -> Stream:
+    """All probes drawn, if nothing says that they must not live together."""
+    group = probes_a_sample(sampler)
+    check_batch_size(name, batch_size, group)
+    count = num_probes // group
+    batch = count if batch_size is None else batch_size // group
+    if count == 1 or not comes_in_samples(sampler):
+        block = draw(name, sampler, key, operator, num_probes, in_samples=True)
+        return Stream(block, None, count, group, batch)
+    how = partial(draw_samples, name=name, sampler=sampler, operator=skeleton(operator))
+    keys = jax.random.split(key, count)
+    if batch >= count:
+        return all_at_once(how(keys), group)
+    return Stream(keys, how, count, group, batch)

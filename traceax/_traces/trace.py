@@ -1,0 +1,87 @@
+"""The front door to the trace: it chooses for the user."""
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from traceax._core.checks import check_request
+from traceax._core.estimate import Estimate
+from traceax._core.operator import (
+    is_hermitian,
+    known_diagonal,
+)
+from traceax._traces.choice import choice
+from traceax._traces.exact import exact_trace
+from traceax._traces.hutchinson import hutchinson_trace
+from traceax._traces.xtrace import xnystrace, xtrace
+
+
+def trace(
+    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int = 100
+) -> Estimate:
+    """The trace of any square operator, by the best means there is for it.
+
+    The choice depends on structure, tags and budget, never on the estimate:
+
+    1. exact and free for operators that store their diagonal (matrices, pytrees of
+       matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
+       exact from one application for those tagged diagonal;
+    2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
+       reaches n;
+    3. `xnystrace` for operators tagged positive or negative semidefinite, from 3 matvecs;
+    4. `xtrace` for all others, from 6 matvecs;
+    5. `hutchinson_trace` for smaller budgets.
+
+    Unbiased.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
+      least 1. Default 100.
+
+    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
+    real if the operator is known to be Hermitian). `standard_error` is 0 where the value
+    is exact.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
+    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
+    below 1.
+
+    **Derivatives**: forward and reverse, to any order, unbiased; exact where the value is.
+
+    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> structure = jax.ShapeDtypeStruct((1000,), jax.numpy.float32)
+    >>> operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
+    >>> print(tx.trace(operator, jax.random.key(0)).value.round())
+    2000.0
+
+    ```
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
+    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
+    doi:10.1137/23M1548323.
+    """
+    check_request("trace", operator, key, num_matvecs)
+    known = known_diagonal(operator)
+    if known is not None:
+        diagonal, spent = known
+        value = jnp.sum(diagonal)
+        value = value.real if is_hermitian(operator) else value
+        return Estimate(value, jnp.zeros((), value.real.dtype), spent)
+    match choice(operator, num_matvecs):
+        case "exact":
+            return exact_trace(operator)
+        case "semidefinite":
+            return xnystrace(operator, key, num_matvecs)
+        case "general":
+            return xtrace(operator, key, num_matvecs)
+        case "few":
+            return hutchinson_trace(operator, key, num_matvecs)
