@@ -1,14 +1,14 @@
 """Stochastic trace estimation that you can differentiate."""
 
-from traceax._calculus.calculus import divergence as divergence
-from traceax._calculus.calculus import hessian_diagonal as hessian_diagonal
-from traceax._calculus.calculus import laplacian as laplacian
+from traceax._calculus.laplacian import divergence as divergence
+from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
+from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
 from traceax._diagonals.diagonal import diagonal as diagonal
 from traceax._diagonals.diagpp import diagpp as diagpp
-from traceax._diagonals.norms import frobenius_norm_squared as frobenius_norm_squared
-from traceax._diagonals.norms import row_norms_squared as row_norms_squared
+from traceax._diagonals.row_norms import frobenius_norm_squared as frobenius_norm_squared
+from traceax._diagonals.row_norms import row_norms_squared as row_norms_squared
 from traceax._diagonals.xdiag import xdiag as xdiag
 from traceax._diagonals.xdiag import xnysdiag as xnysdiag
 from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
