@@ -1,16 +1,17 @@
 """Stochastic trace estimation that you can differentiate."""
 
-from traceax._calculus.laplacian import divergence as divergence
-from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
+from traceax._calculus.divergence import divergence as divergence
+from traceax._calculus.hessian_diagonal import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
 from traceax._diagonals.diagonal import diagonal as diagonal
 from traceax._diagonals.diagpp import diagpp as diagpp
-from traceax._diagonals.row_norms import frobenius_norm_squared as frobenius_norm_squared
+from traceax._diagonals.frobenius import frobenius_norm_squared as frobenius_norm_squared
+from traceax._diagonals.hutchinson import hutchinson_diagonal as hutchinson_diagonal
 from traceax._diagonals.row_norms import row_norms_squared as row_norms_squared
 from traceax._diagonals.xdiag import xdiag as xdiag
-from traceax._diagonals.xdiag import xnysdiag as xnysdiag
+from traceax._diagonals.xnysdiag import xnysdiag as xnysdiag
 from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
 from traceax._functions.density import spectral_density as spectral_density
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal
@@ -26,10 +27,9 @@ from traceax._probes.samplers import rademacher as rademacher
 from traceax._probes.samplers import sphere as sphere
 from traceax._traces.adaptive import adaptive_trace as adaptive_trace
 from traceax._traces.deltashift import deltashift as deltashift
-from traceax._traces.hutchinson import hutchinson_diagonal as hutchinson_diagonal
 from traceax._traces.hutchinson import hutchinson_trace as hutchinson_trace
 from traceax._traces.hutchpp import hutchpp_trace as hutchpp_trace
 from traceax._traces.hutchpp import na_hutchpp_trace as na_hutchpp_trace
 from traceax._traces.trace import trace as trace
-from traceax._traces.xtrace import xnystrace as xnystrace
+from traceax._traces.xnystrace import xnystrace as xnystrace
 from traceax._traces.xtrace import xtrace as xtrace

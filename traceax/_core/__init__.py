@@ -16,7 +16,7 @@ The tour of the house. Arrows run downwards only; a test draws them and fails ot
               _command     matrix files and tables, for `python -m traceax`
 
 A call of `traceax.xtrace` passes through four of them: `_core.checks` judges what it got,
-`_probes.draw` makes probes, `_core.rule` runs the algorithm that stands in `_traces.xtrace`,
+`_probes.draw` makes probes, `_core.rule` runs the algorithm that `_traces.xtrace` holds,
 `(LinearMap, probes) -> Outcome`, made of the arithmetic of `_linalg`, and freezes what the
 derivative reads. So a new estimator is one room: a public function that checks, draws and
 calls the rule, and its algorithm beneath it. Then its name goes into `traceax/__init__.py`,

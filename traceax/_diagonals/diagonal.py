@@ -11,10 +11,11 @@ from traceax._core.operator import (
     is_hermitian,
     known_diagonal,
 )
-from traceax._diagonals.xdiag import xdiag, xnysdiag
+from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.hutchinson import hutchinson_diagonal
+from traceax._diagonals.xdiag import xdiag
+from traceax._diagonals.xnysdiag import xnysdiag
 from traceax._traces.choice import choice
-from traceax._traces.exact import exact_diagonal
-from traceax._traces.hutchinson import hutchinson_diagonal
 
 
 def diagonal(

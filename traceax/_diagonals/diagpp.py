@@ -9,13 +9,13 @@ from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
+from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.weights import TwoSidedWeight
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import magnitude, mean, row_dots
 from traceax._linalg.jackknife import standard_error
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._traces.exact import exact_diagonal
-from traceax._traces.weights import TwoSidedWeight
 
 
 def diagpp(

@@ -1,93 +1,25 @@
-"""Hutchinson's estimators: tr A = E[z* A z], diag A = E[conj(z) o A z], z isotropic."""
+"""Hutchinson's estimator of the diagonal: diag A = E[conj(z) o A z], z isotropic."""
 
 from functools import partial
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_batch_size, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
-from traceax._linalg.columns import column_dots, mean
+from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.weights import MeanProduct
 from traceax._linalg.jackknife import (
     both_errors,
     error_of_sum,
-    independent_degrees_of_freedom,
 )
 from traceax._linalg.moments import Moments, moments
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream
-from traceax._traces.exact import exact_diagonal, exact_trace
-from traceax._traces.weights import MeanForm, MeanProduct
-
-
-def hutchinson_trace(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = rademacher,
-    batch_size: int | None = None,
-) -> Estimate:
-    """Estimate tr A of any square operator by the mean of quadratic forms z_i* A z_i.
-
-    Unbiased. Exact for diagonal operators with `rademacher` probes, for multiples of I with
-    `sphere` probes, and if `num_matvecs` reaches n. The method of choice for flat spectra
-    and for operators that are nearly diagonal; its error falls only as
-    num_matvecs^(-1/2), so on decaying spectra `xtrace` needs far fewer applications.
-
-    **Arguments**
-
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are averaged in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`, which is blind to the diagonal;
-      `orthogonal` helps if the budget is a good part of n, `probing` (which spends a
-      multiple of its number of colours) if entries decay with distance in a graph.
-    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
-      are drawn and the operator applied again in a gradient rather than stored.
-      `orthogonal` and samplers of your own still draw all probes together.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is that of a mean of
-    independent samples (for `probing`, repeats); `inf` for one; 0 where n applications were
-    spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
-    keys; if `num_matvecs` or `batch_size` is below 1, or below the number of colours; if
-    the sampler's probes are of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
-    value. A gradient costs one matvec-VJP a probe.
-
-    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
-    n x batch_size); 2 n k flops.
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
-    >>> print(tx.hutchinson_trace(operator, jax.random.key(0), 10).value)
-    44850.0
-
-    ```
-
-    **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
-    Communications in Statistics 18(3), doi:10.1080/03610918908812806.
-    """
-    check_request("hutchinson_trace", operator, key, num_matvecs)
-    return sampled_trace(
-        "hutchinson_trace", operator, key, num_matvecs, sampler, batch_size
-    )
 
 
 def hutchinson_diagonal(
@@ -160,25 +92,6 @@ def hutchinson_diagonal(
     )
 
 
-def sampled_trace(
-    name: str,
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    sampler: Sampler,
-    batch_size: int | None,
-) -> Estimate:
-    """Hutchinson's trace on behalf of the public function `name`, which has checked the
-    rest."""
-    check_batch_size(name, batch_size, 1)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator, batch_size)
-    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
-    algorithm = partial(_trace, plan=plan)
-    degrees = independent_degrees_of_freedom(plan.num_samples)
-    return estimate(algorithm, operator, probes, plan.num_probes, degrees)
-
-
 def sampled_diagonal(
     name: str,
     operator: lx.AbstractLinearOperator,
@@ -187,7 +100,8 @@ def sampled_diagonal(
     sampler: Sampler,
     batch_size: int | None,
 ) -> Estimate:
-    """The same of the diagonal."""
+    """Hutchinson's diagonal on behalf of the public function `name`, which has checked the
+    rest."""
     check_batch_size(name, batch_size, 1)
     if num_matvecs >= size(operator):
         return exact_diagonal(operator, batch_size)
@@ -196,17 +110,6 @@ def sampled_diagonal(
     degrees = max(plan.num_samples - 1, 1)
     structure = operator.in_structure()
     return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
-
-
-def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
-    def forms(z: Inexact[Array, "n b"]) -> tuple[Inexact[Array, " b"], Float[Array, " b"]]:
-        products = linear_map(z)
-        return column_dots(z, products), column_dots(jnp.abs(z), jnp.abs(products))
-
-    samples, sizes = probes.collect(forms)
-    rounding = 4 * resolution(linear_map.operator) * mean(sizes)
-    error = plan.error_of_mean(samples, rounding)
-    return Outcome(mean(samples), error, MeanForm(probes, 1 / plan.num_probes))
 
 
 def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:

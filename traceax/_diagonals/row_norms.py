@@ -1,4 +1,4 @@
-"""Row norms and the Frobenius norm, of operators that need not be square.
+"""XRowNorm: the leave-one-out estimator of row norms; operators need not be square.
 
 Notation: B the operator, p x n, of rows b_a; the sketch lies in the space of the rows. In
 the notation of `leave_one_out`, with the sketch B* B Omega, or B Omega if B is Hermitian,
@@ -7,8 +7,6 @@ the notation of `leave_one_out`, with the sketch B* B Omega, or B Omega if B is 
 
 cross terms vanish, because P_i (I - P_i) = 0. The derivative is that of this quadratic
 with P_i, w_i frozen (`weights.RowNorms`), unbiased because the identity holds for every B.
-
-||B||_F^2 = tr B* B by XNysTrace, two applications a probe.
 """
 
 from functools import partial
@@ -22,11 +20,12 @@ from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
-    gram,
     is_hermitian,
     resolution,
 )
 from traceax._core.rule import Outcome, estimate
+from traceax._diagonals.exact import cost_of_norms, exact_row_norms
+from traceax._diagonals.weights import RowNorms
 from traceax._linalg.columns import column_norms_squared, magnitude, mean
 from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,
@@ -40,11 +39,8 @@ from traceax._probes.samplers import (
     check_independent,
     is_rotation_invariant,
     rademacher,
-    sphere,
 )
-from traceax._traces.exact import cost_of_norms, exact_norm, exact_row_norms
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
-from traceax._traces.xtrace import nystrom_trace
 
 
 def row_norms_squared(
@@ -126,77 +122,6 @@ def row_norms_squared(
     return estimate(algorithm, operator, probes, cost * k, degrees, structure)
 
 
-def frobenius_norm_squared(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = sphere,
-) -> Estimate:
-    """Estimate ||B||_F^2, the sum of the squared moduli of an operator's entries.
-
-    tr B* B, or tr B B* if B has fewer rows than columns, by XNysTrace (see `xnystrace`)
-    from k = num_matvecs // 2 probes. Unbiased. Exact (to rounding) if the rank of B is
-    below k, if B* B is a multiple of I (and probes are resphered), or if `num_matvecs`
-    reaches the smaller of B's dimensions. On flat spectra the mean of |B w|^2, one
-    application a probe, has up to 1.5 times less error.
-
-    **Arguments**
-
-    - `operator`: any lineax operator B, p x n, square or not, real or complex, of arrays or
-      pytrees; if it is not Hermitian, its transpose must exist. float16 and bfloat16
-      operators are sketched in float32, but B* B w must be in their range.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
-      largest even number up to it is. From n or p on, the smaller, as many are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      remainders can be resphered (so can those of `normal`).
-
-    **Returns** an `Estimate` of shape `()`, real, of at least 32 bits. `standard_error` is
-    the jackknife's: conservative; `inf` for k = 1; 0 where n or p applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is below 2;
-    if the sampler's probes are dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
-    gradient costs 4k matvec-VJPs.
-
-    **Cost**: k applications and k of the adjoint, in two batches; 3 blocks of n x k; about
-    8 n k^2 flops.
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> left = jax.random.normal(jax.random.key(0), (300, 10))
-    >>> right = jax.random.normal(jax.random.key(1), (10, 200))
-    >>> operator = lx.MatrixLinearOperator(left @ right)
-    >>> estimate = tx.frobenius_norm_squared(operator, jax.random.key(2), 60)
-    >>> truth = ((left @ right) ** 2).sum()
-    >>> bool(abs(estimate.value - truth) < 1e-3 * truth)
-    True
-
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    Algorithm 2.2, doi:10.1137/23M1548323.
-    """
-    name = "frobenius_norm_squared"
-    check_request(name, operator, key, num_matvecs, square=False)
-    if num_matvecs < cost_of_norms(operator):
-        check_request(name, operator, key, num_matvecs, 2, square=False)
-    check_independent(name, sampler)
-    if num_matvecs >= cost_of_norms(operator):
-        return exact_norm(operator)
-    k = num_matvecs // 2
-    of_gram = nystrom_trace(name, gram(operator), key, k, sampler)
-    value = of_gram.value.real  # a tangent inside the operator has voided the Gram's tag
-    return Estimate(value, of_gram.standard_error, 2 * k, of_gram.degrees_of_freedom)
-
-
 def _row_norms(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> Outcome:
@@ -208,7 +133,7 @@ def _row_norms(
     image = linear_map(loo.basis.columns)
     eps = resolution(linear_map.operator)
     value, error = _judge(loo, first, image, eps, resphere)
-    return Outcome(value, error, loo.row_norms())
+    return Outcome(value, error, RowNorms.of(loo))
 
 
 @partial(jax.jit, static_argnames=("eps", "resphere"))
@@ -220,7 +145,7 @@ def _judge(
     resphere: bool,
 ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
     """Value and standard error from B Omega and B Q."""
-    readout = loo.row_norms()
+    readout = RowNorms.of(loo)
     scale = magnitude(first)
     remainder = (first - image @ loo.x) / scale
     known = readout.known(image / scale)

@@ -1,7 +1,4 @@
-"""Readouts: what an operator is read through, with frozen blocks. See `rule`.
-
-Each is a module whose blocks are constants, called on a `LinearMap` B.
-"""
+"""Readouts of diagonals and norms, with frozen blocks. See `rule` and `_traces.weights`."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -17,29 +14,7 @@ from traceax._linalg.columns import (
     squared_modulus,
 )
 from traceax._probes.stream import Stream
-
-
-class TraceWeight(eqx.Module):
-    """tr B = E <B, L R*>, the sum over entries of conj(L) o (B R)."""
-
-    left: Inexact[Array, "n r"]
-    right: Inexact[Array, "n r"]
-
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        return jnp.sum(self.left.conj() * linear_map(self.right))
-
-
-class MeanForm(eqx.Module):
-    """tr B = E z* B z: `share` times the sum over probes z."""
-
-    probes: Stream
-    share: float = eqx.field(static=True)
-
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        def forms(z: Inexact[Array, "n b"]) -> Inexact[Array, ""]:
-            return jnp.sum(z.conj() * linear_map(z))
-
-        return self.share * self.probes.reduce(forms)
+from traceax._traces.leave_one_out import LeaveOneOut
 
 
 class MeanProduct(eqx.Module):
@@ -70,6 +45,10 @@ class TwoSidedWeight(eqx.Module):
     directions: Inexact[Array, "k l"] | None
     probes: Inexact[Array, "n l"]
     complement: Inexact[Array, "n l"]
+
+    @staticmethod
+    def of(loo: LeaveOneOut) -> "TwoSidedWeight":
+        return TwoSidedWeight(loo.basis.columns, loo.directions, loo.probes, loo.mu)
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
         image = linear_map(self.basis)
@@ -113,6 +92,10 @@ class RowNorms(eqx.Module):
     directions: Inexact[Array, "k k"]
     complement: Inexact[Array, "n k"]
     resphering: Float[Array, " k"]
+
+    @staticmethod
+    def of(loo: LeaveOneOut) -> "RowNorms":
+        return RowNorms(loo.basis.columns, loo.directions, loo.mu, loo.resphering)
 
     def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:
         image = linear_map(self.basis)

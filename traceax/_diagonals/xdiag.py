@@ -1,4 +1,4 @@
-"""The leave-one-out estimators of the diagonal.
+"""XDiag: the leave-one-out estimator of the diagonal of any square operator.
 
 In the notation of `leave_one_out`, with B_i = A - A_i what a sketch without probe i has
 missed of A, in a form A_i whose diagonal is known, the estimates
@@ -20,11 +20,8 @@ range of A says little of that of A*. At equal applications the one-sided form i
 times more accurate (n = 300, singular vectors independent or nearly equal, five spectra).
 There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of y_i.
 
-XNysDiag: A_i = A<Omega_-i> the Nyström approximation, F F* - z_i z_i*, of A + shift I, and
-B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`basis.nystrom`).
-
-All differentiate by the two-sided weight (`weights.TwoSidedWeight`): on tangents a
-one-sided one is first order only.
+Both, and `xnysdiag`, differentiate by the two-sided weight (`weights.TwoSidedWeight`): on
+tangents a one-sided one is first order only.
 """
 
 from functools import partial
@@ -34,24 +31,22 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, check_semidefinite
+from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, resolution, size
+from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
-from traceax._linalg.basis import after
+from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.weights import TwoSidedWeight
 from traceax._linalg.columns import (
     column_dots,
-    column_norms_squared,
     mean,
     row_dots,
     row_norms_squared,
     squared_modulus,
 )
 from traceax._linalg.jackknife import shared_error
-from traceax._linalg.nystrom import nystrom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, rademacher
-from traceax._traces.exact import exact_diagonal
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 
 
@@ -130,89 +125,13 @@ def xdiag(
     return estimate(_xdiag, operator, probes, 2 * k, max(k - 1, 1), structure)
 
 
-def xnysdiag(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = rademacher,
-) -> Estimate:
-    """Estimate diag A of a semidefinite operator by XNysDiag: one application a probe.
-
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates what the others miss:
-
-        value = 1/k sum_i [ diag A<Omega_-i> + conj(w_i) o (A - A<Omega_-i>) w_i ]
-
-    Unbiased. Exact (to rounding) if the rank of A is below k, or if `num_matvecs` reaches
-    n. Of the estimators that know nothing of the operator's entries the most accurate
-    wherever eigenvalues decay; on flat spectra `hutchinson_diagonal` is, by up to 2 times.
-
-    **Arguments**
-
-    - `operator`: a square lineax operator tagged positive semidefinite, or negative
-      semidefinite (estimated as minus the diagonal of its negative); real or complex
-      Hermitian, of arrays or pytrees. float16 and bfloat16 operators are sketched in
-      float32. Products of a tagged operator with a scalar may have lost their tag.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      the diagonal of what the sketch misses.
-
-    **Returns** an `Estimate` with the operator's input structure (real leaves of at least
-    32 bits). `standard_error` is, entry by entry, the spread of the k estimates with an
-    allowance for the probes that they share: conservative; `inf` for one probe; 0 where n
-    applications were spent; wider by the depth of the most negative eigenvalue found, if
-    the operator is not semidefinite after all.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged
-    semidefinite, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 1; if the sampler's probes are dependent or of the
-    wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by XDiag's frozen weight
-    on the same sketch, for tangents that need not be semidefinite. A gradient costs 2k
-    matvec-VJPs.
-
-    **Cost**: k applications, no adjoints, in one batch; 5 blocks of n x k; about 10 n k^2
-    flops.
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> tag = lx.positive_semidefinite_tag
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
-    >>> estimate = tx.xnysdiag(operator, jax.random.key(1), 20)
-    >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-    True
-
-    ```
-
-    **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
-    randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
-    """
-    check_request("xnysdiag", operator, key, num_matvecs)
-    check_semidefinite("xnysdiag", operator)
-    check_independent("xnysdiag", sampler)
-    if num_matvecs >= size(operator):
-        return exact_diagonal(operator)
-    probes = draw("xnysdiag", sampler, key, operator, num_matvecs)
-    algorithm = partial(_xnysdiag, sign=-1 if is_negative(operator) else 1)
-    degrees, structure = max(num_matvecs - 1, 1), operator.in_structure()
-    return estimate(algorithm, operator, probes, num_matvecs, degrees, structure)
-
-
 def _xdiag(linear_map: LinearMap, probes: Inexact[Array, "n k"]) -> Outcome:
     sketch = linear_map(probes)
     loo = leave_one_out(sketch, probes, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
     value, error = _judge(loo, sketch, image, eps, hermitian)
-    return Outcome(value, error, loo.diagonal_weight())
+    return Outcome(value, error, TwoSidedWeight.of(loo))
 
 
 @partial(jax.jit, static_argnames=("eps", "hermitian"))
@@ -245,7 +164,7 @@ def _two_sided(
     known = 2 * row_dots(image, q).real - row_dots(q @ h, q).real
     v, n = q @ s, outside @ s
     removed = 2 * (v * n.conj()).real + squared_modulus(v) * column_dots(s, h @ s).real
-    remainder = loo.diagonal_weight().residual(sketch - image @ loo.x)
+    remainder = TwoSidedWeight.of(loo).residual(sketch - image @ loo.x)
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 
 
@@ -254,31 +173,3 @@ def _one_sided(loo: LeaveOneOut, coimage: Inexact[Array, "n k"]) -> Inexact[Arra
     v = q @ s
     missed = loo.probes.conj() * loo.distances[None, :] - (coimage @ s).conj()
     return row_dots(q, coimage)[:, None] + v * missed
-
-
-def _xnysdiag(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int
-) -> Outcome:
-    sketch = sign * linear_map(probes)
-    eps = resolution(linear_map.operator)
-    value, error, sketch = _judge_nystrom(sketch, probes, eps)
-    weight = leave_one_out(sketch, probes, resphere=False).diagonal_weight()
-    return Outcome(sign * value, error, weight)
-
-
-@partial(jax.jit, static_argnames="eps")
-def _judge_nystrom(
-    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], eps: float
-) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n k"]]:
-    """Value and standard error from A Omega, and A Omega again, for what comes `after`."""
-    factor = nystrom(sketch, probes)
-    lengths = jnp.sqrt(column_norms_squared(factor.right))
-    z = factor.left @ (factor.right / lengths[None, :])
-    whole = row_norms_squared(factor.left)
-    tested = (z * probes.conj()).real / lengths[None, :]
-    samples = whole[:, None] - squared_modulus(z) + tested - factor.shift
-
-    rounding = 4 * eps * (whole + mean(whole)) + factor.indefinite
-    error = shared_error(samples, rounding)
-    scale = factor.scale
-    return scale * mean(samples), scale * error, after(factor.left, sketch)

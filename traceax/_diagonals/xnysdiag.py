@@ -1,30 +1,7 @@
-"""The leave-one-out estimators of the diagonal.
+"""XNysDiag: the leave-one-out estimator of a semidefinite operator's diagonal.
 
-In the notation of `leave_one_out`, with B_i = A - A_i what a sketch without probe i has
-missed of A, in a form A_i whose diagonal is known, the estimates
-
-    d_i = diag A_i + conj(w_i) o B_i w_i,      E[ conj(w_i) o B_i w_i | B_i ] = diag B_i,
-
-are unbiased for every i, and averaged.
-
-XDiag, Hermitian: A_i = P_i A + A P_i - P_i A P_i, so B_i = (I - P_i) A (I - P_i), which is
-second order in what P_i misses, for the applications A Q that the published, one-sided form
-A_i = P_i A spends too. With v_i = Q s_i, taking v_i out of Q Q* takes
-
-    v_i n_i* + n_i v_i* + v_i (s_i* H s_i) v_i*,      n_i = (I - Q Q*) A v_i,
-
-out of A_i: products of blocks, of which the diagonals are sums of columns.
-
-XDiag, general: the other side would cost k applications more, A Q besides A* Q, and the
-range of A says little of that of A*. At equal applications the one-sided form is 1.2 to 200
-times more accurate (n = 300, singular vectors independent or nearly equal, five spectra).
-There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of y_i.
-
-XNysDiag: A_i = A<Omega_-i> the Nyström approximation, F F* - z_i z_i*, of A + shift I, and
-B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`basis.nystrom`).
-
-All differentiate by the two-sided weight (`weights.TwoSidedWeight`): on tangents a
-one-sided one is first order only.
+In the notation of `xdiag`, A_i = A<Omega_-i> is the Nyström approximation without probe i,
+F F* - z_i z_i*, of A + shift I, and B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`nystrom`).
 """
 
 from functools import partial
@@ -38,12 +15,12 @@ from traceax._core.checks import check_request, check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, is_negative, resolution, size
 from traceax._core.rule import Outcome, estimate
+from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.weights import TwoSidedWeight
 from traceax._linalg.basis import after
 from traceax._linalg.columns import (
-    column_dots,
     column_norms_squared,
     mean,
-    row_dots,
     row_norms_squared,
     squared_modulus,
 )
@@ -51,83 +28,7 @@ from traceax._linalg.jackknife import shared_error
 from traceax._linalg.nystrom import nystrom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, rademacher
-from traceax._traces.exact import exact_diagonal
-from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
-
-
-def xdiag(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = rademacher,
-) -> Estimate:
-    """Estimate diag A of any square operator by XDiag: sketch and remainder share probes.
-
-    k = num_matvecs // 2 probes w_i make a sketch A w_1, ..., A w_k. Each in turn is left
-    out; what the range of the others determines of the diagonal is exact, and the probe
-    left out estimates the rest:
-
-        value = 1/k sum_i [ diag(P_i A + A P_i - P_i A P_i)
-                            + conj(w_i) o (I - P_i) A (I - P_i) w_i ]
-
-    for operators known to be Hermitian; for others the published, one-sided form
-    diag(P_i A) + conj(w_i) o (I - P_i) A w_i, which needs the adjoint. Unbiased. Exact (to
-    rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
-
-    **Arguments**
-
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees; if it
-      is not Hermitian, its transpose must exist. Tag it `lx.symmetric_tag` if it is
-      symmetric: the error is then up to 3 times smaller, and gradients are cheaper. float16
-      and bfloat16 operators are sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
-      largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      the diagonal of what the sketch misses.
-
-    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
-    bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
-    entry, the spread of the k estimates with an allowance for the probes that they share:
-    conservative; `inf` for k = 1; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 2; if the sampler's probes are dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
-    sketch is frozen. A gradient costs 2k matvec-VJPs if the operator is known to be
-    Hermitian, 3k (k of them of the adjoint) if not.
-
-    **Cost**: 2k applications, of which k are of the adjoint if the operator is not known to
-    be Hermitian, in two batches; 7 blocks of n x k; about 26 n k^2 flops.
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, lx.symmetric_tag)
-    >>> estimate = tx.xdiag(operator, jax.random.key(1), 40)
-    >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-    True
-
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    section 6.1, doi:10.1137/23M1548323, for the one-sided form.
-    """
-    check_request("xdiag", operator, key, num_matvecs, minimum=2)
-    check_independent("xdiag", sampler)
-    if num_matvecs >= size(operator):
-        return exact_diagonal(operator)
-    k = num_matvecs // 2
-    probes = draw("xdiag", sampler, key, operator, k)
-    structure = operator.in_structure()
-    return estimate(_xdiag, operator, probes, 2 * k, max(k - 1, 1), structure)
+from traceax._traces.leave_one_out import leave_one_out
 
 
 def xnysdiag(
@@ -206,68 +107,18 @@ def xnysdiag(
     return estimate(algorithm, operator, probes, num_matvecs, degrees, structure)
 
 
-def _xdiag(linear_map: LinearMap, probes: Inexact[Array, "n k"]) -> Outcome:
-    sketch = linear_map(probes)
-    loo = leave_one_out(sketch, probes, resphere=False)
-    image = linear_map.adjoint(loo.basis.columns)
-    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
-    value, error = _judge(loo, sketch, image, eps, hermitian)
-    return Outcome(value, error, loo.diagonal_weight())
-
-
-@partial(jax.jit, static_argnames=("eps", "hermitian"))
-def _judge(
-    loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    image: Inexact[Array, "n k"],
-    eps: float,
-    hermitian: bool,
-) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
-    """Value and standard error from Y = A Omega and A* Q."""
-    q, scale = loo.basis.columns, loo.basis.scale
-    image = image / scale
-    if hermitian:
-        samples = _two_sided(loo, image, sketch / scale)
-    else:
-        samples = _one_sided(loo, image)
-    lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
-    rounding = lengths + mean(jnp.abs(samples)) + jnp.linalg.norm(image) / q.shape[0]
-    error = shared_error(samples, 4 * eps * rounding)
-    return scale * mean(samples), scale * error
-
-
-def _two_sided(
-    loo: LeaveOneOut, image: Inexact[Array, "n k"], sketch: Inexact[Array, "n k"]
-) -> Inexact[Array, "n k"]:
-    q, s = loo.basis.columns, loo.directions
-    h = q.conj().T @ image
-    outside = image - q @ h
-    known = 2 * row_dots(image, q).real - row_dots(q @ h, q).real
-    v, n = q @ s, outside @ s
-    removed = 2 * (v * n.conj()).real + squared_modulus(v) * column_dots(s, h @ s).real
-    remainder = loo.diagonal_weight().residual(sketch - image @ loo.x)
-    return known[:, None] - removed + (loo.probes.conj() * remainder).real
-
-
-def _one_sided(loo: LeaveOneOut, coimage: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-    q, s = loo.basis.columns, loo.directions
-    v = q @ s
-    missed = loo.probes.conj() * loo.distances[None, :] - (coimage @ s).conj()
-    return row_dots(q, coimage)[:, None] + v * missed
-
-
 def _xnysdiag(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int
 ) -> Outcome:
     sketch = sign * linear_map(probes)
     eps = resolution(linear_map.operator)
-    value, error, sketch = _judge_nystrom(sketch, probes, eps)
-    weight = leave_one_out(sketch, probes, resphere=False).diagonal_weight()
+    value, error, sketch = _judge(sketch, probes, eps)
+    weight = TwoSidedWeight.of(leave_one_out(sketch, probes, resphere=False))
     return Outcome(sign * value, error, weight)
 
 
 @partial(jax.jit, static_argnames="eps")
-def _judge_nystrom(
+def _judge(
     sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], eps: float
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n k"]]:
     """Value and standard error from A Omega, and A Omega again, for what comes `after`."""

@@ -18,6 +18,7 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
+from traceax._diagonals.hutchinson import hutchinson_diagonal
 from traceax._diagonals.xdiag import xdiag
 from traceax._functions.dense import columns, decompose
 from traceax._functions.exact_functions import hermitian_or_nan, is_cheap
@@ -28,7 +29,6 @@ from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, probes_a_sample, rademacher
-from traceax._traces.hutchinson import hutchinson_diagonal
 
 # How many probes see the quadrature error.
 _TESTS = 4

@@ -17,7 +17,8 @@ from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots
 from traceax._traces.leave_one_out import leave_one_out, leave_one_out_of
 from traceax._traces.weights import TraceWeight
-from traceax._traces.xtrace import xnystrace_of, xtrace_of
+from traceax._traces.xnystrace import xnystrace_of
+from traceax._traces.xtrace import xtrace_of
 
 
 class Sketch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Hutchinson's estimators: tr A = E[z* A z], diag A = E[conj(z) o A z], z isotropic."""
+"""Hutchinson's estimator of the trace: tr A = E[z* A z], z isotropic."""
 
 from functools import partial
 
@@ -12,16 +12,13 @@ from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._linalg.columns import column_dots, mean
 from traceax._linalg.jackknife import (
-    both_errors,
-    error_of_sum,
     independent_degrees_of_freedom,
 )
-from traceax._linalg.moments import Moments, moments
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream
-from traceax._traces.exact import exact_diagonal, exact_trace
-from traceax._traces.weights import MeanForm, MeanProduct
+from traceax._traces.exact import exact_trace
+from traceax._traces.weights import MeanForm
 
 
 def hutchinson_trace(
@@ -90,76 +87,6 @@ def hutchinson_trace(
     )
 
 
-def hutchinson_diagonal(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = rademacher,
-    batch_size: int | None = None,
-) -> Estimate:
-    """Estimate diag A of any square operator by comparing probes with their images.
-
-        value = sum_i conj(z_i) o A z_i  /  sum_i |z_i|^2        (entry by entry)
-
-    Unbiased for probes with entries of random sign or phase. Exact for diagonal operators,
-    and if `num_matvecs` reaches n. The error of entry a is that of reading the other
-    entries of row a as noise, (sum over b != a of |A_ab|^2 / num_matvecs)^(1/2): the
-    method of choice for diagonally dominant operators, and with `probing` for sparse ones
-    and their functions; elsewhere `xdiag` and `xnysdiag` remove most of it.
-
-    **Arguments**
-
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are averaged in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`, as no other has less variance that
-      knows nothing of the operator; `probing` does, and spends a multiple of its number of
-      colours.
-    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
-      are drawn and the operator applied again in a gradient rather than stored.
-      `orthogonal` and samplers of your own still draw all probes together.
-
-    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
-    bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
-    entry, that of a mean of independent samples (for `probing`, repeats); `inf` for one; 0
-    where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
-    keys; if `num_matvecs` or `batch_size` is below 1, or below the number of colours; if
-    the sampler's probes are of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
-    value. A gradient costs one matvec-VJP a probe.
-
-    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
-    n x batch_size); 4 n k flops.
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
-    >>> estimate = tx.hutchinson_diagonal(operator, jax.random.key(0), 10)
-    >>> bool(jax.numpy.allclose(estimate.value, jax.numpy.arange(300.0)))
-    True
-
-    ```
-
-    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
-    matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
-    """
-    check_request("hutchinson_diagonal", operator, key, num_matvecs)
-    return sampled_diagonal(
-        "hutchinson_diagonal", operator, key, num_matvecs, sampler, batch_size
-    )
-
-
 def sampled_trace(
     name: str,
     operator: lx.AbstractLinearOperator,
@@ -179,25 +106,6 @@ def sampled_trace(
     return estimate(algorithm, operator, probes, plan.num_probes, degrees)
 
 
-def sampled_diagonal(
-    name: str,
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    sampler: Sampler,
-    batch_size: int | None,
-) -> Estimate:
-    """The same of the diagonal."""
-    check_batch_size(name, batch_size, 1)
-    if num_matvecs >= size(operator):
-        return exact_diagonal(operator, batch_size)
-    plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
-    algorithm = partial(_diagonal, plan=plan)
-    degrees = max(plan.num_samples - 1, 1)
-    structure = operator.in_structure()
-    return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
-
-
 def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
     def forms(z: Inexact[Array, "n b"]) -> tuple[Inexact[Array, " b"], Float[Array, " b"]]:
         products = linear_map(z)
@@ -207,20 +115,3 @@ def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
     rounding = 4 * resolution(linear_map.operator) * mean(sizes)
     error = plan.error_of_mean(samples, rounding)
     return Outcome(mean(samples), error, MeanForm(probes, 1 / plan.num_probes))
-
-
-def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
-    """A ratio of sums, whose error is that of the sum of residuals; for probes of modulus 1
-    no more than a mean."""
-
-    def moments_of(z: Inexact[Array, "n b"]) -> Moments:
-        products = z.conj() * linear_map(z)
-        products = products.real if linear_map.is_hermitian else products
-        return moments(plan.totals(products), plan.totals((z * z.conj()).real))
-
-    total = probes.reduce(moments_of, Moments.merged)
-    spread = plan.shrink * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
-    rounding = 4 * resolution(linear_map.operator) * total.size
-    error = total.scale * both_errors(spread, rounding) / total.weight
-    readout = MeanProduct(probes, total.weight)
-    return Outcome(total.scale * total.value(), error, readout)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import column_dots, column_norms_squared
-from traceax._traces.weights import RowNorms, TraceWeight, TwoSidedWeight
+from traceax._traces.weights import TraceWeight
 
 
 class LeaveOneOut(NamedTuple):
@@ -39,12 +39,6 @@ class LeaveOneOut(NamedTuple):
     def trace_weight(self) -> TraceWeight:
         """The mean of P_i + c_i mu_i mu_i*, in 2k columns."""
         return _trace_weight(self)
-
-    def diagonal_weight(self) -> TwoSidedWeight:
-        return TwoSidedWeight(self.basis.columns, self.directions, self.probes, self.mu)
-
-    def row_norms(self) -> RowNorms:
-        return RowNorms(self.basis.columns, self.directions, self.mu, self.resphering)
 
 
 @jax.jit

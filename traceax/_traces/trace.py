@@ -13,7 +13,8 @@ from traceax._core.operator import (
 from traceax._traces.choice import choice
 from traceax._traces.exact import exact_trace
 from traceax._traces.hutchinson import hutchinson_trace
-from traceax._traces.xtrace import xnystrace, xtrace
+from traceax._traces.xnystrace import xnystrace
+from traceax._traces.xtrace import xtrace
 
 
 def trace(

@@ -1,21 +1,15 @@
-"""The leave-one-out estimators: one derivation for all.
+"""XNysTrace: the leave-one-out estimator of semidefinite operators.
 
-In the notation of `leave_one_out`, since w_i is independent of P_i and isotropic,
+With A<Omega> the Nyström approximation from all k probes and A<Omega_-i> that without w_i,
 
-    tr A = E[ tr(P_i A P_i) + w_i* (I - P_i) A (I - P_i) w_i ]        for every i,
+    tr A = E[ tr A<Omega_-i> + w_i* (A - A<Omega_-i>) w_i ]        for every i,
 
-and the k estimates of the right-hand side, each using k - 1 probes for the sketch and one
-for the remainder, are averaged: all probes are exchangeable. With Z = A Q, H = Q* Z,
-everything is a product of blocks:
-
-    A mu_i = y_i - Z x_i        e_i = tr H - s_i* H s_i + c_i mu_i* A mu_i
-
-Resphering takes all of the variance that a multiple of I contributes. The weight of the
-derivative, frozen, is that of the mean of e_i:
-W = Q (I - S S*/k) Q* + sum_i mu_i (c_i/k) mu_i*, 2k columns.
-
-The e_i share probes, so their spread understates the error of their mean by up to three
-times: the standard error is the jackknife's (`jackknife`).
+since w_i is isotropic and independent of the others; the k estimates of the right-hand side
+are averaged. With the factors A<Omega> = F F* and (Omega* A Omega)^{-1} = G* G of
+`nystrom`, taking probe i out takes z_i z_i* out of F F*, z_i = F g_i/|g_i|. One application
+a probe serves sketch and remainder both. Resphering takes all of the variance that a
+multiple of I contributes. The derivative is read through XTrace's weight on the same sketch
+(`leave_one_out`); the standard error is the jackknife's.
 """
 
 from functools import partial
@@ -30,12 +24,11 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, is_negative, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._linalg.basis import after
-from traceax._linalg.columns import column_dots, column_norms_squared, mean
+from traceax._linalg.columns import column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
     standard_error,
     xnystrace_replicates,
-    xtrace_replicates,
 )
 from traceax._linalg.nystrom import nystrom
 from traceax._probes.draw import draw
@@ -46,79 +39,7 @@ from traceax._probes.samplers import (
     sphere,
 )
 from traceax._traces.exact import exact_trace
-from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
-
-
-def xtrace(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = sphere,
-) -> Estimate:
-    """Estimate tr A of any square operator by XTrace: sketch and remainder share probes.
-
-    k = num_matvecs // 2 probes w_i make a sketch A w_1, ..., A w_k. Each in turn is left
-    out; the trace on the range of the other k - 1 columns is exact, and the probe left out
-    estimates the rest:
-
-        value = 1/k sum_i [ tr(P_i A P_i) + c_i w_i* (I - P_i) A (I - P_i) w_i ]
-
-    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
-    probes are resphered), or if `num_matvecs` reaches n. Never much worse than
-    `hutchinson_trace`, and better by orders of magnitude where singular values decay.
-
-    **Arguments**
-
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
-      largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      projections can be resphered (so can those of `normal`); for others c_i = 1.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is the jackknife's:
-    conservative; `inf` for k = 1; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 2; if the sampler's probes are dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
-    gradient costs one matvec-VJP for each application of the value.
-
-    **Cost**: 2k applications, no adjoints, in two batches; 4 blocks of n x k; about
-    17 n k^2 flops (12 on up to 2000 dimensions).
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-    >>> estimate = tx.xtrace(operator, jax.random.key(1), 40)
-    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-    True
-
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    Algorithm 2.1, doi:10.1137/23M1548323.
-    """
-    check_request("xtrace", operator, key, num_matvecs, minimum=2)
-    check_independent("xtrace", sampler)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    k = num_matvecs // 2
-    probes = draw("xtrace", sampler, key, operator, k)
-    algorithm = partial(_xtrace, resphere=is_rotation_invariant(sampler))
-    return estimate(
-        algorithm, operator, probes, num_matvecs=2 * k, degrees_of_freedom=k - 1
-    )
+from traceax._traces.leave_one_out import leave_one_out
 
 
 def xnystrace(
@@ -211,56 +132,6 @@ def nystrom_trace(
     return estimate(
         algorithm, operator, probes, num_probes, degrees_of_freedom=num_probes - 1
     )
-
-
-def _xtrace(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
-) -> Outcome:
-    sketch = linear_map(probes)
-    loo = leave_one_out(sketch, probes, resphere=resphere)
-    images = linear_map(loo.basis.columns)
-    eps = resolution(linear_map.operator)
-    value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
-    return Outcome(value, error, loo.trace_weight())
-
-
-@partial(jax.jit, static_argnames=("eps", "resphere"))
-def xtrace_of(
-    loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    images: Inexact[Array, "n k"],
-    eps: float,
-    *,
-    resphere: bool,
-) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    """Value and standard error from Y = A Omega and A Q."""
-    n, k = sketch.shape
-    q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
-    h = (q.conj().T @ images) / scale
-    remainders = column_dots(loo.mu, sketch - images @ loo.x) / scale
-    samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
-
-    rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(loo.resphering * remainders))
-    rounding = 4 * eps * rounding
-    if k < 3:
-        error = standard_error(samples, rounding)
-    else:
-        w = q.conj().T @ loo.probes
-        # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
-        image = loo.basis.factor - h @ loo.x
-        coimage = (images.conj().T @ loo.mu) / scale
-        replicates = xtrace_replicates(
-            h,
-            s,
-            w,
-            image,
-            coimage,
-            remainders,
-            column_norms_squared(loo.mu),
-            n - k + 2 if resphere else None,
-        )
-        error = jackknife_error(replicates, rounding)
-    return scale * mean(samples), scale * error
 
 
 def _xnystrace(

@@ -1,4 +1,4 @@
-"""The leave-one-out estimators: one derivation for all.
+"""XTrace: the leave-one-out estimator of any square operator.
 
 In the notation of `leave_one_out`, since w_i is independent of P_i and isotropic,
 
@@ -25,19 +25,16 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, check_semidefinite
+from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, resolution, size
+from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
-from traceax._linalg.basis import after
 from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
     standard_error,
-    xnystrace_replicates,
     xtrace_replicates,
 )
-from traceax._linalg.nystrom import nystrom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import (
     Sampler,
@@ -121,98 +118,6 @@ def xtrace(
     )
 
 
-def xnystrace(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler = sphere,
-) -> Estimate:
-    """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
-
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates what the others miss:
-
-        value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
-
-    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
-    probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
-    estimators wherever it applies.
-
-    **Arguments**
-
-    - `operator`: a square lineax operator tagged positive semidefinite, or negative
-      semidefinite (estimated as minus the trace of its negative); real or complex
-      Hermitian, of arrays or pytrees. float16 and bfloat16 operators are sketched in
-      float32. Products of a tagged operator with a scalar may have lost their tag.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      remainders can be resphered (so can those of `normal`); for others c_i = 1.
-
-    **Returns** an `Estimate` of shape `()`, real, in the operator's precision (at least 32
-    bits). `standard_error` is the jackknife's: conservative; `inf` for one probe; 0 where n
-    applications were spent; wider by n times the depth of the most negative eigenvalue
-    found, if the operator is not semidefinite after all.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged
-    semidefinite, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 1; if the sampler's probes are dependent or of the
-    wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by XTrace's frozen weight
-    on the same sketch: exact for a multiple of I, and for a tangent that need not be
-    semidefinite. A gradient costs 2k matvec-VJPs.
-
-    **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k; about 8 n k^2
-    flops.
-
-    **Example**
-
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> tag = lx.positive_semidefinite_tag
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
-    >>> estimate = tx.xnystrace(operator, jax.random.key(1), 20)
-    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-    True
-
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    Algorithm 2.2, doi:10.1137/23M1548323.
-    """
-    check_request("xnystrace", operator, key, num_matvecs)
-    check_semidefinite("xnystrace", operator)
-    check_independent("xnystrace", sampler)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    return nystrom_trace("xnystrace", operator, key, num_matvecs, sampler)
-
-
-def nystrom_trace(
-    name: str,
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_probes: int,
-    sampler: Sampler,
-) -> Estimate:
-    """XNysTrace on behalf of the public function `name`, which has checked the rest."""
-    probes = draw(name, sampler, key, operator, num_probes)
-    algorithm = partial(
-        _xnystrace,
-        resphere=is_rotation_invariant(sampler),
-        sign=-1 if is_negative(operator) else 1,
-    )
-    return estimate(
-        algorithm, operator, probes, num_probes, degrees_of_freedom=num_probes - 1
-    )
-
-
 def _xtrace(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> Outcome:
@@ -261,50 +166,3 @@ def xtrace_of(
         )
         error = jackknife_error(replicates, rounding)
     return scale * mean(samples), scale * error
-
-
-def _xnystrace(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool, sign: int
-) -> Outcome:
-    sketch = sign * linear_map(probes)
-    eps = resolution(linear_map.operator)
-    value, error, sketch = xnystrace_of(sketch, probes, eps, resphere=resphere)
-    weight = leave_one_out(sketch, probes, resphere=resphere).trace_weight()
-    return Outcome(sign * value, error, weight)
-
-
-@partial(jax.jit, static_argnames=("eps", "resphere"))
-def xnystrace_of(
-    sketch: Inexact[Array, "n k"],
-    probes: Inexact[Array, "n k"],
-    eps: float,
-    *,
-    resphere: bool,
-) -> tuple[Float[Array, ""], Float[Array, ""], Inexact[Array, "n k"]]:
-    """Value and standard error from A Omega, and A Omega again, for what comes `after`.
-
-    The remainder w_i* (A - A<Omega_-i>) w_i is the Schur complement 1/(H^{-1})_ii of the
-    core H = Omega* A Omega: no long vectors, and no projections of probes."""
-    n, k = probes.shape
-    factor = nystrom(sketch, probes)
-    right, test = factor.right, factor.test_inverse  # roots of H^{-1}, (Omega* Omega)^{-1}
-    removed = factor.left @ right
-    whole = jnp.sum(column_norms_squared(factor.left))
-    resphering = (n - k + 1) * column_norms_squared(test) if resphere else 1.0
-    missed = (resphering - column_norms_squared(removed)) / column_norms_squared(right)
-    samples = whole + missed - factor.shift * n
-
-    rounding = 4 * eps * whole + n * factor.indefinite
-    if k < 3:
-        error = standard_error(samples, rounding)
-    else:
-        replicates = xnystrace_replicates(
-            whole,
-            right.conj().T @ right,
-            removed.conj().T @ removed,
-            test.conj().T @ test,
-            n - k + 2 if resphere else None,
-        )
-        error = jackknife_error(replicates, rounding)
-    scale = factor.scale
-    return scale * mean(samples), scale * error, after(factor.left, sketch)
