@@ -1,5 +1,7 @@
 """`python -m traceax [FILE]`: the estimators side by side, on a real matrix or on yours."""
 
+from __future__ import annotations
+
 import argparse
 import io
 import sys

@@ -1,5 +1,7 @@
 """Second derivatives of a function along probes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

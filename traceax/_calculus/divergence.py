@@ -1,5 +1,7 @@
 """The divergence of a vector field: the trace of its Jacobian."""
 
+from __future__ import annotations
+
 import lineax as lx
 from jaxtyping import PRNGKeyArray, PyTree
 

@@ -1,5 +1,7 @@
 """The diagonal of a Hessian."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import lineax as lx

@@ -1,5 +1,7 @@
 """The Laplacian of a function: the trace of its Hessian."""
 
+from __future__ import annotations
+
 import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 

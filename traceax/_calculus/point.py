@@ -1,5 +1,7 @@
 """Where derivatives are taken."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

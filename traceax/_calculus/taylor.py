@@ -22,6 +22,8 @@ Monte Carlo with Forward Laplacian, arXiv:2307.08214; Dangel et al. (2025), Coll
 Taylor mode automatic differentiation, arXiv:2505.13644.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Squares of estimates without bias."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,5 +1,7 @@
 """Matrices from files: read, examined, and made into lineax operators."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Estimates beside the exact value, as aligned text."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import NamedTuple
 

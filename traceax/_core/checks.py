@@ -1,5 +1,7 @@
 """Argument checks: static, before anything is computed, each with its cure."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp

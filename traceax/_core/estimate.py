@@ -1,5 +1,7 @@
 """What every estimator returns."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -39,10 +41,10 @@ class Estimate(eqx.Module):
     ```
     """
 
-    value: PyTree[Inexact[Array, "..."]]
-    standard_error: PyTree[Float[Array, "..."]]
-    num_matvecs: int | Int[Array, "..."]
-    degrees_of_freedom: float | Float[Array, "..."] = 1e6
+    value: PyTree[Inexact[Array, ...]]
+    standard_error: PyTree[Float[Array, ...]]
+    num_matvecs: int | Int[Array, ...]
+    degrees_of_freedom: float | Float[Array, ...] = 1e6
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
@@ -103,8 +105,8 @@ class AdaptiveEstimate(Estimate):
 
 @jax.jit
 def _student_quantile(
-    level: float | Float[Array, ""], degrees: Real[Array, "..."]
-) -> Real[Array, "..."]:
+    level: float | Float[Array, ""], degrees: Real[Array, ...]
+) -> Real[Array, ...]:
     """The t with P(|T| > t) = 1 - level, T having Student's distribution.
 
     P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised

@@ -1,5 +1,7 @@
 """Checks of functions that users give, of where they are evaluated and what they return."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Everything that the library asks of lineax."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, TypeVar
 
@@ -147,7 +149,7 @@ class LinearMap(eqx.Module):
         return is_hermitian(self.operator)
 
     @property
-    def adjoint(self) -> "LinearMap":
+    def adjoint(self) -> LinearMap:
         """The conjugate transpose; a Hermitian operator is its own."""
         if self.is_hermitian:
             return self

@@ -30,6 +30,8 @@ mode it costs one vector-Jacobian product of the matvec for each application of 
 A new estimator is one function `(LinearMap, probes) -> Outcome`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

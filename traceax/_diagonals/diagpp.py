@@ -1,5 +1,7 @@
 """Diag++: the diagonal on a sketched subspace exactly, the rest from fresh probes."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import lineax as lx

@@ -1,5 +1,7 @@
 """Diagonals and norms from n applications, where nothing is random."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact

@@ -1,5 +1,7 @@
 """The Frobenius norm: ||B||_F^2 = tr B* B by XNysTrace, two applications a probe."""
 
+from __future__ import annotations
+
 import lineax as lx
 from jaxtyping import PRNGKeyArray
 

@@ -9,6 +9,8 @@ cross terms vanish, because P_i (I - P_i) = 0. The derivative is that of this qu
 with P_i, w_i frozen (`weights.RowNorms`), unbiased because the identity holds for every B.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

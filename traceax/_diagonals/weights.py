@@ -1,5 +1,7 @@
 """Readouts of diagonals and norms, with frozen blocks. See `rule` and `_traces.weights`."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
@@ -47,7 +49,7 @@ class TwoSidedWeight(eqx.Module):
     complement: Inexact[Array, "n l"]
 
     @staticmethod
-    def of(loo: LeaveOneOut) -> "TwoSidedWeight":
+    def of(loo: LeaveOneOut) -> TwoSidedWeight:
         return TwoSidedWeight(loo.basis.columns, loo.directions, loo.probes, loo.mu)
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
@@ -94,7 +96,7 @@ class RowNorms(eqx.Module):
     resphering: Float[Array, " k"]
 
     @staticmethod
-    def of(loo: LeaveOneOut) -> "RowNorms":
+    def of(loo: LeaveOneOut) -> RowNorms:
         return RowNorms(loo.basis.columns, loo.directions, loo.mu, loo.resphering)
 
     def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:

@@ -24,6 +24,8 @@ Both, and `xnysdiag`, differentiate by the two-sided weight (`weights.TwoSidedWe
 tangents a one-sided one is first order only.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

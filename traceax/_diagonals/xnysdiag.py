@@ -4,6 +4,8 @@ In the notation of `xdiag`, A_i = A<Omega_-i> is the Nyström approximation with
 F F* - z_i z_i*, of A + shift I, and B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`nystrom`).
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

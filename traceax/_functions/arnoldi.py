@@ -9,6 +9,8 @@ the latter from the same Q. (The better balanced factors of the split rule would
 space of the adjoint, too.)
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """The budget of estimators that deflate, and the Krylov space that they deflate by."""
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

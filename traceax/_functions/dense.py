@@ -1,5 +1,7 @@
 """Functions of Hermitian matrices small enough to decompose."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import equinox as eqx

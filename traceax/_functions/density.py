@@ -1,5 +1,7 @@
 """The spectral density."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray

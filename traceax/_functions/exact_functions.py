@@ -1,5 +1,7 @@
 """Traces of functions of operators small enough for an eigendecomposition."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 import lineax as lx

@@ -1,5 +1,7 @@
 """Diagonals of functions of operators."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

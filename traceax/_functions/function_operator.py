@@ -1,5 +1,7 @@
 """f(A) as an operator, by Lanczos, for estimators that apply it."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -39,7 +41,7 @@ class FunctionOfOperator(lx.AbstractLinearOperator):
     def as_matrix(self) -> Inexact[Array, "n n"]:
         return LinearMap(self).dense()
 
-    def transpose(self) -> "FunctionOfOperator":
+    def transpose(self) -> FunctionOfOperator:
         return FunctionOfOperator(self.operator.transpose(), self.fn, self.num_steps)
 
     def in_structure(self) -> Structure:

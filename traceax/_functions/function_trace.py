@@ -1,5 +1,7 @@
 """The front door to traces of functions: deflated quadrature."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 

@@ -1,5 +1,7 @@
 """The front door to log-determinants."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax.numpy as jnp

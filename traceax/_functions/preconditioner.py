@@ -24,6 +24,8 @@ variance than without it, whatever dA is.
 If A - nu I is positive semidefinite, P <= A, and no eigenvalue of M is below 1.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import equinox as eqx

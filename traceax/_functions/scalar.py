@@ -1,5 +1,7 @@
 """Scalar functions: what users give as `fn`, and what the derivative rule makes of it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +146,7 @@ class Factor(eqx.Module):
         return jnp.where(empty, 0, root).astype(slope.dtype)
 
 
-def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
+def softening(fn: Flat, nodes: Shaped[Array, ...]) -> Float[Array, " p"]:
     """A tenth of the largest |f'| at the nodes for values whose f' changes sign there. The
     nodes of each start have their own: what else is sampled changes nothing."""
     slopes = jax.vmap(Slope(fn))(jnp.ravel(nodes))

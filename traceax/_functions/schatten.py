@@ -1,5 +1,7 @@
 """Schatten norms."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

@@ -1,5 +1,7 @@
 """log det(A + shift I) by a preconditioner, and its derivative."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Stochastic Lanczos quadrature: tr f(A) = E[v* f(A) v] by Gauss quadrature."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 
@@ -164,7 +166,7 @@ class Again(eqx.Module):
 
     def sample(
         self, subject: MatrixFunction, z: Inexact[Array, "n b"]
-    ) -> "tuple[Sampled, Run]":
+    ) -> tuple[Sampled, Run]:
         scale = jnp.full(z.shape[1], 1 / self.probes.num_probes, z.real.dtype)
         return sample(subject, z.T, scale, self.num_steps, self.reorthogonalise)
 

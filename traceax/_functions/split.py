@@ -18,6 +18,8 @@ What `fn` depends on moves the sum as another function would, d tr f(A) = tr((df
 the same nodes: so it is the same sum, of df.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

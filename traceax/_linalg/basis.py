@@ -22,6 +22,8 @@ What is made of many small operations is compiled as one (here, and wherever blo
 judged), for whoever does not compile his own program: a first call is faster by far.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import NamedTuple
 
@@ -137,7 +139,7 @@ def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
     return 1 - 2 * (words >> 31).astype(dtype)
 
 
-def _hash(index: Array) -> UInt32[Array, "..."]:
+def _hash(index: Array) -> UInt32[Array, ...]:
     """Odd words, of which each bit depends on every bit of the index."""
     word = index.astype(jnp.uint32)
     for multiplier in (0x7FEB352D, 0x846CA68B):
@@ -214,7 +216,7 @@ def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
 
 
 def after(
-    finished: Inexact[Array, "..."], block: Inexact[Array, "n k"]
+    finished: Inexact[Array, ...], block: Inexact[Array, "n k"]
 ) -> Inexact[Array, "n k"]:
     """`block`, but not before `finished`: call it between two LAPACK calls.
 

@@ -1,5 +1,7 @@
 """Arithmetic of tall blocks, by columns, by rows and as a whole."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -22,7 +24,7 @@ def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
     return row_dots(a, a).real
 
 
-def squared_modulus(a: Inexact[Array, "..."]) -> Float[Array, "..."]:
+def squared_modulus(a: Inexact[Array, ...]) -> Float[Array, ...]:
     """Not `abs(a)**2`: its derivative at 0 is one, too."""
     return (a * a.conj()).real
 
@@ -32,7 +34,7 @@ def diagonal(matrix: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     return jnp.einsum("ii->i", matrix)
 
 
-def magnitude(block: Inexact[Array, "..."]) -> Float[Array, ""]:
+def magnitude(block: Inexact[Array, ...]) -> Float[Array, ""]:
     """The largest modulus in a block, or the least normal number: what to divide by."""
     largest = jnp.max(jnp.abs(block))
     return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)

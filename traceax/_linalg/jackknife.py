@@ -22,6 +22,8 @@ is the Schur complement of what is left, 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii 
 Row norms: as XTrace, with b Q u = (v_i - v_j L_ji)/a for every row b, v = b Q S.
 """
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 

@@ -6,6 +6,8 @@ first is exact. The diagonal of what is left is filled with a Rayleigh quotient,
 every function is defined that is defined on the spectrum.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

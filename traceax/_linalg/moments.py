@@ -8,6 +8,8 @@ and W = sum Q^2 are kept, about its own v'; about another v they are, without ca
     S + 2 Re conj(v' - v) C + |v' - v|^2 W,        C + (v' - v) W.
 """
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ class Moments(eqx.Module):
         """In units of the scale."""
         return _ratio(self.numerator, self.weight)
 
-    def merged(self, other: "Moments") -> "Moments":
+    def merged(self, other: Moments) -> Moments:
         scale = jnp.maximum(self.scale, other.scale)
         mine, others = self._in_units(scale), other._in_units(scale)
         sums = jax.tree.map(jnp.add, mine, others)
@@ -49,7 +51,7 @@ class Moments(eqx.Module):
         squares = self.squares + cross + squared_modulus(moved) * self.weight_squares
         return jnp.maximum(squares, 0), self.mixed + moved * self.weight_squares
 
-    def _in_units(self, scale: Float[Array, ""]) -> "Moments":
+    def _in_units(self, scale: Float[Array, ""]) -> Moments:
         factor = self.scale / scale
         return Moments(
             self.numerator * factor,

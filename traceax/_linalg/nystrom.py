@@ -1,5 +1,7 @@
 """Nyström factors of a positive semidefinite operator from its sketch."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import jax

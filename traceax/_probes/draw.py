@@ -1,5 +1,7 @@
 """A sampler's probes for an operator: checked, frozen, as columns of a block."""
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp

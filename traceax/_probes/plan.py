@@ -1,5 +1,7 @@
 """How a budget becomes probes, and probes become independent samples."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import NamedTuple
 

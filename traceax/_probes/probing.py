@@ -1,5 +1,7 @@
 """Probing: probes that know which entries of a sparse operator can disturb each other."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from typing import Any
@@ -45,7 +47,7 @@ class Probing:
         return jax.vmap(lambda probe: unflatten(probe, structure))(probes.reshape(-1, n))
 
 
-def probing(colours: PyTree[Int[np.ndarray, "..."]]) -> Probing:
+def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
     """Make a sampler for sparse structure from a colouring of the dimensions.
 
     One probe a colour: random signs (phases, for complex operators) on the dimensions of

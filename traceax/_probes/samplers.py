@@ -4,6 +4,8 @@ A sampler is a function `(key, structure, num_probes) -> probes`: `structure` is
 operator's input structure, and each leaf of `probes` has a leading axis of `num_probes`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from functools import partial

@@ -7,6 +7,8 @@ probes and whatever the applications leave for their transposes; so each batch i
 drawn with a key of its own: the numbers are the same in batches of any size.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar

@@ -9,6 +9,8 @@ concrete arrays the next size is run if it is needed; in a traced program each s
 branch of a conditional, and what branches return is padded to the largest.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -194,7 +196,7 @@ class _ReachedWeight(eqx.Module):
             return jax.lax.switch(self.rung, [partial(read, w) for w in self.widths])
         return read(self.widths[int(self.rung)])
 
-    def padded(self) -> "_ReachedWeight":
+    def padded(self) -> _ReachedWeight:
         missing = ((0, 0), (0, max(self.widths) - self.left.shape[1]))
         left, right = jnp.pad(self.left, missing), jnp.pad(self.right, missing)
         return _ReachedWeight(left, right, self.rung, self.widths)

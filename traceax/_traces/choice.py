@@ -1,5 +1,7 @@
 """How the front doors choose: by structure, tags and budget, never by the estimate."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import lineax as lx

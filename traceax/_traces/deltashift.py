@@ -24,6 +24,8 @@ has no bias whatever. For other probes and for operators that are not symmetric
 the variance is less than that: the standard error is too large, and b not the best.
 """
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Callable
@@ -69,7 +71,7 @@ class Tracked(NamedTuple):
     value: Inexact[Array, ""]
     standard_error: Float[Array, ""]
     arrays: list[Array]
-    program: UInt32[Array, "8"]
+    program: UInt32[Array, 8]
 
 
 class DeltaShift(NamedTuple):
@@ -229,7 +231,7 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     return block - probes * along[None, :]
 
 
-def _state(latest: Estimate, program: "_Program") -> Tracked:
+def _state(latest: Estimate, program: _Program) -> Tracked:
     # Copies: whoever donates a state does not lose the arrays of his operator.
     arrays = [jnp.array(array, copy=True) for array in program.arrays]
     return jax.lax.stop_gradient(

@@ -1,5 +1,7 @@
 """Answers from n applications, where nothing is random."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import lineax as lx
 

@@ -6,6 +6,8 @@ images of Q's new columns. Nothing that was spent is lost, and the estimate from
 is one that a single run with as many could have made.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,5 +1,7 @@
 """Hutchinson's estimator of the trace: tr A = E[z* A z], z isotropic."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax.numpy as jnp

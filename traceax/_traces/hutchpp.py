@@ -14,6 +14,8 @@ W = A* S, Q an orthonormal basis of Z, Pi = (S* Q)^+,
 an orthonormal range and S twice as wide, it is well-conditioned.)
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

@@ -13,6 +13,8 @@ rescaled to the length it should have, c_i = (n - k + 1)/|mu_i|^2 ("resphering")
 removes the variance that comes from its length.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import NamedTuple
 

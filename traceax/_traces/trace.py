@@ -1,5 +1,7 @@
 """The front door to the trace: it chooses for the user."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import PRNGKeyArray

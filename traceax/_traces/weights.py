@@ -3,6 +3,8 @@
 Each is a module whose blocks are constants, called on a `LinearMap` B.
 """
 
+from __future__ import annotations
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact

@@ -12,6 +12,8 @@ multiple of I contributes. The derivative is read through XTrace's weight on the
 (`leave_one_out`); the standard error is the jackknife's.
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

@@ -18,6 +18,8 @@ The e_i share probes, so their spread understates the error of their mean by up 
 times: the standard error is the jackknife's (`jackknife`).
 """
 
+from __future__ import annotations
+
 from functools import partial
 
 import jax

@@ -1,0 +1,114 @@
+"""The house: wings on floors, arrows that run downwards, rooms of a size, open doors."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import traceax
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "traceax"
+WINGS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
+ROOMS = sorted(path for wing in WINGS for path in (PACKAGE / wing).glob("[!_]*.py"))
+
+
+class Arrow(NamedTuple):
+    """`start` imports `name` from `end`; rooms are "_wing.room"."""
+
+    start: str
+    end: str
+    name: str
+
+
+def room(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def wing(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+def arrows(path: Path) -> list[Arrow]:
+    tree = ast.walk(ast.parse(path.read_text()))
+    return [
+        Arrow(room(path), node.module.removeprefix("traceax."), alias.name)
+        for node in tree
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("traceax.")
+        for alias in node.names
+    ]
+
+
+ARROWS = [arrow for path in ROOMS for arrow in arrows(path)]
+BETWEEN = {(wing(a.start), wing(a.end)) for a in ARROWS if wing(a.start) != wing(a.end)}
+
+
+def floors(between: set[tuple[str, str]]) -> dict[str, int]:
+    """As low as their arrows let them be; a circle is an error."""
+    below = {w: {end for start, end in between if start == w} for w in WINGS}
+    floor: dict[str, int] = {}
+    for w in TopologicalSorter(below).static_order():
+        floor[w] = 1 + max((floor[other] for other in below[w]), default=0)
+    return floor
+
+
+def the_tour() -> dict[str, int]:
+    """The picture in the first lines of `traceax/_core/__init__.py`."""
+    text = ast.get_docstring(ast.parse((PACKAGE / "_core" / "__init__.py").read_text()))
+    drawn: dict[str, int] = {}
+    floor = 0
+    for words in map(str.split, (text or "").splitlines()):
+        if words[:1] == ["floor"]:
+            floor, words = int(words[1]), words[2:]
+        if words and words[0] in WINGS:
+            drawn[words[0]] = floor
+    return drawn
+
+
+def test_the_tour_is_of_this_house() -> None:
+    """No arrow runs upwards, or a wing would stand higher than it is drawn."""
+    assert floors(BETWEEN) == the_tour()
+    assert max(the_tour().values()) == 5
+    assert len(WINGS) == 8
+    assert len(BETWEEN) <= 20
+
+
+@pytest.mark.parametrize("upwards", [("_core", "_traces"), ("_linalg", "_core")])
+def test_an_arrow_upwards_is_seen(upwards: tuple[str, str]) -> None:
+    with pytest.raises((ValueError, AssertionError)):
+        assert floors(BETWEEN | {upwards}) == the_tour()
+
+
+def test_no_room_is_part_of_a_circle() -> None:
+    below = {room(path): {a.end for a in arrows(path)} for path in ROOMS}
+    assert len(list(TopologicalSorter(below).static_order())) == len(ROOMS)
+
+
+def test_nothing_private_is_taken_from_another_room() -> None:
+    assert not [arrow for arrow in ARROWS if arrow.name.startswith("_")]
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=room)
+def test_rooms_are_of_a_size(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= 310
+    assert ast.get_docstring(ast.parse(source))
+    assert "jax._src" not in source
+
+
+@pytest.mark.parametrize("name", WINGS)
+def test_a_wing_tells_a_stranger_what_it_is_for(name: str) -> None:
+    """It says so in its first lines, exports nothing, and is tested under its name."""
+    (words,) = ast.parse((PACKAGE / name / "__init__.py").read_text()).body
+    assert isinstance(words, ast.Expr)
+    assert "A new " in ast.unparse(words)
+    assert len([path for path in ROOMS if path.parent.name == name]) <= 16
+    assert list((ROOT / "tests" / name.strip("_")).glob("test_*.py"))
+
+
+def test_public_things_are_called_as_users_call_them() -> None:
+    for name, thing in vars(traceax).items():
+        if not name.startswith("_"):
+            assert (thing.__module__, thing.__qualname__) == ("traceax", name)
