@@ -78,9 +78,15 @@ def frozen(module: Module) -> Module:
     return eqx.combine(jax.lax.stop_gradient(inexact), rest)
 
 
+# Where there is nothing to do they do nothing, not even a reshape: what is called outside
+# of `jax.jit` is compiled operation by operation.
+
+
 def flatten(vector: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, " n"]:
     """One vector of the operator's space, as a column."""
-    leaves = [jnp.ravel(leaf).astype(dtype) for leaf in jax.tree.leaves(vector)]
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(vector)]
+    leaves = [leaf if leaf.ndim == 1 else jnp.ravel(leaf) for leaf in leaves]
+    leaves = [leaf.astype(dtype) for leaf in leaves]
     return leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
 
 
@@ -88,12 +94,25 @@ def unflatten(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Arra
     """The inverse of `flatten`, rounded to the leaves' own dtypes."""
     leaves, treedef = jax.tree.flatten(structure)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1].tolist()
-    parts = jnp.split(column, ends)
+    parts = jnp.split(column, ends) if ends else [column]
     pairs = zip(parts, leaves, strict=True)
     leaves = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in pairs]
     return jax.tree.unflatten(treedef, leaves)
 
 
+@eqx.filter_jit
+def cut(rows: Inexact[Array, "k n"], structure: Structure) -> PyTree[Array]:
+    """Vectors of a space, each leaf with a leading axis, from rows."""
+    return jax.vmap(lambda row: unflatten(row, structure))(rows)
+
+
+@eqx.filter_jit
+def as_columns(vectors: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, "n k"]:
+    """The inverse of `cut`, but as columns."""
+    return jax.vmap(lambda vector: flatten(vector, dtype), out_axes=1)(vectors)
+
+
+@eqx.filter_jit
 def as_result(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Array]:
     """A diagonal in the shape of the space: leaves in their own dtypes, but of at least 32
     bits, and real if the column is."""
@@ -112,30 +131,11 @@ class LinearMap(eqx.Module):
     operator: lx.AbstractLinearOperator
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
-        structure = self.operator.in_structure()
-        dtype = working_dtype(self.operator)
-        if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
-            return jax.lax.complex(self(block.real), self(block.imag))
-
-        def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-            return flatten(self.operator.mv(unflatten(column, structure)), dtype)
-
-        if block.shape[1] == 1:
-            # A batch of one costs transposes where the caller batches, too: a third of the
-            # time of a flow's gradient.
-            return apply(block[:, 0])[:, None]
-        by_columns = jax.vmap(apply, in_axes=1, out_axes=1)
-        if not _is_dense(self.operator):
-            return by_columns(block)
-        # Measured, n = 4000: as rows 50 columns take 0.65 (float32) to 0.85 of the time,
-        # 100 take 0.8, but five 1.6 times as long; if the compiler is kept from turning
-        # the product round. With sparse, convolving and Jacobian operators rows save less
-        # than two transpositions cost, and what follows, products of two tall blocks,
-        # takes three times as long.
-        kept = jax.lax.optimization_barrier
-        if block.shape[1] < MANY_COLUMNS:
-            return kept(by_columns(kept(block)))
-        return kept(jax.vmap(apply)(kept(block.T))).T
+        # What holds no function is told by its arrays, so it is compiled once for all;
+        # others outside of `jax.jit` operation by operation, whose programs are shared.
+        if stores_matrix(self.operator):
+            return _apply_compiled(self.operator, block)
+        return _apply(self.operator, block)
 
     def dense(self) -> Inexact[Array, "p n"]:
         """The matrix: as it is stored, or column by column."""
@@ -154,6 +154,38 @@ class LinearMap(eqx.Module):
         if self.is_hermitian:
             return self
         return LinearMap(lx.conj(self.operator).transpose())
+
+
+def _apply(
+    operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
+) -> Inexact[Array, "p k"]:
+    structure = operator.in_structure()
+    dtype = working_dtype(operator)
+    if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(_apply(operator, block.real), _apply(operator, block.imag))
+
+    def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return flatten(operator.mv(unflatten(column, structure)), dtype)
+
+    if block.shape[1] == 1:
+        # A batch of one costs transposes where the caller batches, too: a third of the
+        # time of a flow's gradient.
+        return apply(block[:, 0])[:, None]
+    by_columns = jax.vmap(apply, in_axes=1, out_axes=1)
+    if not _is_dense(operator):
+        return by_columns(block)
+    # Measured, n = 4000: as rows 50 columns take 0.65 (float32) to 0.85 of the time, 100
+    # take 0.8, but five 1.6 times as long; if the compiler is kept from turning the product
+    # round. With sparse, convolving and Jacobian operators rows save less than two
+    # transpositions cost, and what follows, products of two tall blocks, takes three times
+    # as long.
+    kept = jax.lax.optimization_barrier
+    if block.shape[1] < MANY_COLUMNS:
+        return kept(by_columns(kept(block)))
+    return kept(jax.vmap(apply)(kept(block.T))).T
+
+
+_apply_compiled = eqx.filter_jit(_apply)
 
 
 # What the tags promise. lineax answers for the primal of a TangentLinearOperator: the

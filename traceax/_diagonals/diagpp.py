@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
@@ -101,16 +103,36 @@ def _diagpp(
 ) -> Outcome:
     test, rest = probes
     q = orthonormalise(linear_map(test)).columns
-    mu = rest - q @ (q.conj().T @ rest)
-    weight = TwoSidedWeight(q, None, rest, mu)
+    weight = _weight(q, rest)
+    hermitian, eps = linear_map.is_hermitian, resolution(linear_map.operator)
     image = linear_map.adjoint(q)
-    if linear_map.is_hermitian:
+    remainder = linear_map(weight.complement if hermitian else rest)
+    value, error = _judge(weight, image, remainder, hermitian, eps)
+    return Outcome(value, error, weight)
+
+
+@jax.jit
+def _weight(q: Inexact[Array, "n k"], rest: Inexact[Array, "n l"]) -> TwoSidedWeight:
+    return TwoSidedWeight(q, None, rest, rest - q @ (q.conj().T @ rest))
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _judge(
+    weight: TwoSidedWeight,
+    image: Inexact[Array, "n k"],
+    remainder: Inexact[Array, "n l"],
+    hermitian: bool,
+    eps: float,
+) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
+    """Value and standard error from A* Q, and A applied to what the other probes leave: to
+    all of them if A is not Hermitian."""
+    q = weight.basis
+    if hermitian:
         known = weight.known(image, image)
-        samples = (weight.residual(linear_map(mu)) * rest.conj()).real
+        samples = (weight.residual(remainder) * weight.probes.conj()).real
     else:
         known = row_dots(q, image)
-        samples = weight.residual(linear_map(rest)) * rest.conj()
+        samples = weight.residual(remainder) * weight.probes.conj()
     scattered = magnitude(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
-    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
-    return Outcome(known + mean(samples), error, weight)
+    return known + mean(samples), standard_error(samples, 4 * eps * rounding)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_batch_size, check_request
 from traceax._core.estimate import Estimate
@@ -118,14 +119,29 @@ def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
     """A ratio of sums, whose error is that of the sum of residuals; for probes of modulus 1
     no more than a mean."""
 
+    hermitian = linear_map.is_hermitian
+
     def moments_of(z: Inexact[Array, "n b"]) -> Moments:
-        products = z.conj() * linear_map(z)
-        products = products.real if linear_map.is_hermitian else products
-        return moments(plan.totals(products), plan.totals((z * z.conj()).real))
+        return _moments_of(z, linear_map(z), plan, hermitian)
 
     total = probes.reduce(moments_of, Moments.merged)
+    value, error = _judge(total, plan, resolution(linear_map.operator))
+    return Outcome(value, error, MeanProduct(probes, total.weight))
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _moments_of(
+    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], plan: Plan, hermitian: bool
+) -> Moments:
+    products = z.conj() * products
+    products = products.real if hermitian else products
+    return moments(plan.totals(products), plan.totals((z * z.conj()).real))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _judge(
+    total: Moments, plan: Plan, eps: float
+) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
     spread = plan.shrink * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
-    rounding = 4 * resolution(linear_map.operator) * total.size
-    error = total.scale * both_errors(spread, rounding) / total.weight
-    readout = MeanProduct(probes, total.weight)
-    return Outcome(total.scale * total.value(), error, readout)
+    error = total.scale * both_errors(spread, 4 * eps * total.size) / total.weight
+    return total.scale * total.value(), error

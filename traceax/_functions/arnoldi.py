@@ -19,13 +19,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare, resolution, size, working_dtype
 from traceax._core.rule import Outcome, estimate_of, settled
 from traceax._functions.scalar import Flat, MatrixFunction, Slope, scalar_function
+from traceax._functions.split import at_nodes
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
     both_errors,
@@ -133,7 +134,9 @@ class _Modes(NamedTuple):
     vectors: Inexact[Array, "N m n"]
 
     def samples(self, fn: Flat) -> Inexact[Array, "p N"]:
-        values = jax.vmap(jax.vmap(fn))(self.nodes)
+        return self.weighed(at_nodes(fn, self.nodes))
+
+    def weighed(self, values: Inexact[Array, "N m p"]) -> Inexact[Array, "p N"]:
         used = self.weights[..., None] != 0
         terms = self.weights[..., None] * jnp.where(used, values, 0)
         return jnp.sum(terms, axis=1).T
@@ -148,25 +151,38 @@ def _arnoldi_trace(
 ) -> Outcome:
     starts = probes.T
     run = jax.vmap(partial(_arnoldi, subject.linear_map, num_steps=num_steps))
-    basis, projection = run(starts)
-    half = jax.vmap(partial(truncated, size=max(num_steps // 2, 1)))(projection)
-    both = jnp.stack([projection, half])
-    modes, coarse = (_modes(starts, basis, each) for each in _decompose(both))
+    modes, coarse = _with_half(starts, *run(starts), num_steps // 2)
 
-    count = starts.shape[0]
-    terms, by_half = modes.samples(subject.fn), coarse.samples(subject.fn)
-    sizes = modes._replace(weights=jnp.abs(modes.weights))
-    sizes = sizes.samples(lambda x: jnp.abs(subject.fn(x))).real
+    values = at_nodes(subject.fn, modes.nodes), at_nodes(subject.fn, coarse.nodes)
+    eps = resolution(subject.linear_map.operator)
+    unresolved = num_steps == 1 and starts.shape[1] > 1
+    value, error = _judge(modes, coarse, *values, eps, real, unresolved)
+    return Outcome(value, error, _Readout(starts, modes))
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6))
+def _judge(
+    modes: _Modes,
+    coarse: _Modes,
+    values: Inexact[Array, "N m p"],
+    by_half: Inexact[Array, "N m p"],
+    eps: float,
+    real: bool,
+    unresolved: bool,
+) -> tuple[Inexact[Array, " p"], Float[Array, " p"]]:
+    """Value and standard error from the function at the nodes, and at those of half the
+    steps."""
+    terms = modes.weighed(values)
+    rest = terms - coarse.weighed(by_half)
+    sizes = modes._replace(weights=jnp.abs(modes.weights)).weighed(jnp.abs(values)).real
     if real:
         # Conjugate eigenvalues have conjugate values, but not across a branch cut.
         crossed = jnp.abs(terms.imag) > 1e-3 * sizes
-        terms, by_half = jnp.where(crossed, jnp.nan, terms.real), by_half.real
-    rounding = 4 * resolution(subject.linear_map.operator) * mean(sizes)
-    gap = jnp.abs(jnp.sum(terms - by_half, axis=1)) / count
-    if num_steps == 1 and starts.shape[1] > 1:
-        gap = jnp.full_like(gap, jnp.inf)
-    error = both_errors(standard_error(terms, rounding), gap)
-    return Outcome(mean(terms), error, _Readout(starts, modes))
+        terms, rest = jnp.where(crossed, jnp.nan, terms.real), rest.real
+    gap = jnp.abs(mean(rest))
+    gap = jnp.full_like(gap, jnp.inf) if unresolved else gap
+    rounding = 4 * eps * mean(sizes)
+    return mean(terms), both_errors(standard_error(terms, rounding), gap)
 
 
 @eqx.filter_jit
@@ -208,6 +224,18 @@ def _decompose(
     first = jnp.zeros((*nodes.shape, 1), nodes.dtype).at[..., 0, 0].set(1)
     inverse = jnp.linalg.solve(vectors, first)[..., 0]
     return list(zip(nodes, vectors, inverse, strict=True))
+
+
+@partial(jax.jit, static_argnums=3)
+def _with_half(
+    starts: Inexact[Array, "N n"],
+    basis: Inexact[Array, "N m n"],
+    projection: Inexact[Array, "N m m"],
+    size: int,
+) -> tuple[_Modes, _Modes]:
+    half = jax.vmap(partial(truncated, size=max(size, 1)))(projection)
+    whole, coarse = _decompose(jnp.stack([projection, half]))
+    return _modes(starts, basis, whole), _modes(starts, basis, coarse)
 
 
 def _modes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
@@ -17,7 +18,7 @@ from traceax._functions.deflation import Split, draw_for, resphering, split
 from traceax._functions.dense import Eigen
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
 from traceax._functions.scalar import MatrixFunction, scalar_function
-from traceax._functions.slq import Traced, decompose_with_half, real_dtype, sample
+from traceax._functions.slq import Sampled, Traced, decompose_with_half, real_dtype, sample
 from traceax._functions.split import FromStarts, Run
 from traceax._linalg.basis import after
 from traceax._linalg.jackknife import both_errors, independent_degrees_of_freedom
@@ -133,24 +134,39 @@ def _deflated(
     block, tests = probes
     space = block_krylov(subject.linear_map, block, parts.depth)
     known, coarse = _known(space, parts)
-    value = jnp.sum(known.samples(subject.fn), axis=1)
-    quadrature = jnp.abs(value - jnp.sum(known.samples(subject.fn, coarse), axis=1))
+    values = known.samples(subject.fn), known.samples(subject.fn, coarse)
+    remainder, scale = _complement(known, tests)
+    rest, run = sample(subject, remainder, scale, parts.num_steps, reorthogonalise)
+    error = rest.error(subject.linear_map, parts.num_steps)
+    return Outcome(*_sum(*values, rest, error), Traced((known, run)))
 
-    q = space.basis[:, : known.coefficients.size]
+
+@jax.jit
+def _complement(
+    known: Run, tests: Inexact[Array, "n k"]
+) -> tuple[Inexact[Array, "k n"], Float[Array, " k"]]:
+    """The probes outside of Q, as rows, and the factors that resphere them."""
+    q = known.basis[0, : known.coefficients.size].T
     tests = after(known.eigen.values, tests)
     remainder = tests - q @ (q.conj().T @ tests)
     remainder = (remainder - q @ (q.conj().T @ remainder)).T
-    rank = block.shape[0] - jnp.sum(known.coefficients)
-    scale = resphering(remainder, rank) / tests.shape[1]
-    rest, run = sample(subject, remainder, scale, parts.num_steps, reorthogonalise)
-    error = rest.error(subject.linear_map, parts.num_steps)
-    return Outcome(
-        value + jnp.sum(rest.terms, axis=1),
-        both_errors(error, quadrature),
-        Traced((known, run)),
-    )
+    rank = q.shape[0] - jnp.sum(known.coefficients)
+    return remainder, resphering(remainder, rank) / tests.shape[1]
 
 
+@jax.jit
+def _sum(
+    inside: Inexact[Array, "p 1"],
+    coarse: Inexact[Array, "p 1"],
+    rest: Sampled,
+    error: Float[Array, " p"],
+) -> tuple[Inexact[Array, " p"], Float[Array, " p"]]:
+    value = jnp.sum(inside, axis=1)
+    quadrature = jnp.abs(value - jnp.sum(coarse, axis=1))
+    return value + jnp.sum(rest.terms, axis=1), both_errors(error, quadrature)
+
+
+@partial(jax.jit, static_argnums=1)
 def _known(space: BlockKrylov, parts: Split) -> tuple[Run, Eigen]:
     """The run that reads tr(Q* f(A) Q), Q all blocks of the space but the last two, which
     lend it the accuracy of a quadrature; and a coarser decomposition, by one block less."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +19,7 @@ from traceax._functions.dense import decompose
 from traceax._functions.preconditioner import Preconditioned, Preconditioner, preconditioner
 from traceax._linalg.basis import after
 from traceax._linalg.jackknife import both_errors, standard_error
-from traceax._linalg.krylov import block_krylov, lanczos, radau, truncated
+from traceax._linalg.krylov import Krylov, block_krylov, lanczos, radau, truncated
 
 # A lower bound of the spectrum of M with room for rounding; the bracket hardly depends on
 # it.
@@ -47,12 +48,34 @@ def preconditioned(
     block, tests = probes
     space = block_krylov(subject.linear_map, block, parts.depth)
     frame = preconditioner(space, subject.shift)
-    remainder = frame.complement(after(frame.values, tests)).T
-    scale = resphering(remainder, block.shape[0] - frame.rank) / remainder.shape[0]
-
+    remainder, scale = _complement(frame, tests)
     operator = Preconditioned(subject, frame)
     krylov = lanczos(operator, remainder, parts.num_steps, reorthogonalise=reorthogonalise)
-    half = jax.vmap(lambda t: truncated(t, max(parts.num_steps // 2, 1)))(krylov.projection)
+    bounded = is_positive(subject.linear_map.operator)
+    return Outcome(*_judge(frame, krylov, scale, noise, bounded))
+
+
+@jax.jit
+def _complement(
+    frame: Preconditioner, tests: Inexact[Array, "n k"]
+) -> tuple[Inexact[Array, "k n"], Float[Array, " k"]]:
+    """The probes outside of W, as rows, and the factors that resphere them."""
+    remainder = frame.complement(after(frame.values, tests)).T
+    rank = tests.shape[0] - frame.rank
+    return remainder, resphering(remainder, rank) / remainder.shape[0]
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def _judge(
+    frame: Preconditioner,
+    krylov: Krylov,
+    scale: Float[Array, " k"],
+    noise: float,
+    bounded: bool,
+) -> tuple[Float[Array, ""], Float[Array, ""], Inverse]:
+    """Value, standard error, readout: by Gauss's rule, half of its steps, Radau's."""
+    num_steps = krylov.projection.shape[1]
+    half = jax.vmap(lambda t: truncated(t, max(num_steps // 2, 1)))(krylov.projection)
     below = jax.vmap(lambda t: radau(t, BOUND))(krylov.projection)
     eigen = decompose(jnp.stack([krylov.projection, half, below]))
     weights = (eigen.vectors[:, :, 0] * eigen.vectors[:, :, 0].conj()).real
@@ -61,7 +84,7 @@ def preconditioned(
     factor = scale * krylov.length**2
     terms, by_half, by_radau = factor * jnp.sum(weights * logs, axis=-1)
 
-    has_bound = frame.is_below & is_positive(subject.linear_map.operator)
+    has_bound = frame.is_below & bounded
     gap = jnp.where(has_bound, jnp.sum(terms - by_radau), jnp.sum(terms - by_half))
     known = frame.log_determinant()
     ratio = jnp.max(frame.values) / frame.nu
@@ -74,7 +97,7 @@ def preconditioned(
     vectors = jnp.concatenate([frame.galerkin(), rest], axis=1)
     ones = jnp.ones(vectors.shape[1] - factor.size, factor.dtype)
     readout = Inverse(vectors, jnp.concatenate([ones, factor]), frame)
-    return Outcome(known + jnp.sum(terms), error, readout)
+    return known + jnp.sum(terms), error, readout
 
 
 class Inverse(eqx.Module):

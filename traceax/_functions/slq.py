@@ -24,13 +24,13 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, estimate_of
 from traceax._functions.dense import Eigen, decompose
 from traceax._functions.scalar import MatrixFunction, Slope, scalar_function
-from traceax._functions.split import FromStarts, Run, read
+from traceax._functions.split import FromStarts, Run, at_nodes, read, weighed
 from traceax._linalg.jackknife import (
     both_errors,
     independent_degrees_of_freedom,
     standard_error,
 )
-from traceax._linalg.krylov import lanczos, truncated
+from traceax._linalg.krylov import Krylov, lanczos, truncated
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
@@ -188,16 +188,21 @@ class Sampled(eqx.Module):
     largest: Float[Array, " N"]
 
     def error(self, linear_map: LinearMap, num_steps: int) -> Float[Array, " p"]:
-        """The rounding error is that of f at nodes known to within eps of the largest."""
-        if num_steps == 1:
-            quadrature = unresolved(linear_map, self.terms)
-        else:
-            quadrature = jnp.abs(jnp.sum(self.terms - self.coarse, axis=1))
-        inexact = jnp.max(self.largest) * jnp.sum(self.slopes, axis=1)
-        rounding = jnp.sum(self.sizes, axis=1) + inexact
-        rounding = 4 * resolution(linear_map.operator) * rounding
-        spread = standard_error(self.terms * self.terms.shape[1], rounding)
-        return both_errors(spread, quadrature)
+        """The quadrature error of one step cannot be told, unless n = 1."""
+        unresolved = num_steps == 1 and size(linear_map.operator) > 1
+        return _error(self, resolution(linear_map.operator), unresolved)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]:
+    """The rounding error is that of f at nodes known to within eps of the largest."""
+    terms = sampled.terms
+    quadrature = jnp.abs(jnp.sum(terms - sampled.coarse, axis=1))
+    if unresolved:
+        quadrature = jnp.full_like(quadrature, jnp.inf)
+    inexact = jnp.max(sampled.largest) * jnp.sum(sampled.slopes, axis=1)
+    rounding = 4 * eps * (jnp.sum(sampled.sizes, axis=1) + inexact)
+    return both_errors(standard_error(terms * terms.shape[1], rounding), quadrature)
 
 
 def sample(
@@ -210,26 +215,39 @@ def sample(
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     whole, half = decompose_with_half(krylov.projection, num_steps // 2)
-    coefficients = (scale * krylov.length**2)[:, None]
-    again = FromStarts(krylov.basis[:, 0], num_steps)
-    run = Run(krylov.basis, whole, coefficients, again)
-    fn = subject.fn
-    sampled = Sampled(
-        run.samples(fn),
-        run.samples(fn, half),
-        run.samples(lambda x: jnp.abs(fn(x))),
-        run.samples(lambda x: jnp.abs(Slope(fn)(x))),
+    coefficients, first = _read_at(krylov, scale)
+    run = Run(krylov.basis, whole, coefficients, FromStarts(first, num_steps))
+    values = at_nodes(subject.fn, whole.values), at_nodes(subject.fn, half.values)
+    slopes = at_nodes(Slope(subject.fn), whole.values)
+    return _sampled(coefficients, whole, half, *values, slopes), run
+
+
+@jax.jit
+def _read_at(
+    krylov: Krylov, scale: Float[Array, " N"]
+) -> tuple[Float[Array, "N 1"], Inexact[Array, "N n"]]:
+    return (scale * krylov.length**2)[:, None], krylov.basis[:, 0]
+
+
+@jax.jit
+def _sampled(
+    coefficients: Float[Array, "N count"],
+    whole: Eigen,
+    half: Eigen,
+    values: Inexact[Array, "N m p"],
+    by_half: Inexact[Array, "N m p"],
+    slopes: Inexact[Array, "N m p"],
+) -> Sampled:
+    return Sampled(
+        weighed(coefficients, whole, values),
+        weighed(coefficients, half, by_half),
+        weighed(coefficients, whole, jnp.abs(values)),
+        weighed(coefficients, whole, jnp.abs(slopes)),
         jnp.max(jnp.abs(whole.values), axis=1),
     )
-    return sampled, run
 
 
-def unresolved(linear_map: LinearMap, terms: Inexact[Array, "p N"]) -> Float[Array, " p"]:
-    """The quadrature error of one step cannot be told, unless n = 1."""
-    unknown = 0 if size(linear_map.operator) == 1 else jnp.inf
-    return jnp.full(terms.shape[:1], unknown, terms.real.dtype)
-
-
+@partial(jax.jit, static_argnames="size")
 def decompose_with_half(
     projection: Inexact[Array, "N m m"], size: int
 ) -> tuple[Eigen, Eigen]:

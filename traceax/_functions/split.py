@@ -54,12 +54,22 @@ class Run(eqx.Module):
     def samples(self, fn: Flat, eigen: Eigen | None = None) -> Inexact[Array, "p N"]:
         """Sum_j c_ij f(T_i)_jj; by a coarser T, if its `eigen` is given."""
         eigen = self.eigen if eigen is None else eigen
-        values = jax.vmap(jax.vmap(fn))(eigen.values)
-        rows = eigen.vectors[:, : self.coefficients.shape[1]]
-        squares = (rows * rows.conj()).real
-        weights = jnp.sum(self.coefficients[..., None] * squares, axis=1)[..., None]
-        # A node of no weight does not count, even where fn is infinite.
-        return jnp.sum(weights * jnp.where(weights == 0, 0, values), axis=1).T
+        return weighed(self.coefficients, eigen, at_nodes(fn, eigen.values))
+
+
+def at_nodes(fn: Flat, nodes: Float[Array, "N m"]) -> Inexact[Array, "N m p"]:
+    return jax.vmap(jax.vmap(fn))(nodes)
+
+
+@jax.jit
+def weighed(
+    coefficients: Float[Array, "N count"], eigen: Eigen, values: Inexact[Array, "N m p"]
+) -> Inexact[Array, "p N"]:
+    """A node of no weight does not count, even where its value is infinite."""
+    rows = eigen.vectors[:, : coefficients.shape[1]]
+    squares = (rows * rows.conj()).real
+    weights = jnp.sum(coefficients[..., None] * squares, axis=1)[..., None]
+    return jnp.sum(weights * jnp.where(weights == 0, 0, values), axis=1).T
 
 
 @eqx.filter_custom_jvp

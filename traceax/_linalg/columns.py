@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -34,12 +35,14 @@ def diagonal(matrix: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     return jnp.einsum("ii->i", matrix)
 
 
+@jax.jit
 def magnitude(block: Inexact[Array, ...]) -> Float[Array, ""]:
     """The largest modulus in a block, or the least normal number: what to divide by."""
     largest = jnp.max(jnp.abs(block))
     return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
 
 
+@jax.jit
 def mean(samples: Inexact[Array, "*values k"]) -> Inexact[Array, "*values"]:
     """Divided before they are summed: k times the mean may be out of range."""
     return jnp.sum(samples / samples.shape[-1], axis=-1)

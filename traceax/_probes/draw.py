@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core.operator import flatten, working_dtype
+from traceax._core.operator import as_columns, working_dtype
 from traceax._probes.samplers import Sampler, check_independent, probes_a_sample
 
 
@@ -49,8 +49,7 @@ def draw(
             f"got {got}. Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
         )
     dtype = working_dtype(operator)
-    columns = jax.vmap(lambda probe: flatten(probe, dtype), out_axes=1)(probes)
-    return jax.lax.stop_gradient(columns)
+    return jax.lax.stop_gradient(as_columns(probes, dtype))
 
 
 def draw_samples(

@@ -39,9 +39,16 @@ class Plan(NamedTuple):
     def error_of_mean(
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
     ) -> Float[Array, "*values"]:
-        deviations = by_probe - mean(by_probe)[..., None]
+        return self.mean_and_error(by_probe, rounding)[1]
+
+    @partial(jax.jit, static_argnums=0)
+    def mean_and_error(
+        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
+        average = mean(by_probe)
+        deviations = by_probe - average[..., None]
         spread = self.totals(deviations * (self.num_samples / self.num_probes))
-        return standard_error(self.shrink * spread, rounding)
+        return average, standard_error(self.shrink * spread, rounding)
 
 
 def plan_and_draw(

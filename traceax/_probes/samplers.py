@@ -17,8 +17,8 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 from traceax._core.operator import (
     Structure,
     common_dtype,
+    cut,
     dimension,
-    unflatten,
 )
 from traceax._linalg.basis import orthonormalise
 
@@ -62,15 +62,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     """
 
     n, dtype = _space(structure)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        turns = jax.random.uniform(key, (num_probes * n,), jnp.finfo(dtype).dtype)
-        angles = 2 * math.pi * turns.reshape(num_probes, n)
-        return _to_probes(jax.lax.complex(jnp.cos(angles), jnp.sin(angles)), structure)
-    # A sign for every bit: of the time, drawing is all but a tenth.
-    words = jax.random.bits(key, (num_probes * -(-n // 32),), jnp.uint32)
-    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
-    signs = 1 - 2 * bits.reshape(num_probes, -1)[:, :n].astype(dtype)
-    return _to_probes(signs, structure)
+    return cut(_signs(key, n, num_probes, dtype), structure)
 
 
 def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
@@ -109,7 +101,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     """
 
     n, dtype = _space(structure)
-    return _to_probes(_gaussian(key, n, num_probes, dtype), structure)
+    return cut(_gaussian(key, n, num_probes, dtype), structure)
 
 
 def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
@@ -150,9 +142,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     Analysis and Applications 45(1), section 2.3, doi:10.1137/23M1548323.
     """
     n, dtype = _space(structure)
-    rows = _gaussian(key, n, num_probes, dtype)
-    rows = rows * (math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
-    return _to_probes(rows, structure)
+    return cut(_on_sphere(key, n, num_probes, dtype), structure)
 
 
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
@@ -199,11 +189,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
             f"traceax.orthogonal(num_probes=...) must be at most {n}, the dimension of the "
             f"space, but got {num_probes}. Draw fewer, or use traceax.sphere."
         )
-    basis = orthonormalise(_gaussian(key, n, num_probes, dtype).T)
-    turn, triangle = jnp.linalg.qr(basis.factor)
-    diagonal = jnp.diagonal(triangle)
-    turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
-    return _to_probes((basis.columns @ turn).T, structure)
+    return cut(_frame(key, n, num_probes, dtype), structure)
 
 
 def is_rotation_invariant(sampler: Sampler) -> bool:
@@ -245,6 +231,22 @@ def check_independent(name: str, sampler: Sampler) -> None:
         )
 
 
+_compiled = partial(jax.jit, static_argnames=("n", "k", "dtype"))
+
+
+@_compiled
+def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        turns = jax.random.uniform(key, (k * n,), jnp.finfo(dtype).dtype)
+        angles = 2 * math.pi * turns.reshape(k, n)
+        return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
+    # A sign for every bit: of the time, drawing is all but a tenth.
+    words = jax.random.bits(key, (k * -(-n // 32),), jnp.uint32)
+    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
+    return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
+
+
+@_compiled
 def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     """In single precision, whose grain no estimate can show: half the time of double.
 
@@ -259,16 +261,28 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
         return jax.random.normal(key, (k * n,), single).reshape(k, n)
 
     always = jnp.max(jax.random.key_data(key)) | 1 != 0
-    return jax.lax.cond(always, drawn, lambda _: jnp.zeros((k, n), single), key).astype(
-        dtype
-    )
+    rows = jax.lax.cond(always, drawn, lambda _: jnp.zeros((k, n), single), key)
+    return rows.astype(dtype)
+
+
+@_compiled
+def _on_sphere(
+    key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
+) -> Inexact[Array, "k n"]:
+    rows = _gaussian(key, n, k, dtype)
+    return rows * (math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
+
+
+@_compiled
+def _frame(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
+    basis = orthonormalise(_gaussian(key, n, k, dtype).T)
+    turn, triangle = jnp.linalg.qr(basis.factor)
+    diagonal = jnp.diagonal(triangle)
+    turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
+    return (basis.columns @ turn).T
 
 
 def _space(structure: Structure) -> tuple[int, jnp.dtype]:
     """Dimension and dtype of the columns that probes are cut from: one draw for all leaves,
     so that a probe does not depend on how the space is cut into leaves."""
     return dimension(structure), common_dtype(structure)
-
-
-def _to_probes(rows: Inexact[Array, "k n"], structure: Structure) -> PyTree[Array]:
-    return jax.vmap(lambda row: unflatten(row, structure))(rows)

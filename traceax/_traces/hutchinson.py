@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -109,11 +110,15 @@ def sampled_trace(
 
 
 def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
-    def forms(z: Inexact[Array, "n b"]) -> tuple[Inexact[Array, " b"], Float[Array, " b"]]:
-        products = linear_map(z)
-        return column_dots(z, products), column_dots(jnp.abs(z), jnp.abs(products))
-
-    samples, sizes = probes.collect(forms)
+    samples, sizes = probes.collect(lambda z: _forms(z, linear_map(z)))
     rounding = 4 * resolution(linear_map.operator) * mean(sizes)
-    error = plan.error_of_mean(samples, rounding)
-    return Outcome(mean(samples), error, MeanForm(probes, 1 / plan.num_probes))
+    value, error = plan.mean_and_error(samples, rounding)
+    return Outcome(value, error, MeanForm(probes, 1 / plan.num_probes))
+
+
+@jax.jit
+def _forms(
+    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"]
+) -> tuple[Inexact[Array, " b"], Float[Array, " b"]]:
+    """Quadratic forms, and their sizes."""
+    return column_dots(z, products), column_dots(jnp.abs(z), jnp.abs(products))

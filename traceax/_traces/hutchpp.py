@@ -196,11 +196,25 @@ def _hutchpp(
     test, rest = probes
     q = orthonormalise(linear_map(test)).columns
     mu, resphering = _project(rest, q, resphere)
-    h = column_dots(q, linear_map(q))
-    samples = resphering * column_dots(mu, linear_map(mu))
+    eps = resolution(linear_map.operator)
+    value, error = _judge(q, linear_map(q), mu, linear_map(mu), resphering, eps)
+    return Outcome(value, error, _weight(q, mu, resphering))
+
+
+@partial(jax.jit, static_argnums=5)
+def _judge(
+    q: Inexact[Array, "n k"],
+    image: Inexact[Array, "n k"],
+    mu: Inexact[Array, "n l"],
+    remainder: Inexact[Array, "n l"],
+    resphering: Float[Array, " l"],
+    eps: float,
+) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+    """Value and standard error from A Q and A mu."""
+    h = column_dots(q, image)
+    samples = resphering * column_dots(mu, remainder)
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
-    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
-    return Outcome(jnp.sum(h) + mean(samples), error, _weight(q, mu, resphering))
+    return jnp.sum(h) + mean(samples), standard_error(samples, 4 * eps * rounding)
 
 
 def _na_hutchpp(
@@ -210,17 +224,29 @@ def _na_hutchpp(
     whose two-sided projections leave less of a tangent to chance."""
     right, left, rest = probes
     q = orthonormalise(linear_map(right)).columns
-    co_range = linear_map.adjoint(left)
+    co_range, products = linear_map.adjoint(left), linear_map(rest)
+    eps = resolution(linear_map.operator)
+    value, error = _judge_oblique(q, left, co_range, rest, products, eps)
+    return Outcome(value, error, _weight(q, *_project(rest, q, resphere)))
+
+
+@partial(jax.jit, static_argnums=5)
+def _judge_oblique(
+    q: Inexact[Array, "n r"],
+    left: Inexact[Array, "n s"],
+    co_range: Inexact[Array, "n s"],
+    rest: Inexact[Array, "n l"],
+    products: Inexact[Array, "n l"],
+    eps: float,
+) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+    """Value and standard error from A* S and A z."""
     core = left.conj().T @ q
     inverse = jnp.linalg.pinv(core, rtol=jnp.finfo(core.dtype).eps * core.shape[0])
     low = jnp.sum((co_range @ inverse.conj().T).conj() * q)
-    products = linear_map(rest)
     missed = products - q @ (inverse @ (co_range.conj().T @ rest))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
-    weight = _weight(q, *_project(rest, q, resphere))
-    return Outcome(low + mean(samples), error, weight)
+    return low + mean(samples), standard_error(samples, 4 * eps * rounding)
 
 
 @partial(jax.jit, static_argnames="resphere")
@@ -234,6 +260,7 @@ def _project(
     return mu, (n - k) / lengths if resphere else jnp.ones_like(lengths)
 
 
+@jax.jit
 def _weight(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
 ) -> TraceWeight:
