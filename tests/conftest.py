@@ -1,10 +1,10 @@
 """Double precision everywhere; float32 is asked for by name where it is meant.
 
 Most of the suite's time is compilation, so the compiler is told not to optimise, and to use
-the emitters that take a third of the time of its newer ones (flags in XLA_FLAGS go before
-ours); the workers share what they compiled in a folder that goes with the run; the tests
-whose subject is the compiled program start a process of their own. LAPACK is given one thread: its
-threads and those of JAX get in each other's way, by orders of magnitude.
+the emitters that take a third of the time of its newer ones (TRACEAX_COMPILER=default
+leaves it as users have it); the workers share what they compiled in a folder that goes with
+the run; the tests whose subject is the compiled program start a process of their own.
+LAPACK is given one thread: its threads and those of JAX get in each other's way.
 """
 
 import gc
@@ -14,10 +14,12 @@ import tempfile
 from importlib.metadata import version
 from typing import Any
 
-QUICK = ["--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith("0.10."):  # later ones refuse it
-    QUICK.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([*QUICK, os.environ.get("XLA_FLAGS", "")])
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if os.environ.get("TRACEAX_COMPILER") != "default":
+    QUICK = "--xla_backend_optimization_level=0"
+    if version("jaxlib").startswith("0.10."):  # later ones refuse it
+        QUICK += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the folder
     COMPILED = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
@@ -36,31 +38,32 @@ gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 ESTIMATORS = frozenset(names(ALL + REST_ALL))
 
 
-def estimator(nodeid: str) -> str | None:
-    """Whose test it is, if an estimator is among its parameters."""
-    return next((w for w in re.split(r"[\[\]-]", nodeid) if w in ESTIMATORS), None)
+def scope(nodeid: str) -> str:
+    """The estimator whose test it is, if there is one among its parameters, or the file."""
+    words = re.split(r"[\[\]-]", nodeid)
+    return next((w for w in words if w in ESTIMATORS), nodeid.partition("::")[0])
 
 
-class ByEstimator(LoadScopeScheduling):
-    """All tests of one estimator in one worker: they share what is compiled."""
+class ByScope(LoadScopeScheduling):
+    """What shares compiled programs goes to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return estimator(nodeid) or nodeid
+        return scope(nodeid)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEstimator:
-    return ByEstimator(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByScope:
+    return ByScope(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What checks for leaks comes first: the checker looks through all that there is."""
     items.sort(key=lambda item: "leaks" not in item.name)
+    gc.freeze()  # what was imported stays
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What was compiled for one estimator is of no use to the next, and takes gigabytes."""
-    mine = estimator(item.nodeid)
-    if mine and mine != (nextitem and estimator(nextitem.nodeid)):
+    """What was compiled for one scope is of no use to the next, and takes gigabytes."""
+    if nextitem and scope(item.nodeid) != scope(nextitem.nodeid):
         jax.clear_caches()
         gc.collect()

@@ -68,7 +68,8 @@ def test_examples_in_docstrings(name: str) -> None:
 def test_help_opens_with_a_signature_that_one_can_read(name: str) -> None:
     """Two or three lines of a terminal, four where there are more than seven arguments:
     annotations are shown as they are written."""
-    heading = pydoc.plaintext.document(FUNCTIONS[name]).split("\n    ")[0]
+    shown = pydoc.plain(pydoc.render_doc(FUNCTIONS[name]))
+    heading = shown.split("\n\n")[1].split("\n    ")[0]
     signature = re.sub(r" at 0x\w+", "", heading)
     assert signature.startswith(f"{name}(operator" if "operator" in heading else name)
     many = len(inspect.signature(FUNCTIONS[name]).parameters) >= 7

@@ -32,11 +32,12 @@ def wing(name: str) -> str:
 
 
 def arrows(path: Path) -> list[Arrow]:
-    tree = ast.walk(ast.parse(path.read_text()))
+    nodes = ast.walk(ast.parse(path.read_text()))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     return [
-        Arrow(room(path), node.module.removeprefix("traceax."), alias.name)
-        for node in tree
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("traceax.")
+        Arrow(room(path), (node.module or "").removeprefix("traceax."), alias.name)
+        for node in imports
+        if (node.module or "").startswith("traceax.")
         for alias in node.names
     ]
 

@@ -105,6 +105,7 @@ def test_orthogonal_probes_lower_the_variance() -> None:
     assert not mean_is(squares, one / k, float(np.std(squares)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
 @pytest.mark.parametrize("name", ["flat", "poly", "exp", "step"])
 def test_intervals_hold_the_truth(entry: Entry, name: str) -> None:
@@ -184,6 +185,7 @@ def test_the_worst_case_of_independent_samples(budget: int) -> None:
     assert usual.mean() < holds.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", REST, ids=lambda e: e.name)
 @pytest.mark.parametrize("tagged", [True, False])
 def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:

@@ -40,4 +40,3 @@ __version__ = "2.0.0.dev0"
 for _thing in list(globals().values()):
     if getattr(_thing, "__module__", "").startswith("traceax."):
         _thing.__module__ = "traceax"
-del _thing

@@ -255,6 +255,7 @@ def test_the_mean_over_all_signs_is_the_truth(name: str) -> None:
     close(jnp.mean(gradient, axis=0), slope, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.orthogonal])
 def test_intervals_of_a_laplacian_hold_the_truth(sampler: Any) -> None:
     fn = FUNCTIONS["product"]

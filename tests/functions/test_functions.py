@@ -216,6 +216,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "spectrum"),
     [(name, spectrum) for name in ("slq_trace", "function_trace") for spectrum in SPECTRA]

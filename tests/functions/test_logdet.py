@@ -39,6 +39,7 @@ def truth(v: Any) -> Any:
     return jnp.linalg.slogdet(kernel(v[0]) + jnp.exp(v[1]) * jnp.eye(N))[1]
 
 
+@pytest.mark.slow
 def test_better_than_plain_quadrature_by_far() -> None:
     """Value and gradient, and intervals that hold; of three levels of noise."""
 

@@ -30,6 +30,7 @@ def drift(eigenvalues: Any, rate: float, num_steps: int) -> Any:
     return start + jnp.cumsum(rate * jnp.linalg.norm(start) * steps / lengths, axis=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rate", "num_matvecs"),
     [("poly", 0.03, 20), ("flat", 0.1, 20), ("exp", 0.01, 20)],

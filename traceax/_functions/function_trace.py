@@ -134,11 +134,12 @@ def _deflated(
     block, tests = probes
     space = block_krylov(subject.linear_map, block, parts.depth)
     known, coarse = _known(space, parts)
-    values = known.samples(subject.fn), known.samples(subject.fn, coarse)
+    inside, by_coarse = known.samples(subject.fn), known.samples(subject.fn, coarse)
     remainder, scale = _complement(known, tests)
     rest, run = sample(subject, remainder, scale, parts.num_steps, reorthogonalise)
     error = rest.error(subject.linear_map, parts.num_steps)
-    return Outcome(*_sum(*values, rest, error), Traced((known, run)))
+    value, error = _sum(inside, by_coarse, rest, error)
+    return Outcome(value, error, Traced((known, run)))
 
 
 @jax.jit
