@@ -31,11 +31,17 @@ def wing(name: str) -> str:
     return name.split(".", maxsplit=1)[0]
 
 
+def target(module: str, name: str) -> str:
+    """The room that is imported, or imported from."""
+    module = module.removeprefix("traceax.")
+    return f"{module}.{name}" if module in WINGS else module
+
+
 def arrows(path: Path) -> list[Arrow]:
     nodes = ast.walk(ast.parse(path.read_text()))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     return [
-        Arrow(room(path), (node.module or "").removeprefix("traceax."), alias.name)
+        Arrow(room(path), target((node.module or ""), alias.name), alias.name)
         for node in imports
         if (node.module or "").startswith("traceax.")
         for alias in node.names

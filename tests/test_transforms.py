@@ -246,59 +246,73 @@ def test_training_with_optax(entry: Entry) -> None:
     assert values[-20:].mean() < values[:20].mean()
 
 
-@pytest.mark.parametrize("entry", [*ESTIMATORS[1:], *REST[1:5]], ids=lambda e: e.name)
-def test_strict_settings(entry: Entry) -> None:
-    """With NaNs trapped, ranks not promoted, and dtypes not promoted."""
-    matrix = suitable(entry, 70)
-    weights = jnp.linspace(1.0, 2.0, 70)
-
-    def loss(matrix: Any) -> Any:
-        value = estimate(entry, matrix).value
-        return value if value.ndim == 0 else jnp.sum(weights * value)
-
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(jax.value_and_grad(loss), matrix)  # a matter of tracing
-    if entry.name in ("xnystrace", "xdiag", "row_norms_squared"):
-        with jax.debug_nans(True):
-            gradient = jax.grad(loss)(matrix)
-        assert jnp.all(jnp.isfinite(gradient))
-
-
-MANY_KEYS = """
-import sys, jax, lineax as lx, traceax as tx
+# Programs on which a batch of LAPACK calls beside another made jax 0.10 wait for ever,
+# within ten runs: all threads idle. In a process with the compiler's own settings.
+WAITS = {
+    "pairs": """
+import gc, sys, jax, lineax as lx, traceax as tx
+first, second = jax.random.normal(jax.random.key(0), (2, 200, 200))
+keys = jax.random.split(jax.random.key(1), 20)
+for name, budget in [
+    ("xtrace", 30), ("xdiag", 30), ("hutchpp_trace", 30), ("row_norms_squared", 30),
+]:
+    def one(a, key):
+        structure = jax.ShapeDtypeStruct((200,), a.dtype)
+        operator = lx.FunctionLinearOperator(lambda v: a @ v, structure)
+        return getattr(tx, name)(operator, key, budget).value.sum()
+    def both(key):
+        return one(first, jax.random.fold_in(key, 1)) - one(second, key)
+    run = jax.jit(jax.vmap(both))
+    for i in range(100):
+        run(keys).block_until_ready()
+        gc.collect() if i % 50 == 0 else None
+mapped = jax.jit(lambda keys: jax.lax.map(both, keys))
+mapped(keys).block_until_ready()
+print("finished")
+""",
+    "threads": """
+from concurrent.futures import ThreadPoolExecutor
+import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+a = jax.random.normal(jax.random.key(0), (200, 200))
+a = a @ a.T / 200 + jnp.eye(200)
+keys = jax.random.split(jax.random.key(1), 20)
+def value(a, key):
+    operator = lx.MatrixLinearOperator(a, lx.positive_semidefinite_tag)
+    return tx.xnystrace(operator, key, 30).value
+run = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))
+def work(seed):
+    for _ in range(10):
+        jax.block_until_ready(run(a, keys))
+    return seed
+with ThreadPoolExecutor(8) as pool:
+    assert list(pool.map(work, range(8))) == list(range(8))
+print("finished")
+""",
+    "large": """
+import jax, lineax as lx, traceax as tx
 a = jax.random.normal(jax.random.key(0), (1000, 1000))
 a = a @ a.T / 1000
-tag = lx.positive_semidefinite_tag
 keys = jax.random.split(jax.random.key(1), 30)
-for name in sys.argv[1:]:
+for name in ("xtrace", "xnysdiag", "na_hutchpp_trace"):
     def value(a, key):
-        operator = lx.MatrixLinearOperator(a, tag)
+        operator = lx.MatrixLinearOperator(a, lx.positive_semidefinite_tag)
         return getattr(tx, name)(operator, key, 60).value.sum()
-    value_and_grad = jax.value_and_grad(value)
-    for program in jax.vmap(value, (None, 0)), jax.vmap(value_and_grad, (None, 0)):
-        jax.block_until_ready(jax.jit(program)(a, keys))
+    program = jax.vmap(jax.value_and_grad(value), (None, 0))
+    jax.block_until_ready(jax.jit(program)(a, keys))
 print("finished")
-"""
+""",
+}
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("xtrace", "xnystrace", "na_hutchpp_trace"),
-        ("xdiag", "xnysdiag", "row_norms_squared"),
-    ],
-)
-@pytest.mark.timeout(240)
-def test_a_batch_of_keys_does_not_wait_for_ever(names: tuple[str, ...]) -> None:
-    """n = 1000, k = 60, 30 keys at once, value and gradient, in a process with the
-    compiler's own settings: a naive program of the same estimator never ends."""
+@pytest.mark.parametrize("name", WAITS)
+def test_batches_do_not_wait_for_ever(name: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
-        [sys.executable, "-c", MANY_KEYS, *names],
+        [sys.executable, "-c", WAITS[name]],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=110,
         check=False,
     )
     assert done.stdout.strip() == "finished", done.stderr

@@ -6,7 +6,8 @@ import argparse
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -20,13 +21,14 @@ import scipy.sparse.linalg
 from jaxtyping import PRNGKeyArray
 
 import traceax as tx
+from traceax._command.files import read_matrix
 from traceax._command.matrix import (
     Matrix,
     MatrixError,
     examine,
     matrix_operator,
-    read_matrix,
 )
+from traceax._command.memory import Blocks, too_large_to_read
 from traceax._command.table import Row, table
 
 Estimator = Callable[[lx.AbstractLinearOperator, PRNGKeyArray, int], tx.Estimate]
@@ -101,7 +103,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         nargs="?",
         type=Path,
         metavar="FILE",
-        help="a square matrix: MatrixMarket (.mtx, .mtx.gz) or SciPy sparse (.npz)",
+        help="a square matrix: MatrixMarket (.mtx, .mtx.gz), SciPy sparse (.npz) or NumPy "
+        "(.npy)",
     )
     parser.add_argument(
         "--num-matvecs",
@@ -131,23 +134,35 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _own_matrix(options: argparse.Namespace) -> None:
-    try:
+    with _enough_memory(lambda: too_large_to_read(options.file)):
         matrix = read_matrix(options.file)
         job = Job(matrix_operator(matrix), _diagonal_sum(options.file, matrix))
-        print(f"{options.file}: {matrix.describe()}\n")
-        print("tr(A), from products with A alone; exact: the sum of its diagonal")
-        if options.num_matvecs >= matrix.size:
-            print("(--num-matvecs reaches n, and n products give the exact trace)")
-        print(flush=True)
+    blocks = _blocks(matrix, options)
+    if jax.default_backend() == "cpu":  # Others have a memory of their own.
+        blocks.check(options.file)
+    print(f"{options.file}: {matrix.describe()}\n")
+    print("tr(A), from products with A alone; exact: the sum of its diagonal")
+    if options.num_matvecs >= matrix.size:
+        print("(--num-matvecs reaches n, and n products give the exact trace)")
+    print(flush=True)
+    with _enough_memory(lambda: blocks.too_large(options.file)):
         _compare(job, options, real=matrix.hermitian)
+    print(_LEGEND)
+
+
+def _blocks(matrix: Matrix, options: argparse.Namespace) -> Blocks:
+    num_matvecs, fewest = min(options.num_matvecs, matrix.size), min(_ESTIMATORS.values())
+    return Blocks(matrix.size, matrix.entries.dtype.itemsize, num_matvecs, fewest)
+
+
+@contextmanager
+def _enough_memory(otherwise: Callable[[], MatrixError]) -> Iterator[None]:
+    try:
+        yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
-        raise MatrixError(
-            f"{options.file} needs more memory than there is, with blocks of "
-            f"{options.num_matvecs} columns. Lower --num-matvecs."
-        ) from error
-    print(_LEGEND)
+        raise otherwise() from error
 
 
 def _diagonal_sum(path: Path, matrix: Matrix) -> float | complex:
@@ -162,7 +177,7 @@ def _diagonal_sum(path: Path, matrix: Matrix) -> float | complex:
 
 
 def _tour(options: argparse.Namespace) -> None:
-    shipped = resources.files("traceax._command") / "data" / "minnesota.mtx"
+    shipped = resources.files("traceax") / "data" / "minnesota.mtx"
     with resources.as_file(shipped) as path:
         matrix = read_matrix(path)
     print(f"{shipped.name}: {matrix.describe()}\n{_ATTRIBUTION}")

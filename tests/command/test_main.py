@@ -15,12 +15,14 @@ import scipy.io
 import scipy.sparse as sp
 
 from traceax.__main__ import main
-from traceax._command.matrix import examine
+from traceax._command import memory
+from traceax._command.matrix import MatrixError, examine
+from traceax._command.memory import Blocks
 from traceax._command.table import Row, table
 
 _NUMBER = r"-?[\d.]+(?:e[+-]\d+)?"
 _ESTIMATE = re.compile(
-    rf"^  (?P<name>\w+) +(?P<real>{_NUMBER})(?: (?P<sign>[+-]) (?P<imag>{_NUMBER})j)? *"
+    rf"^  (?P<name>\w+) +(?P<real>{_NUMBER})(?: +(?P<sign>[+-]) +(?P<imag>{_NUMBER})j)? *"
     rf"(?:± (?P<error>{_NUMBER}|inf) +(?P<matvecs>\d+) +(?P<time>[\d.,]+) ms)?$"
 )
 _GENERAL = ["hutchinson_trace", "hutchpp_trace", "na_hutchpp_trace", "xtrace"]
@@ -105,6 +107,8 @@ def sample(n: int, seed: int = 0) -> sp.csr_array:
 def write(path: Path, matrix: Any, **keywords: Any) -> Path:
     if path.suffix == ".npz":
         sp.save_npz(path, matrix)
+    elif path.suffix == ".npy":
+        np.save(path, matrix)
     else:
         scipy.io.mmwrite(path, matrix, **keywords)
     return path
@@ -255,6 +259,7 @@ _FILES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "dia": ("a.npz", sample(7).todia(), {}, "sparse, int64 read as float64"),
     "boolean": ("a.npz", sample(7) != 0, {}, "bool read as float64"),
     "single": ("a.npz", sample(7).astype(np.complex64), {}, "complex64 read as complex128"),
+    "npy": ("a.npy", sample(7).toarray(), {}, "dense, int64 read as float64"),
     "duplicates": (
         "a.npz",
         sp.coo_array(([1.0, 2.0, 4.0], ([0, 0, 1], [0, 0, 1])), (7, 7)),
@@ -318,6 +323,28 @@ def test_value_shows_as_many_digits_as_its_error() -> None:
         "  b              9       ± 23                 100      10.0 ms",
         "  exact       1019.66256",
     ]
+
+
+def test_complex_values_are_aligned() -> None:
+    """Both points, the sign between them and the ± stand below each other."""
+    rows = [
+        Row("a", 1.23 - 4.5j, 0.012, 9, 1),
+        Row("b", -1019.66304 + 11.2j, 0.23, 9, 1),
+        Row("c", 12.5 - 0.001j, 0.00051, 9, 1),
+        Row("d", 3 + 400j, 23.0, 9, 1),
+        Row("e", -7 - 2j, 0, 9, 1),
+    ]
+    lines = list(table(rows, 12.345678 - 234.5j))[1:]
+    assert [line[:54].rstrip() for line in lines] == [
+        "  a               1.230    -   4.500j   ± 0.012",
+        "  b           -1019.66     +  11.20j    ± 0.23",
+        "  c              12.50000  -   0.00100j ± 0.00051",
+        "  d               3        + 400j       ± 23",
+        "  e              -7        -   2j       ± 0",
+        "  exact          12.345678 - 234.5j",
+    ]
+    assert {line.index(" + " if " + " in line else " - ") for line in lines} == {26}
+    assert {line.index("±") for line in lines[:-1]} == {40}
 
 
 # Wrong use: status 2, and one line that names the file, the fault and the cure
@@ -396,6 +423,53 @@ def test_not_enough_memory(tmp_path: Path, fail: Callable[..., str]) -> None:
     assert "Lower --num-matvecs." in fail(path, "--num-matvecs", 10**6)
 
 
+def test_num_matvecs_that_do_not_fit(
+    tmp_path: Path, fail: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.npz", sp.eye_array(10**6).tocsr())
+    monkeypatch.setattr(memory, "free_memory", lambda: 1e9)
+    error = fail(path, "--num-matvecs", 1000)
+    assert "about 48.0 GB, for blocks of n x 1000 numbers, n = 1000000" in error
+    assert error.endswith("At most 20 fit. Lower --num-matvecs.\n")
+
+
+def test_dimension_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda: 4e9)
+    with pytest.raises(
+        MatrixError, match="blocks of n x 6 numbers, n = 100000000"
+    ) as caught:
+        Blocks(10**8, 8, num_matvecs=6, fewest=1).check(tmp_path)
+    assert "Not even 1 would fit: n is too large for this machine." in str(caught.value)
+    assert "--num-matvecs" not in str(caught.value)
+    Blocks(10**6, 8, num_matvecs=6, fewest=1).check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "num_matvecs", "cure"),
+    [
+        ("read_matrix", 12, "needs more memory to be read than is free. Take a smaller"),
+        ("_compare", 12, "At most 11 fit. Lower --num-matvecs."),
+        ("_compare", 1, "Not even 1 would fit: n is too large for this machine."),
+    ],
+)
+def test_memory_that_ran_out_in_spite_of_all(
+    place: str,
+    num_matvecs: int,
+    cure: str,
+    tmp_path: Path,
+    fail: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_out(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    path = write(tmp_path / "a.mtx", sample(60))
+    monkeypatch.setattr(f"traceax.__main__.{place}", run_out)
+    assert cure in fail(path, "--num-matvecs", num_matvecs)
+
+
 def test_wrong_options(fail: Callable[..., str]) -> None:
     assert "--num-matvecs must be at least 1" in fail("--num-matvecs", 0)
     assert "--num-matvecs must be at least 1" in fail("a.mtx", "--num-matvecs", -3)
@@ -407,4 +481,7 @@ def test_wrong_options(fail: Callable[..., str]) -> None:
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "--num-matvecs" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--num-matvecs" in printed
+    for suffix in (".mtx", ".mtx.gz", ".npz", ".npy"):
+        assert suffix in printed

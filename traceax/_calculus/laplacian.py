@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 
 from traceax._calculus.curvature import Curvature, sampled_laplacian
 from traceax._calculus.point import Field, Point, checked_point
+from traceax._core.closure import closed
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_inexact_values,
@@ -81,7 +81,7 @@ def laplacian(
     (2025), Collapsing Taylor mode automatic differentiation, arXiv:2505.13644.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
-    converted = eqx.filter_closure_convert(fn, x, args)
+    converted = closed(fn, x, args)
     subject = Curvature(converted, x, args)
     check_inexact_values("laplacian", subject.result)
     return sampled_laplacian("laplacian", subject, key, num_matvecs, sampler, batch_size)

@@ -196,10 +196,11 @@ def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
         return jax.jvp(along, (near,), (ones,))[1][0]
 
     slope, bend = jax.jvp(slope_at, (jet.value,), (ones,))
-    second = jnp.sum(bend * jet.first * jet.first, axis=0)  # 0 * inf if squared first
+    # Along each direction; 0 * inf if squared first.
+    second = jnp.sum(bend[None] * jet.first * jet.first, axis=0)
     if jet.second is not None:
         second = second + slope * jet.second
-    return [slope * jet.first], [second]
+    return [slope[None] * jet.first], [second]
 
 
 def _add(some: list[Any], others: list[Array]) -> list[Any]:

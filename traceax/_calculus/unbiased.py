@@ -13,6 +13,7 @@ from jaxtyping import Array, PRNGKeyArray
 from traceax._core.checks import check_key
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import check_arrays, check_estimate_fn
+from traceax._core.rule import refusing
 from traceax._linalg.jackknife import both_errors
 
 Result = TypeVar("Result")
@@ -88,12 +89,13 @@ def _square(both: Estimate) -> Estimate:
     def error(value: Array, own: Array) -> Array:
         apart = jnp.abs(value[0] - value[1]) / 2**0.5
         own = jnp.where(jnp.isinf(own), apart, own)
-        return both_errors(jnp.abs(value[0]) * own[1], jnp.abs(value[1]) * own[0])
+        sizes = jnp.abs(value)
+        return refusing(both_errors(sizes[0] * own[1], sizes[1] * own[0]))
 
-    frozen = jax.lax.stop_gradient((both.value, both.standard_error))
+    own = jax.lax.stop_gradient(both.standard_error)
     return Estimate(
         value=jax.tree.map(_product, both.value),
-        standard_error=jax.tree.map(error, *frozen),
+        standard_error=jax.tree.map(error, both.value, own),
         num_matvecs=_total(both.num_matvecs),
         degrees_of_freedom=_at_least_one(_total(both.degrees_of_freedom)),
     )

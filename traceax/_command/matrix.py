@@ -1,23 +1,18 @@
-"""Matrices from files: read, examined, and made into lineax operators."""
+"""Matrices examined for their properties, and made into lineax operators."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-import scipy.io
 import scipy.sparse
 from jax.experimental import sparse
 
 # Up to this dimension all eigenvalues are computed to see whether any is negative.
 _SPECTRUM = 2000
-
-_WRITE = "Write it with scipy.io.mmwrite (.mtx) or scipy.sparse.save_npz (.npz)."
 
 
 class MatrixError(ValueError):
@@ -69,21 +64,6 @@ class Matrix(NamedTuple):
         return f"{name}, positive semidefinite (by its {self.positive})"
 
 
-def read_matrix(path: Path) -> Matrix:
-    """A matrix from a MatrixMarket (.mtx, .mtx.gz) or SciPy (.npz) file."""
-    if not os.path.exists(path):  # Unlike Path.exists, also False for impossible names.
-        raise MatrixError(
-            f"{path} does not exist. Check the path, or give none for a tour on a road "
-            "network that comes with traceax."
-        )
-    if not path.is_file():
-        what = "a directory" if path.is_dir() else "not a regular file"
-        raise MatrixError(f"{path} is {what}. Name an .mtx, .mtx.gz or .npz file.")
-    entries, field = _load(path)
-    _check(path, entries)
-    return examine(_in_double_precision(path, entries), field)
-
-
 def examine(entries: Any, field: str) -> Matrix:
     """Find the properties of a square matrix in double precision."""
     symmetric = _equal(entries, entries.T)
@@ -105,68 +85,6 @@ def matrix_operator(matrix: Matrix) -> lx.AbstractLinearOperator:
     product = sparse.BCOO.from_scipy_sparse(matrix.entries)
     structure = jax.ShapeDtypeStruct((matrix.size,), product.dtype)
     return lx.FunctionLinearOperator(lambda v: product @ v, structure, frozenset(tags))
-
-
-def _load(path: Path) -> tuple[Any, str]:
-    is_npz = path.suffix.lower() == ".npz"
-    try:
-        if is_npz:
-            entries = scipy.sparse.load_npz(path)
-            _check_indices(entries)
-            return entries, str(entries.dtype)
-        # In this order: what is no MatrixMarket file at all fails before it is parsed.
-        field = scipy.io.mminfo(path)[4]
-        entries = scipy.io.mmread(path, spmatrix=False)
-    except Exception as error:  # Garbage raises whatever the parsers stumble over.
-        what = "a sparse .npz matrix of SciPy" if is_npz else "a MatrixMarket file"
-        reason = error.strerror if isinstance(error, OSError) else None
-        reason = reason or str(error) or type(error).__name__
-        raise MatrixError(
-            f"{path} cannot be read as {what} ({reason.rstrip('.')}). {_WRITE}"
-        ) from error
-    return entries, str(entries.dtype) if field in ("real", "complex") else field
-
-
-def _check_indices(entries: Any) -> None:
-    """SciPy trusts the indices of a compressed matrix: wrong ones would crash later."""
-    if entries.format in ("csr", "csc", "bsr"):
-        entries.check_format(full_check=True)
-
-
-def _check(path: Path, entries: Any) -> None:
-    if entries.ndim != 2 or entries.shape[0] != entries.shape[1]:
-        shape = " x ".join(map(str, entries.shape))
-        raise MatrixError(
-            f"{path} must hold a square matrix, because only square ones have a trace, but "
-            f"its shape is {shape}. Take a square block, or its product with its transpose."
-        )
-    if not 0 < entries.shape[0] < 2**31:
-        raise MatrixError(
-            f"{path} must have between 1 and 2^31 - 1 rows, but has {entries.shape[0]}. "
-            "Take a smaller block, or one that is not empty."
-        )
-    if entries.dtype.kind not in "biufc":
-        raise MatrixError(
-            f"{path} must hold numbers, but its entries are of type {entries.dtype}. "
-            f"Convert them to float. {_WRITE}"
-        )
-
-
-def _in_double_precision(path: Path, entries: Any) -> Any:
-    """As a `csr_array` without duplicates, or a NumPy array, of finite numbers."""
-    dtype = np.complex128 if entries.dtype.kind == "c" else np.float64
-    with np.errstate(over="ignore"):
-        if scipy.sparse.issparse(entries):
-            entries = scipy.sparse.csr_array(entries.astype(dtype))
-            entries.sum_duplicates()
-        else:
-            entries = np.asarray(entries, dtype)
-    if not np.isfinite(_values(entries)).all():
-        raise MatrixError(
-            f"{path} must have finite entries, but some are NaN or infinite in double "
-            "precision. Replace them, or leave their rows and columns out."
-        )
-    return entries
 
 
 def _values(entries: Any) -> np.ndarray:

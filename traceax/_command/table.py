@@ -24,10 +24,12 @@ def table(rows: list[Row], exact: float | complex) -> Iterator[str]:
     rows = [_divide(row, 10.0**power) for row in rows]
     exact = exact / 10.0**power
     forms = [_forms(row.error) for row in rows]
-    values = [_show(row.value, form) for row, (form, _) in zip(rows, forms, strict=True)]
+    values = _aligned(
+        [*(row.value for row in rows), exact],
+        [*(form for form, _ in forms), _exact_form(exact, rows)],
+    )
     errors = [f"± {row.error:{form}}" for row, (_, form) in zip(rows, forms, strict=True)]
-    values, errors = _at_point([*values, _exact(exact, rows)]), [*errors, ""]
-    pairs = [" ".join(pair) for pair in zip(values, errors, strict=True)]
+    pairs = [" ".join(pair) for pair in zip(values, [*errors, ""], strict=True)]
     unit = f" (times 1e{power:+d})" if power else ""
     columns = (
         _left(["estimator", *(row.name for row in rows), "exact"]),
@@ -64,19 +66,23 @@ def _decimals(error: float) -> int:
     return max(0, 1 - int(np.floor(np.log10(error))))
 
 
-def _exact(value: float | complex, rows: list[Row]) -> str:
+def _exact_form(value: float | complex, rows: list[Row]) -> str:
     """To 8 digits, or as many as the most precise estimate shows, 15 at most."""
     precise = [row.error for row in rows if 0 < row.error < np.inf]
     digits = [len(str(int(abs(value)))) + _decimals(error) for error in precise]
     digits += [12 for row in rows if row.error == 0]
-    return _show(value, f"z.{min(max([8, *digits]), 15)}g")
+    return f"z.{min(max([8, *digits]), 15)}g"
 
 
-def _show(value: float | complex, form: str) -> str:
-    if isinstance(value, complex):
-        sign = "-" if value.imag < 0 else "+"
-        return f"{value.real:{form}} {sign} {abs(value.imag):{form}}j"
-    return f"{value:{form}}"
+def _aligned(values: list[float | complex], forms: list[str]) -> list[str]:
+    """At the decimal points; complex numbers at both of theirs."""
+    pairs = list(zip(values, forms, strict=True))
+    real = _at_point([f"{value.real:{form}}" for value, form in pairs])
+    if not any(isinstance(value, complex) for value in values):
+        return real
+    imag = _at_point([f"{abs(value.imag):{form}}j" for value, form in pairs])
+    signs = ["-" if value.imag < 0 else "+" for value in values]
+    return [" ".join(parts) for parts in zip(real, signs, imag, strict=True)]
 
 
 def _left(cells: list[str]) -> list[str]:
@@ -90,7 +96,7 @@ def _right(cells: list[str]) -> list[str]:
 
 
 def _at_point(cells: list[str]) -> list[str]:
-    """Aligned at the decimal points."""
-    whole, point, rest = zip(*(cell.partition(".") for cell in cells), strict=True)
-    ends = _left([p + r for p, r in zip(point, rest, strict=True)])
-    return [w + end for w, end in zip(_right(list(whole)), ends, strict=True)]
+    """Aligned where the whole digits end."""
+    rest = [cell.lstrip("-0123456789") for cell in cells]
+    whole = [cell.removesuffix(end) for cell, end in zip(cells, rest, strict=True)]
+    return [w + end for w, end in zip(_right(whole), _left(rest), strict=True)]

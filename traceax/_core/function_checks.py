@@ -26,7 +26,8 @@ def check_field(name: str, fn: object, x: object) -> None:
             raise TypeError(
                 f"traceax.{name}(x=...) must be a pytree of real arrays, because "
                 f"derivatives in its entries are taken, but got {got}. Put what is not "
-                "differentiated into args; take complex numbers apart, into (real, imag)."
+                "differentiated into args (of a module, take its arrays by eqx.partition "
+                "and combine the rest in fn); take complex numbers apart, (real, imag)."
             )
     if not sum(jnp.size(leaf) for leaf in leaves):
         raise ValueError(

@@ -12,6 +12,8 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
+from traceax._core.closure import closed, has_defaults
+
 # From so many on, a stored matrix is applied to rows.
 MANY_COLUMNS = 32
 
@@ -57,7 +59,8 @@ def resolution(operator: lx.AbstractLinearOperator) -> float:
 
 
 def prepare(operator: Module) -> Module:
-    """The same operator, or other module, with inexact leaves strongly typed JAX arrays.
+    """The same operator, or other module, with inexact leaves strongly typed JAX arrays,
+    and its functions `closed`.
 
     Under an eager `jax.grad(f)(1.3)` a derivative rule would be handed the bare Python
     float, of which a closure-converted operator cannot make an application.
@@ -69,7 +72,23 @@ def prepare(operator: Module) -> Module:
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
 
+    functions = (lx.FunctionLinearOperator, lx.JacobianLinearOperator)
+    operator = jax.tree.map(
+        _with_closed_function, operator, is_leaf=lambda x: isinstance(x, functions)
+    )
     return jax.tree.map(strong, operator)
+
+
+def _with_closed_function(node: Any) -> Any:
+    """lineax has closed it but for default arguments."""
+    match node:
+        case lx.FunctionLinearOperator() if has_defaults(node.fn):
+            arguments = (node.in_structure(),)
+        case lx.JacobianLinearOperator() if has_defaults(node.fn):
+            arguments = (node.x, node.args)
+        case _:
+            return node
+    return eqx.tree_at(lambda op: op.fn, node, closed(node.fn, *arguments))
 
 
 def frozen(module: Module) -> Module:

@@ -121,6 +121,20 @@ def _settled_jvp(
     return settled(*primals), moved
 
 
+@eqx.filter_custom_jvp
+def refusing(error: Errors) -> Errors:
+    """A standard error that was made of differentiable numbers."""
+    return error
+
+
+@refusing.def_jvp
+def _refusing_jvp(
+    primals: tuple[Errors], tangents: tuple[Errors | None]
+) -> tuple[Errors, Errors | None]:
+    (error,), (tangent,) = primals, tangents
+    return error, None if tangent is None else _refuse(error, tangent)
+
+
 def _refuse(error: Errors, tangent: Errors) -> Errors:
     """The tangent of the standard error: infinite forwards, an error by name backwards.
 

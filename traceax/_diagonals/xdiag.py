@@ -165,7 +165,8 @@ def _two_sided(
     outside = image - q @ h
     known = 2 * row_dots(image, q).real - row_dots(q @ h, q).real
     v, n = q @ s, outside @ s
-    removed = 2 * (v * n.conj()).real + squared_modulus(v) * column_dots(s, h @ s).real
+    inside = column_dots(s, h @ s).real[None, :]
+    removed = 2 * (v * n.conj()).real + squared_modulus(v) * inside
     remainder = TwoSidedWeight.of(loo).residual(sketch - image @ loo.x)
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare, resolution, size, working_dtype
 from traceax._core.rule import Outcome, estimate_of, settled
-from traceax._functions.scalar import Flat, MatrixFunction, Slope, scalar_function
+from traceax._functions.modes import Modes, modes_with_half
+from traceax._functions.scalar import MatrixFunction, Slope, scalar_function
 from traceax._functions.split import at_nodes
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
@@ -33,7 +35,7 @@ from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,
     standard_error,
 )
-from traceax._linalg.krylov import norm, truncated
+from traceax._linalg.krylov import norm
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, sphere
 
@@ -107,7 +109,7 @@ def arnoldi_trace(
     check_independent(name, sampler)
     dtype = working_dtype(operator)
     convert = partial(scalar_function, name, fn)
-    fn, structure = convert(jnp.result_type(dtype, jnp.complex64))
+    fn, structure = convert(np.result_type(dtype, np.complex64))
     _, on_reals = convert(dtype)
     structure = jax.tree.map(_narrower, structure, on_reals)
     subject = MatrixFunction(LinearMap(prepare(operator)), fn)
@@ -126,32 +128,12 @@ def _narrower(
     return jax.ShapeDtypeStruct(wide.shape, on_reals.dtype)
 
 
-class _Modes(NamedTuple):
-    """v* f(A) v = sum_a w_a f(x_a) and f(A) v = sum_a f(x_a) r_a, for each of N starts."""
-
-    nodes: Inexact[Array, "N m"]
-    weights: Inexact[Array, "N m"]
-    vectors: Inexact[Array, "N m n"]
-
-    def samples(self, fn: Flat) -> Inexact[Array, "p N"]:
-        return self.weighed(at_nodes(fn, self.nodes))
-
-    def weighed(self, values: Inexact[Array, "N m p"]) -> Inexact[Array, "p N"]:
-        used = self.weights[..., None] != 0
-        terms = self.weights[..., None] * jnp.where(used, values, 0)
-        return jnp.sum(terms, axis=1).T
-
-    def actions(self, fn: Flat) -> Inexact[Array, "p N n"]:
-        values = jax.vmap(jax.vmap(fn))(self.nodes)
-        return jnp.einsum("Nap,Nan->pNn", values, self.vectors)
-
-
 def _arnoldi_trace(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, num_steps: int, real: bool
 ) -> Outcome:
     starts = probes.T
     run = jax.vmap(partial(_arnoldi, subject.linear_map, num_steps=num_steps))
-    modes, coarse = _with_half(starts, *run(starts), num_steps // 2)
+    modes, coarse = modes_with_half(starts, *run(starts), num_steps // 2)
 
     values = at_nodes(subject.fn, modes.nodes), at_nodes(subject.fn, coarse.nodes)
     eps = resolution(subject.linear_map.operator)
@@ -162,8 +144,8 @@ def _arnoldi_trace(
 
 @partial(jax.jit, static_argnums=(4, 5, 6))
 def _judge(
-    modes: _Modes,
-    coarse: _Modes,
+    modes: Modes,
+    coarse: Modes,
     values: Inexact[Array, "N m p"],
     by_half: Inexact[Array, "N m p"],
     eps: float,
@@ -216,43 +198,9 @@ def _arnoldi(
     return basis, projection
 
 
-def _decompose(
-    projection: Inexact[Array, "2 N m m"],
-) -> list[tuple[Inexact[Array, "N m"], Inexact[Array, "N m m"], Inexact[Array, "N m"]]]:
-    """Eigenvalues, eigenvectors V and V^{-1} e_1, of both in one batch."""
-    nodes, vectors = jnp.linalg.eig(projection)
-    first = jnp.zeros((*nodes.shape, 1), nodes.dtype).at[..., 0, 0].set(1)
-    inverse = jnp.linalg.solve(vectors, first)[..., 0]
-    return list(zip(nodes, vectors, inverse, strict=True))
-
-
-@partial(jax.jit, static_argnums=3)
-def _with_half(
-    starts: Inexact[Array, "N n"],
-    basis: Inexact[Array, "N m n"],
-    projection: Inexact[Array, "N m m"],
-    size: int,
-) -> tuple[_Modes, _Modes]:
-    half = jax.vmap(partial(truncated, size=max(size, 1)))(projection)
-    whole, coarse = _decompose(jnp.stack([projection, half]))
-    return _modes(starts, basis, whole), _modes(starts, basis, coarse)
-
-
-def _modes(
-    starts: Inexact[Array, "N n"],
-    basis: Inexact[Array, "N m n"],
-    parts: tuple[Array, Array, Array],
-) -> _Modes:
-    nodes, vectors, inverse = parts
-    lengths = jax.vmap(norm)(starts)[:, None]
-    weights = lengths**2 * vectors[:, 0] * inverse
-    actions = (lengths * inverse)[..., None] * jnp.einsum("Nma,Nmn->Nan", vectors, basis)
-    return _Modes(nodes, weights, actions)
-
-
 class _Readout(eqx.Module):
     starts: Inexact[Array, "N n"]
-    modes: _Modes
+    modes: Modes
 
     def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
         return _read(subject, self)
@@ -285,11 +233,12 @@ def _read_jvp(
         )
         if image is not None:
             image = image.T.reshape(p, number, n)
-            moved = moved + jnp.einsum("Nn,pNn->p", readout.starts.conj() / number, image)
+            left = (readout.starts.conj() / number).astype(image.dtype)
+            moved = moved + jnp.einsum("Nn,pNn->p", left, image).astype(moved.dtype)
     return value, moved.astype(value.dtype)
 
 
-def _refuse(linear_map: LinearMap) -> _Modes:
+def _refuse(linear_map: LinearMap) -> Modes:
     raise NotImplementedError(
         "traceax.arnoldi_trace must not be differentiated twice in its operator, because "
         "the eigenvectors that its derivative is read from would have to be "

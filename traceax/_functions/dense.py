@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._functions.scalar import Flat, Slope, moving
+from traceax._linalg import lapack
 
 # Nodes and weights of three-point Gauss-Legendre quadrature on [0, 1].
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
@@ -28,7 +29,7 @@ class Eigen(NamedTuple):
 def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     """Eigenvalues that rounding cannot tell from zero are zero: so a logarithm of a
     singular matrix is infinite, not some number, and a square root of it not NaN."""
-    values, vectors = jnp.linalg.eigh(matrix)
+    values, vectors = lapack.eigh(matrix)
     scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
     rounding = 4 * jnp.finfo(values.dtype).eps * scale
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)

@@ -147,5 +147,7 @@ def _exact(value: Float[Array, "*shifts"], spent: int) -> Estimate:
 
 
 def _cholesky(matrix: Array, shift: Float[Array, ""]) -> Float[Array, ""]:
-    factor = jnp.linalg.cholesky(matrix + shift * jnp.eye(matrix.shape[0]))
+    factor = jnp.linalg.cholesky(
+        matrix + shift * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+    )
     return 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
+from traceax._linalg import lapack
 from traceax._linalg.basis import after
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import BlockKrylov
@@ -87,7 +88,7 @@ def preconditioner(space: BlockKrylov, shift: Float[Array, ""]) -> Preconditione
     square = (tall[:inner] + tall[:inner].conj().T) / 2
     largest = jnp.linalg.norm(tall)
     padded = jnp.where(jnp.diag(~filled), square[0, 0].real, square)
-    theta, vectors = jnp.linalg.eigh(padded)
+    theta, vectors = lapack.eigh(padded)
     rounding = jnp.finfo(theta.dtype)
     noise = rounding.eps * largest + rounding.tiny
     known = (shift > noise) & (theta[0] >= -10 * noise)
@@ -99,8 +100,9 @@ def preconditioner(space: BlockKrylov, shift: Float[Array, ""]) -> Preconditione
     half = (tall @ vectors + level * _embedded(vectors, total)) / jnp.sqrt(core)[None, :]
     half = jnp.where(space.filled[:, None], half, 0)
     outer = after(theta, half @ half.conj().T)
-    values, outer_vectors = jnp.linalg.eigh((outer + outer.conj().T) / 2)
-    solved = _embedded(vectors / jnp.sqrt(jnp.maximum(theta + shift, noise)), total)
+    values, outer_vectors = lapack.eigh((outer + outer.conj().T) / 2)
+    roots = jnp.sqrt(jnp.maximum(theta + shift, noise))[None, :]
+    solved = _embedded(vectors / roots, total)
     return Preconditioner(
         space.basis,
         outer_vectors,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
+from traceax._core.closure import closed
 from traceax._core.operator import LinearMap, Structure
 
 Scalar = Inexact[Array, ""]
@@ -27,7 +28,8 @@ class ScalarFunction(eqx.Module):
 
     def __call__(self, x: Scalar) -> Inexact[Array, " p"]:
         leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(self.function(x))]
-        common = jnp.result_type(jnp.real(x).dtype, *leaves)
+        with jax.numpy_dtype_promotion("standard"):
+            common = jnp.result_type(jnp.real(x).dtype, *leaves)
         return jnp.concatenate([leaf.astype(common) for leaf in leaves])
 
 
@@ -42,7 +44,7 @@ def scalar_function(
             "say, or a function of your own."
         )
     point = jax.ShapeDtypeStruct((), dtype)
-    converted = eqx.filter_closure_convert(fn, point)
+    converted = closed(fn, point)
     result = eqx.filter_eval_shape(converted, point)
     leaves = jax.tree.leaves(result)
     if not leaves or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):

@@ -82,7 +82,7 @@ def _judge(
     positive = jnp.where((weights == 0) | (eigen.values > 0), 1, jnp.nan)
     logs = jnp.log(jnp.where(eigen.values > 0, eigen.values, 1)) * positive
     factor = scale * krylov.length**2
-    terms, by_half, by_radau = factor * jnp.sum(weights * logs, axis=-1)
+    terms, by_half, by_radau = factor[None, :] * jnp.sum(weights * logs, axis=-1)
 
     has_bound = frame.is_below & bounded
     gap = jnp.where(has_bound, jnp.sum(terms - by_radau), jnp.sum(terms - by_half))

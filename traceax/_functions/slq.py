@@ -23,8 +23,8 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, estimate_of
 from traceax._functions.dense import Eigen, decompose
-from traceax._functions.scalar import MatrixFunction, Slope, scalar_function
-from traceax._functions.split import FromStarts, Run, at_nodes, read, weighed
+from traceax._functions.scalar import MatrixFunction, scalar_function
+from traceax._functions.split import FromStarts, Run, at_nodes, read, slopes_at, weighed
 from traceax._linalg.jackknife import (
     both_errors,
     independent_degrees_of_freedom,
@@ -218,7 +218,7 @@ def sample(
     coefficients, first = _read_at(krylov, scale)
     run = Run(krylov.basis, whole, coefficients, FromStarts(first, num_steps))
     values = at_nodes(subject.fn, whole.values), at_nodes(subject.fn, half.values)
-    slopes = at_nodes(Slope(subject.fn), whole.values)
+    slopes = slopes_at(subject.fn, whole.values, values[0])
     return _sampled(coefficients, whole, half, *values, slopes), run
 
 

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.operator import LinearMap
 from traceax._core.rule import settled
 from traceax._functions.dense import Eigen, columns, decompose
-from traceax._functions.scalar import Factor, Flat, MatrixFunction, moving, softening
+from traceax._functions.scalar import Factor, Flat, MatrixFunction, Slope, moving, softening
 from traceax._linalg.krylov import lanczos
 
 Vectors = Inexact[Array, "p s n"]
@@ -59,6 +59,30 @@ class Run(eqx.Module):
 
 def at_nodes(fn: Flat, nodes: Float[Array, "N m"]) -> Inexact[Array, "N m p"]:
     return jax.vmap(jax.vmap(fn))(nodes)
+
+
+def slopes_at(
+    fn: Flat, nodes: Float[Array, "N m"], values: Inexact[Array, "N m p"]
+) -> Float[Array, "N m p"]:
+    """|f'|, by which the rounding of nodes moves `values`, those of f. Where it is infinite
+    (that of a square root at 0) what matters is how far f rises within the rounding."""
+    slopes = jnp.abs(at_nodes(Slope(fn), nodes))
+    step = 4 * jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
+    return _finite(slopes, values, at_nodes(fn, nodes + step), step)
+
+
+@jax.jit
+def _finite(
+    slopes: Float[Array, "N m p"],
+    values: Inexact[Array, "N m p"],
+    beside: Inexact[Array, "N m p"],
+    step: Float[Array, "N 1"],
+) -> Float[Array, "N m p"]:
+    step = step[..., None]
+    secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)
+    secants = jnp.where(jnp.isfinite(secants), secants, 0)
+    # A value that is not finite itself shows by itself.
+    return jnp.where(jnp.isfinite(slopes), slopes, secants)
 
 
 @jax.jit

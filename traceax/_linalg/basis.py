@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree, UInt32
 
+from traceax._linalg import lapack
 from traceax._linalg.columns import column_norms_squared, diagonal, magnitude
 
 # Beyond so many rows or entries randomised Cholesky QR is faster than Householder's, if
@@ -99,7 +100,7 @@ def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
 
 def _householder(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
     """The floor is real, because the phase of a subnormal is noise."""
-    columns, triangle = jnp.linalg.qr(block)
+    columns, triangle = lapack.qr(block)
     sizes = jnp.abs(diagonal(triangle))
     short = jnp.diag(sizes < floor)
     triangle = jnp.where(short, floor, triangle)
@@ -109,7 +110,7 @@ def _householder(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Facto
 def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
     n, k = block.shape
     mixed = _mixing(k, block.real.dtype)
-    triangle = jnp.linalg.qr(_signed_sums(block, 3 * k // 2 + 10) @ mixed, mode="r")
+    triangle = lapack.triangle(_signed_sums(block, 3 * k // 2 + 10) @ mixed)
     sizes = jnp.abs(diagonal(triangle))
     lost = sizes < 4 * floor
     short = 4 * floor * jnp.eye(k, dtype=mixed.dtype)
@@ -119,7 +120,7 @@ def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factor
     tall = block @ (mixed @ inverse.conj().T)
     fresh = _signs(n, k, tall.real.dtype) / n**0.5
     tall = jnp.where(lost[None, :], fresh, tall)
-    lower = jnp.linalg.cholesky(tall.conj().T @ tall, symmetrize_input=False)
+    lower = lapack.cholesky(tall.conj().T @ tall)
     turn = inverse_adjoint(lower.conj().T)
     factor = lower.conj().T @ triangle @ mixed.T
     return tall @ turn.conj().T, factor, turn @ inverse @ mixed.T, sizes

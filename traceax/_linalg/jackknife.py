@@ -90,6 +90,23 @@ def jackknife_error(
     return _length(deviations * ((k - 1) / k) ** 0.5, rounding)
 
 
+def no_less_than_theory(
+    error: Float[Array, "*values"], variances: Float[Array, "*values k"], *, real: bool
+) -> Float[Array, "*values"]:
+    """An error made of the spread of k quadratic forms, or what theory makes of them.
+
+    Where one direction u matters and few probes have much of it, the forms u* w w* u are as
+    skewed as can be: most runs miss it, and with it the spread. But a rotation-invariant w
+    also shows, by the part of B w that is orthogonal to w, what other probes would do:
+
+        Var w* B w = |a| E |B w - w (w* B w)/|w|^2|^2,      a = 2 (real B = B*), 1 (complex)
+
+    `variances` holds the squares, whose mean is far less skewed than the spread.
+    """
+    k = variances.shape[-1]
+    return jnp.maximum(error, jnp.sqrt((2 if real else 1) * mean(variances) / k))
+
+
 def xtrace_replicates(
     h: Inexact[Array, "k k"],
     s: Inexact[Array, "k k"],

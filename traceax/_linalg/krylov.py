@@ -127,7 +127,8 @@ def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
 def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
     """A unit vector orthogonal to the basis: of a sequence that nothing else repeats."""
     steps = jnp.arange(1, basis.shape[1] + 1, dtype=basis.real.dtype)
-    vector = jnp.modf(steps * 0.6180339887 * (j + 1))[0] - 0.5
+    turn = 0.6180339887 * (j + 1).astype(steps.dtype)
+    vector = jnp.modf(steps * turn)[0] - 0.5
     vector = vector.astype(basis.dtype)
     for _ in range(2):
         vector = vector - (basis.conj() @ vector) @ basis

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
+from traceax._linalg import lapack
 from traceax._linalg.basis import TALL, orthonormalise
 from traceax._linalg.columns import magnitude
 
@@ -44,7 +45,7 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     core = turn.conj().T @ (probes.conj().T @ images) @ turn
     skew = jnp.linalg.norm(core - core.conj().T) / 2
     noise = jnp.finfo(sketch.dtype).eps * jnp.maximum(size, 1e-3) + skew
-    eigenvalues, vectors = jnp.linalg.eigh((core + core.conj().T) / 2)
+    eigenvalues, vectors = lapack.eigh((core + core.conj().T) / 2)
     indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
     shift = jnp.maximum(noise, 4 * indefinite)
     half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
@@ -74,7 +75,7 @@ def _orthonormal(
     n, k = probes.shape
     eps = jnp.finfo(probes.dtype).eps
     if n >= TALL * k:
-        squares, vectors = jnp.linalg.eigh(probes.conj().T @ probes)
+        squares, vectors = lapack.eigh(probes.conj().T @ probes)
         kept = squares > 10 * k * eps * squares[-1]
         roots = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, squares, 1)), 0)
         turn = vectors * roots[None, :]

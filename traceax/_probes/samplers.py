@@ -20,6 +20,7 @@ from traceax._core.operator import (
     cut,
     dimension,
 )
+from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
@@ -276,7 +277,7 @@ def _on_sphere(
 @_compiled
 def _frame(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     basis = orthonormalise(_gaussian(key, n, k, dtype).T)
-    turn, triangle = jnp.linalg.qr(basis.factor)
+    turn, triangle = lapack.qr(basis.factor)
     diagonal = jnp.diagonal(triangle)
     turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
     return (basis.columns @ turn).T

@@ -16,29 +16,29 @@ their components along g, and c = 2/l,
     v_j = b^2 v_(j-1) + c (M + b^2 N - 2 b C),    least for  b = c C / (v_(j-1) + c N).
 
 If b were made of all probes, t_j would be biased, by more than its standard error where
-a few eigenvalues dominate. So each probe has its own b_i, made of the *others*, and
+a few eigenvalues dominate. So each probe has its own b_i, made of the *others*,
 
-    t_j = mean of  b_i t_(j-1) + g_i* (w_i - b_i z_i)
+    t_j = mean of  b_i t_(j-1) + g_i* (w_i - b_i z_i),
 
-has no bias whatever. For other probes and for operators that are not symmetric
-the variance is less than that: the standard error is too large, and b not the best.
+and what is fresh of t_j has no bias. Nor must b_i know the error of t_(j-1): where few
+eigenvalues dominate, probes that miss them show a small trace and a small v together, and
+would be trusted. So v_(j-1) is remembered as a multiple of the mean of |w|^2 that came from
+the same probes, and that mean is taken anew, as N, from the fresh ones. What is left of the
+bias is small beside the standard error, not zero. For the standard error N and the old mean
+count alike. For other probes and for operators that are not symmetric the variance is less
+than that: the standard error is too large, and b not the best.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree, UInt32
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
 from traceax._core.checks import (
     check_budget,
@@ -47,8 +47,9 @@ from traceax._core.checks import (
     check_tracked,
 )
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Structure, prepare, resolution, size
-from traceax._core.rule import Outcome, estimate
+from traceax._core.operator import LinearMap, resolution, size
+from traceax._core.program import Program, program_of
+from traceax._core.rule import Outcome, run
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
@@ -64,12 +65,15 @@ class Tracked(NamedTuple):
     **Attributes**
 
     - `value`, `standard_error`: the latest estimate of the trace.
+    - `size`: the root mean square of what the probes' images had across the probes; 0 if
+      it is not known.
     - `arrays`: those of the operator that it belongs to.
     - `program`: a hash of that operator's code.
     """
 
     value: Inexact[Array, ""]
     standard_error: Float[Array, ""]
+    size: Float[Array, ""]
     arrays: list[Array]
     program: UInt32[Array, 8]
 
@@ -163,7 +167,7 @@ def _init(
     check_request("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
     estimate = first(operator, key, num_matvecs, sampler=sampler)
-    return _state(estimate, _program(operator))
+    return _state(estimate, program_of(operator))
 
 
 def _update(
@@ -175,7 +179,7 @@ def _update(
     sampler: Sampler,
 ) -> tuple[Estimate, Tracked]:
     check_request("deltashift.update", operator, key, num_matvecs)
-    program = _program(operator)
+    program = program_of(operator)
     check_tracked("deltashift.update", state, Tracked, program.arrays)
     check_same_program("deltashift.update", state.program, program.fingerprint)
     if num_matvecs >= size(operator):
@@ -185,39 +189,72 @@ def _update(
     probes = stream("deltashift", operator, key, num_probes, sampler, None).source
     structure = operator.in_structure()
     before = LinearMap(program.with_arrays(state.arrays, structure))(probes)
-    frozen = jax.lax.stop_gradient((probes, before, state.value, state.standard_error))
-    result = estimate(_correct, operator, frozen, 2 * num_probes, num_probes)
-    return result, _state(result, program)
+    frozen = jax.lax.stop_gradient((probes, before, state))
+    outcome = run(_correct, operator, frozen)
+    value, error = outcome.value, outcome.standard_error
+    result = Estimate(value, error, 2 * num_probes, float(num_probes))
+    return result, _state(result, program, outcome.report)
 
 
 def _correct(
     linear_map: LinearMap,
-    known: tuple[
-        Inexact[Array, "n l"], Inexact[Array, "n l"], Inexact[Array, ""], Float[Array, ""]
-    ],
+    known: tuple[Inexact[Array, "n l"], Inexact[Array, "n l"], Tracked],
 ) -> Outcome:
-    probes, before, old, error = known
-    num_probes = probes.shape[1]
+    probes, before, state = known
+    w = linear_map(probes)
+    eps = resolution(linear_map.operator)
+    value, error, size = _judge(probes, before, w, state[:3], eps)
+    weight = TraceWeight(probes / probes.shape[1], probes)
+    return Outcome(value, error, weight, report=size)
+
+
+@partial(jax.jit, static_argnums=4)
+def _judge(
+    probes: Inexact[Array, "n l"],
+    before: Inexact[Array, "n l"],
+    w: Inexact[Array, "n l"],
+    remembered: tuple[Inexact[Array, ""], Float[Array, ""], Float[Array, ""]],
+    eps: float,
+) -> tuple[Inexact[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Value, standard error and size, from the images under both operators."""
+    old, error, size = remembered
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
-    z, w = jnp.where(usable, before, 0), linear_map(probes)
+    z = jnp.where(usable, before, 0)
     scale = jnp.maximum(magnitude(z), magnitude(w))
-    b, after = _damping(_off(probes, z / scale), _off(probes, w / scale), error / scale)
-    value = mean(b) * old + mean(column_dots(probes, w - b * z))
+    off = _off(probes, z / scale), _off(probes, w / scale)
+    # Of a multiple of I what is off is rounding, and would make b any number.
+    grain = eps * mean(column_norms_squared(z / scale))
+    b, after = _damping(*off, error / scale, size / scale, grain)
+    value = mean(b) * old + mean(column_dots(probes, w - b[None, :] * z))
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(w)))
-    after = jnp.hypot(scale * after, 4 * resolution(linear_map.operator) * rounding)
-    return Outcome(value, after, TraceWeight(probes / num_probes, probes))
+    after = jnp.hypot(scale * after, 4 * eps * rounding)
+    return value, after, scale * jnp.sqrt(mean(column_norms_squared(off[1])))
 
 
 def _damping(
-    z: Inexact[Array, "n l"], w: Inexact[Array, "n l"], error: Float[Array, ""]
+    z: Inexact[Array, "n l"],
+    w: Inexact[Array, "n l"],
+    error: Float[Array, ""],
+    size: Float[Array, ""],
+    grain: Float[Array, ""],
 ) -> tuple[Float[Array, " l"], Float[Array, ""]]:
     """The best b for each probe, and the standard error after it, as a sum of squares."""
     c = (1 if jnp.iscomplexobj(z) else 2) / z.shape[1]
-    whole = error**2 + c * _mean_of_others(column_norms_squared(z))
+    squares = column_norms_squared(z)
+    known = (size > 0) & (mean(squares) > 0)
+
+    def anew(squares: Array) -> Array:
+        """v_(j-1) as it is by other squares than those it was made with."""
+        ratio = jnp.where(known, error / jnp.where(known, size, 1), 0)
+        return jnp.where(known, ratio**2 * squares, error**2)
+
+    others = _mean_of_others(squares)
+    whole = anew(others) + c * (others + grain)
     cross = c * _mean_of_others(column_dots(z, w).real)
     b = jnp.where(whole > 0, cross / jnp.where(whole > 0, whole, 1), 0)
-    left = (mean(b) * error) ** 2 + c * mean(column_norms_squared(w - b * z))
+    before = (error**2 + anew(mean(squares))) / 2
+    left = mean(b) ** 2 * before + c * mean(column_norms_squared(w - b[None, :] * z))
     return b, jnp.sqrt(left)
 
 
@@ -231,47 +268,11 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     return block - probes * along[None, :]
 
 
-def _state(latest: Estimate, program: _Program) -> Tracked:
+def _state(
+    latest: Estimate, program: Program, size: Float[Array, ""] | None = None
+) -> Tracked:
     # Copies: whoever donates a state does not lose the arrays of his operator.
     arrays = [jnp.array(array, copy=True) for array in program.arrays]
-    return jax.lax.stop_gradient(
-        Tracked(latest.value, latest.standard_error, arrays, program.fingerprint)
-    )
-
-
-class _Program(NamedTuple):
-    """An operator taken apart, into its code and the arrays in it: its own, and whatever
-    else its code refers to. Functions that are traced twice are not equal, so the code is
-    no part of a state, but a hash of it is."""
-
-    arrays: list[Array]
-    code: Jaxpr
-    num_own: int
-    fingerprint: Array
-
-    def with_arrays(
-        self, arrays: list[Array], structure: Structure
-    ) -> lx.AbstractLinearOperator:
-        own, constants = arrays[: self.num_own], arrays[self.num_own :]
-        run = jaxpr_as_fun(ClosedJaxpr(self.code, constants))
-
-        def apply(vector: PyTree[Array]) -> PyTree[Array]:
-            results = run(*own, *jax.tree.leaves(vector))
-            return jax.tree.unflatten(jax.tree.structure(structure), results)
-
-        return lx.FunctionLinearOperator(apply, structure)
-
-
-def _program(operator: lx.AbstractLinearOperator) -> _Program:
-    own, rest = eqx.partition(prepare(operator), eqx.is_array)
-
-    def apply(own: Any, vector: PyTree[Array]) -> PyTree[Array]:
-        return eqx.combine(own, rest).mv(vector)
-
-    code = jax.make_jaxpr(apply)(own, operator.in_structure())
-    own = jax.tree.leaves(own)
-    text = re.sub("0x[0-9a-f]+", "", str(code.jaxpr))  # addresses of functions
-    digest = hashlib.sha256(text.encode()).digest()
-    fingerprint = jnp.asarray(np.frombuffer(digest, np.uint32))
-    arrays = [*own, *map(jnp.asarray, code.consts)]
-    return _Program(arrays, code.jaxpr, len(own), fingerprint)
+    value, error = latest.value, latest.standard_error
+    size = jnp.zeros_like(error) if size is None else size
+    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, program.fingerprint))

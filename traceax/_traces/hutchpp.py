@@ -27,6 +27,7 @@ from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
+from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
@@ -241,7 +242,7 @@ def _judge_oblique(
 ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
     """Value and standard error from A* S and A z."""
     core = left.conj().T @ q
-    inverse = jnp.linalg.pinv(core, rtol=jnp.finfo(core.dtype).eps * core.shape[0])
+    inverse = lapack.pinv(core)
     low = jnp.sum((co_range @ inverse.conj().T).conj() * q)
     missed = products - q @ (inverse @ (co_range.conj().T @ rest))
     samples = column_dots(rest, missed)

@@ -29,6 +29,7 @@ from traceax._linalg.basis import after
 from traceax._linalg.columns import column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
+    no_less_than_theory,
     standard_error,
     xnystrace_replicates,
 )
@@ -161,10 +162,11 @@ def xnystrace_of(
     n, k = probes.shape
     factor = nystrom(sketch, probes)
     right, test = factor.right, factor.test_inverse  # roots of H^{-1}, (Omega* Omega)^{-1}
-    removed = factor.left @ right
+    removed, squares = factor.left @ right, column_norms_squared(right)
     whole = jnp.sum(column_norms_squared(factor.left))
-    resphering = (n - k + 1) * column_norms_squared(test) if resphere else 1.0
-    missed = (resphering - column_norms_squared(removed)) / column_norms_squared(right)
+    resphering = (n - k + 1) * column_norms_squared(test)
+    resphering = resphering if resphere else jnp.ones_like(resphering)
+    missed = (resphering - column_norms_squared(removed)) / squares
     samples = whole + missed - factor.shift * n
 
     rounding = 4 * eps * whole + n * factor.indefinite
@@ -179,5 +181,22 @@ def xnystrace_of(
             n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
+    if resphere and k > 1:
+        missed = _missed(removed, squares, test, probes, resphering)
+        error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
     scale = factor.scale
     return scale * mean(samples), scale * error, after(factor.left, sketch)
+
+
+def _missed(
+    removed: Inexact[Array, "n k"],
+    squares: Float[Array, " k"],
+    test: Inexact[Array, "k k"],
+    probes: Inexact[Array, "n k"],
+    resphering: Float[Array, " k"],
+) -> Float[Array, " k"]:
+    """c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with mu_i what w_i has outside of the
+    span of the others, and r_i = (A - A<Omega_-i>) w_i = F g_i/|g_i|^2, also outside."""
+    inverse = test.conj().T @ test
+    across = (removed - probes @ inverse) / squares[None, :]
+    return resphering**2 * column_norms_squared(across)

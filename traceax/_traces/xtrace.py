@@ -34,6 +34,7 @@ from traceax._core.rule import Outcome, estimate
 from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
+    no_less_than_theory,
     standard_error,
     xtrace_replicates,
 )
@@ -167,4 +168,19 @@ def xtrace_of(
             n - k + 2 if resphere else None,
         )
         error = jackknife_error(replicates, rounding)
+    if resphere and k > 1:
+        missed = _missed(loo, (sketch - images @ loo.x) / scale, remainders)
+        error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
     return scale * mean(samples), scale * error
+
+
+def _missed(
+    loo: LeaveOneOut, products: Inexact[Array, "n k"], remainders: Inexact[Array, " k"]
+) -> Float[Array, " k"]:
+    """c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2 of r_i = (I - P_i) A mu_i."""
+    q, s = loo.basis.columns, loo.directions
+    inside = q.conj().T @ products
+    inside = inside - s * column_dots(s, inside)[None, :]
+    along = remainders / column_norms_squared(loo.mu)
+    across = products - q @ inside - loo.mu * along[None, :]
+    return loo.resphering**2 * column_norms_squared(across)

@@ -1,0 +1,112 @@
+"""One call of every public function that estimates, from a matrix and a key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+
+import traceax as tx
+
+PSD = lx.positive_semidefinite_tag
+N = 70
+
+
+def operator(matrix: Any) -> lx.AbstractLinearOperator:
+    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, PSD)
+
+
+def logarithm(x: Any) -> Any:
+    return jnp.log(x)
+
+
+def field(x: Any, matrix: Any) -> Any:
+    return matrix @ jnp.sin(x)
+
+
+def energy(x: Any, matrix: Any) -> Any:
+    return jnp.sum(jnp.sin(matrix @ x))
+
+
+def budgeted(fn: Callable[..., Any], budget: int) -> Callable[..., Any]:
+    return lambda matrix, key: fn(operator(matrix), key, budget)
+
+
+def of_function(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    def call(matrix: Any, key: Any) -> Any:
+        counts = {"num_probes": 4, "num_steps": 5}
+        return fn(operator(matrix), *args, key, **counts)
+
+    return call
+
+
+def of_point(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(matrix: Any, key: Any) -> Any:
+        return getattr(tx, name)(fn, matrix[0], key, 6, args=matrix)
+
+    return call
+
+
+def density(matrix: Any, key: Any) -> Any:
+    grid = jnp.linspace(0.0, 3.0, 4, dtype=matrix.dtype)
+    return of_function(lambda a, k, **how: tx.spectral_density(a, grid, k, **how))(
+        matrix, key
+    )
+
+
+def tracked(matrix: Any, key: Any) -> Any:
+    tracker = tx.deltashift(8)
+    first, second = jax.random.split(key)
+    state = tracker.init(operator(matrix), first)
+    return tracker.update(operator(matrix), state, second)[0]
+
+
+def squared(matrix: Any, key: Any) -> Any:
+    return tx.unbiased_square(lambda k: tx.hutchinson_trace(operator(matrix), k, 4), key)
+
+
+CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
+    "trace": budgeted(tx.trace, 20),
+    "hutchinson_trace": budgeted(tx.hutchinson_trace, 6),
+    "hutchpp_trace": budgeted(tx.hutchpp_trace, 12),
+    "na_hutchpp_trace": budgeted(tx.na_hutchpp_trace, 12),
+    "xtrace": budgeted(tx.xtrace, 12),
+    "xnystrace": budgeted(tx.xnystrace, 10),
+    "adaptive_trace": lambda matrix, key: tx.adaptive_trace(
+        operator(matrix), key, rtol=0.3, max_matvecs=32
+    ),
+    "deltashift": tracked,
+    "diagonal": budgeted(tx.diagonal, 20),
+    "hutchinson_diagonal": budgeted(tx.hutchinson_diagonal, 6),
+    "diagpp": budgeted(tx.diagpp, 12),
+    "xdiag": budgeted(tx.xdiag, 12),
+    "xnysdiag": budgeted(tx.xnysdiag, 10),
+    "row_norms_squared": budgeted(tx.row_norms_squared, 12),
+    "frobenius_norm_squared": budgeted(tx.frobenius_norm_squared, 12),
+    "function_trace": lambda matrix, key: tx.function_trace(
+        operator(matrix), logarithm, key, 40
+    ),
+    "logdet": budgeted(tx.logdet, 40),
+    "slq_trace": of_function(tx.slq_trace, logarithm),
+    "arnoldi_trace": of_function(tx.arnoldi_trace, logarithm),
+    "function_diagonal": of_function(tx.function_diagonal, logarithm),
+    "schatten_norm": of_function(tx.schatten_norm, 1),
+    "spectral_density": density,
+    "divergence": of_point("divergence", field),
+    "laplacian": of_point("laplacian", energy),
+    "hessian_diagonal": of_point("hessian_diagonal", energy),
+    "unbiased_square": squared,
+}
+
+# What does not estimate.
+OTHERS = {
+    "Estimate",
+    "colouring",
+    "normal",
+    "orthogonal",
+    "probing",
+    "rademacher",
+    "sphere",
+}

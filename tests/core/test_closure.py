@@ -1,0 +1,102 @@
+"""What functions refer to reaches the gradient, in default arguments too."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.calls import CALLS, PSD, N, operator
+from tests.helpers import close, hermitian
+
+KEY = jax.random.key(5)
+MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
+STRUCTURE = jax.ShapeDtypeStruct((N,), float)
+
+
+def positional(k: Any) -> lx.AbstractLinearOperator:
+    return lx.FunctionLinearOperator(lambda v, k=k: k @ v, STRUCTURE, PSD)
+
+
+def keyword(k: Any) -> lx.AbstractLinearOperator:
+    def apply(v: Any, *, k: Any = k) -> Any:
+        return k @ v
+
+    return lx.FunctionLinearOperator(apply, STRUCTURE, PSD)
+
+
+def of_a_function(k: Any) -> lx.AbstractLinearOperator:
+    product = lambda v: k @ v  # noqa: E731
+    return lx.FunctionLinearOperator(lambda v, fn=product: fn(v), STRUCTURE, PSD)
+
+
+def nested(k: Any) -> lx.AbstractLinearOperator:
+    half = positional(k / 2)
+    return lx.TaggedLinearOperator(2.0 * half + 0.0 * half, PSD)
+
+
+def jacobian(k: Any) -> lx.AbstractLinearOperator:
+    def bent(x: Any, args: Any, k: Any = k) -> Any:
+        return k @ jnp.sin(x)
+
+    return lx.JacobianLinearOperator(bent, jnp.zeros(N), tags=PSD)
+
+
+OPERATORS = [name for name in CALLS if name not in ("divergence", "laplacian")]
+OPERATORS = [name for name in OPERATORS if name not in ("hessian_diagonal",)]
+
+
+def loss_of(name: str, make: Callable[[Any], lx.AbstractLinearOperator]) -> Any:
+    def loss(scale: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tests.calls.operator", make)
+            return jnp.sum(CALLS[name](scale * MATRIX, KEY).value)
+
+    return loss
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_estimator(name: str) -> None:
+    """What leaks, leaks in tracing."""
+    assert jax.eval_shape(jax.grad(loss_of(name, nested)), 1.3).shape == ()
+
+
+@pytest.mark.parametrize("name", ["xtrace", "slq_trace"])
+def test_every_way(name: str) -> None:
+    """Each has the gradient of a closure."""
+    expected = jax.grad(loss_of(name, operator))(1.3)
+    for make in (positional, keyword, of_a_function, nested, jacobian):
+        close(jax.grad(loss_of(name, make))(1.3), expected, 1e-8)
+
+
+def test_scalar_functions() -> None:
+    def value(shift: Any, *, held: bool) -> Any:
+        by_default = lambda x, shift=shift: jnp.log(x + shift)  # noqa: E731
+        fn = by_default if held else lambda x: jnp.log(x + shift)
+        a = operator(MATRIX)
+        return tx.slq_trace(a, fn, KEY, num_probes=3, num_steps=4).value
+
+    by_default, by_closure = (
+        jax.grad(lambda s, h=h: value(s, held=h))(1.3) for h in (True, False)
+    )
+    close(by_default, by_closure, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["divergence", "laplacian", "hessian_diagonal"])
+def test_fields_and_energies(name: str) -> None:
+    def slope(*, held: bool) -> Any:
+        def loss(scale: Any) -> Any:
+            def bent(x: Any, args: Any, scale: Any = scale) -> Any:
+                waves = jnp.sin(scale * x)
+                return waves if name == "divergence" else jnp.sum(waves)
+
+            fn = bent if held else lambda x, args: bent(x, args)
+            return jnp.sum(getattr(tx, name)(fn, jnp.ones(5), KEY, 3).value)
+
+        return jax.grad(loss)(1.3)
+
+    close(slope(held=True), slope(held=False), 1e-12)

@@ -1,0 +1,118 @@
+"""Every public function under every setting of JAX's, and none that compiles twice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+from jax import monitoring
+
+import traceax as tx
+from tests.calls import CALLS, OTHERS, PSD, N, energy, field, logarithm
+from tests.helpers import close, hermitian
+
+KEY = jax.random.key(5)
+MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
+COMPILED: list[float] = []
+
+every_function = pytest.mark.parametrize("name", CALLS)
+
+
+def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(duration_secs)
+
+
+monitoring.register_event_duration_secs_listener(_heard)
+
+
+def loss(name: str, matrix: Any, key: Any) -> Any:
+    values = jax.tree.leaves(CALLS[name](matrix, key).value)
+    return sum(jnp.sum(jnp.real(value)) for value in values)
+
+
+def test_the_table_is_complete() -> None:
+    public = {name for name in vars(tx) if not name.startswith("_")}
+    assert public == CALLS.keys() | OTHERS
+
+
+def kept(name: str) -> Callable[[Any], tx.Estimate]:
+    """The call with an operator that is made once, as who calls again has it."""
+    structure = jax.ShapeDtypeStruct((N,), MATRIX.dtype)
+    shared = lx.FunctionLinearOperator(lambda v: MATRIX @ v, structure, PSD)
+    counts: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
+    grid, tracker = jnp.linspace(0.0, 3.0, 4), tx.deltashift(8)
+    state = tracker.init(shared, KEY) if name == "deltashift" else None
+    special: dict[str, Callable[[Any], Any]] = {
+        "adaptive_trace": lambda k: tx.adaptive_trace(shared, k, rtol=0.3, max_matvecs=32),
+        "deltashift": lambda k: tracker.update(shared, state, k)[0],  # pyright: ignore
+        "function_trace": lambda k: tx.function_trace(shared, logarithm, k, 40),
+        "logdet": lambda k: tx.logdet(shared, k, 40),
+        "slq_trace": lambda k: tx.slq_trace(shared, logarithm, k, **counts),
+        "arnoldi_trace": lambda k: tx.arnoldi_trace(shared, logarithm, k, **counts),
+        "function_diagonal": lambda k: tx.function_diagonal(shared, logarithm, k, **counts),
+        "schatten_norm": lambda k: tx.schatten_norm(shared, 1, k, **counts),
+        "spectral_density": lambda k: tx.spectral_density(shared, grid, k, **counts),
+        "divergence": lambda k: tx.divergence(field, MATRIX[0], k, 6, args=MATRIX),
+        "laplacian": lambda k: tx.laplacian(energy, MATRIX[0], k, 6, args=MATRIX),
+        "hessian_diagonal": lambda k: tx.hessian_diagonal(
+            energy, MATRIX[0], k, 6, args=MATRIX
+        ),
+        "unbiased_square": lambda k: tx.unbiased_square(
+            lambda key: tx.hutchinson_trace(shared, key, 4), k
+        ),
+    }
+    return special.get(name, lambda k: getattr(tx, name)(shared, k, 12))
+
+
+@every_function
+def test_the_second_call_compiles_nothing(name: str) -> None:
+    """Called as it is, outside of `jax.jit`, with the same functions and shapes."""
+    call = kept(name)
+    keys = [jax.random.fold_in(KEY, i) for i in range(2)]
+    jax.block_until_ready(call(keys[0]).value)
+    before = len(COMPILED)
+    jax.block_until_ready(call(keys[1]).value)
+    assert len(COMPILED) == before
+
+
+# What JAX refuses it refuses in tracing; these stand for all where something is run.
+EXECUTED = ("xtrace", "xdiag", "slq_trace", "deltashift")
+
+
+@every_function
+def test_strict_settings(name: str) -> None:
+    """Ranks and dtypes that are not promoted, and NaNs that are trapped; float32 stays
+    float32 while x64 is on, on the exact path too."""
+    matrix = MATRIX.astype(jnp.float32)
+    value_and_grad = jax.value_and_grad(loss, 1)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        value, slope = jax.eval_shape(lambda m: value_and_grad(name, m, KEY), matrix)
+        small = jax.eval_shape(lambda m: CALLS[name](m, KEY).value, matrix[:6, :6])
+        if name in EXECUTED:
+            with jax.debug_nans(True):
+                jax.jit(value_and_grad, static_argnums=0)(name, matrix, KEY)
+    assert value.dtype == slope.dtype == jnp.float32
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(small))
+
+
+@every_function
+def test_nested_batches(name: str) -> None:
+    """vmap in vmap in jit."""
+    keys = jax.random.split(KEY, (2, 2))
+    call = jax.jit(jax.vmap(jax.vmap(lambda k: CALLS[name](MATRIX, k).value)))
+    single = jax.eval_shape(lambda k: CALLS[name](MATRIX, k).value, KEY)
+    assert jax.eval_shape(call, keys).shape == (2, 2, *single.shape)
+    if name in EXECUTED:
+        close(call(keys)[1, 1], CALLS[name](MATRIX, keys[1, 1]).value, 1e-5)
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_donation(name: str) -> None:
+    """A matrix may be given away for its gradient."""
+    expected = jax.grad(loss, 1)(name, MATRIX, KEY)
+    slope = jax.jit(jax.grad(loss, 1), static_argnums=0, donate_argnums=1)
+    close(slope(name, jnp.array(MATRIX), KEY), expected, 1e-9)
