@@ -55,6 +55,7 @@ def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
     return float(n / (n + 1) * (square - trace / n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal])
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -> None:
@@ -73,6 +74,7 @@ def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal])
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_probes_are_isotropic(sampler: Any, dtype: Any) -> None:
@@ -168,6 +170,7 @@ def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> N
     assert jnp.all(shares >= 0.9), shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["xtrace", "xnystrace"])
 def test_the_usual_leave_one_out_error_is_too_small(name: str) -> None:
     """Why there is a jackknife: the spread of the leave-one-out samples, as if they were
@@ -180,6 +183,7 @@ def test_the_usual_leave_one_out_error_is_too_small(name: str) -> None:
     assert 1 <= np.sqrt(np.mean(estimates.standard_error**2)) / error <= 20
 
 
+@pytest.mark.slow
 def test_sketches_pay_on_decaying_spectra() -> None:
     """Errors at equal matvecs, in the order that theory gives them."""
     matrix = hermitian(spectrum_of("exp", 200))
@@ -201,6 +205,7 @@ def test_sketches_pay_on_decaying_spectra() -> None:
     assert hutchpp < na_hutchpp < hutchinson
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [4, 20])
 def test_the_worst_case_of_independent_samples(budget: int) -> None:
     """Rank one, normal probes: chi-squared samples of one degree of freedom. 90 % of 2000
@@ -250,6 +255,7 @@ def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
     assert jnp.all(shares >= 0.9), shares
 
 
+@pytest.mark.slow
 def test_the_two_sided_form_is_the_more_accurate() -> None:
     """XDiag of a symmetric operator, told so or not, at equal matvecs: 0.7 or less."""
     matrix = hermitian(spectrum_of("poly", 200))

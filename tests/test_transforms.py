@@ -304,7 +304,13 @@ print("finished")
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pairs",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("threads", "large")),
+    ],
+)
 def test_batches_do_not_wait_for_ever(name: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(

@@ -46,6 +46,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     return bytes(damaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["a.mtx", "b.mtx", "csr.npz", "bsr.npz", "dia.npz", "a.npy"]
 )

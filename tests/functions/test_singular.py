@@ -67,6 +67,7 @@ def test_bars_are_finite_where_values_are(fn: str) -> None:
             assert abs(estimate.value - truth) <= 4 * estimate.standard_error + 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_nilpotent_operator(dtype: Any) -> None:
     """u v* with v* u = 0 has no basis of eigenvectors: tr exp(u v*) = n."""

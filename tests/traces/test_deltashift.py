@@ -93,6 +93,7 @@ def test_no_bias_by_enumeration() -> None:
     close(jnp.mean(values), jnp.trace(now), 1e-12, float(jnp.max(jnp.abs(values))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_what_does_not_change_is_known_better_and_better(dtype: Any) -> None:
     matrix = hermitian(spectrum("flat", N), dtype)
