@@ -11,14 +11,17 @@ import gc
 import os
 import re
 import tempfile
+from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.get("TRACEAX_COMPILER") != "default":
     QUICK = "--xla_backend_optimization_level=0"
+    QUICK += " --xla_llvm_disable_expensive_passes=true"
     if version("jaxlib").startswith("0.10."):  # later ones refuse it
         QUICK += " --xla_cpu_use_fusion_emitters=false"
+        QUICK += " --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the folder
     COMPILED = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -35,6 +38,11 @@ from tests.helpers import ALL, REST_ALL, names
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 
+LONGEST = (
+    "tests/test_devices.py",
+    "tests/functions/test_logdet.py",
+    "tests/test_batches.py",
+)
 ESTIMATORS = frozenset(names(ALL + REST_ALL))
 
 
@@ -56,8 +64,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByScope:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What checks for leaks comes first: the checker looks through all that there is."""
-    items.sort(key=lambda item: "leaks" not in item.name)
+    """The longest first: whoever has them alone at the end keeps the others waiting."""
+    scopes = {id(item): scope(item.nodeid) for item in items}
+    sizes = Counter(scopes.values())
+
+    def place(item: pytest.Item) -> tuple[bool, int, str]:
+        ours = scopes[id(item)]
+        return ours not in LONGEST, -sizes[ours], ours
+
+    items.sort(key=place)
     gc.freeze()  # what was imported stays
 
 

@@ -1,8 +1,9 @@
 """One dense matrix in the clothes of every operator class, and the table of estimators."""
 
+import gc
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -229,11 +230,20 @@ def suitable(entry: Entry, n: int, dtype: Any = float, seed: int = 0) -> Any:
     return general(n, dtype, seed)
 
 
-def leaks_checked() -> AbstractContextManager[Any]:
+@contextmanager
+def leaks_checked(on_new_versions: bool = False) -> Iterator[None]:
     """jax 0.12's checker reports the functions that Equinox 0.13 keeps in its caches after
-    converting closures, though nothing has leaked."""
-    is_old = jax.__version__.startswith("0.10")
-    return jax.checking_leaks() if is_old else nullcontext()
+    converting closures, though nothing has leaked.
+
+    For each program that is traced the checker collects all garbage: what there was before
+    is set apart, so that it looks through what is new."""
+    if not (on_new_versions or jax.__version__.startswith("0.10")):
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    with jax.checking_leaks():
+        yield
 
 
 def close(got: Any, want: Any, tolerance: float, scale: float | None = None) -> None:

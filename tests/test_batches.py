@@ -98,7 +98,11 @@ def answer(name: str, batch_size: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("dtype", "batch_size"),
-    [(float, 5), (complex, 10), pytest.param(float, 1, marks=pytest.mark.slow)],
+    [
+        (float, 5),
+        pytest.param(complex, 10, marks=pytest.mark.slow),
+        pytest.param(float, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_batches_change_no_number(name: str, dtype: Any, batch_size: int) -> None:
     """Whether they divide the number of probes or not; values, errors and gradients."""

@@ -15,7 +15,7 @@ import pytest
 import scipy.stats
 
 import traceax as tx
-from tests.helpers import EVERY, PSD, close, function, general, hermitian
+from tests.helpers import EVERY, PSD, close, function, general, hermitian, leaks_checked
 
 KEY = jax.random.key(11)
 N = 70  # no front door is exact for it
@@ -184,9 +184,8 @@ def test_inside_transformations(name: str) -> None:
         return jax.lax.scan(lambda c, _: (c + loss(c) / 100, None), x, None, length=2)[0]
 
     everything = jax.jit(jax.vmap(lambda x: (looped(x), jax.grad(scanned)(x))))
-    if jax.__version__.startswith("0.10"):
-        with jax.checking_leaks():
-            jax.eval_shape(everything, jnp.array([1.0, 0.5]))
+    with leaks_checked():
+        jax.eval_shape(everything, jnp.array([1.0, 0.5]))
     values, slopes = everything(jnp.array([1.0, 0.5]))
     alone, slope = jax.jit(jax.value_and_grad(scanned))(0.5)
     close(values[1], alone, 1e-11)
