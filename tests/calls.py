@@ -103,6 +103,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 # What does not estimate.
 OTHERS = {
     "Estimate",
+    "Layout",
     "colouring",
     "normal",
     "orthogonal",

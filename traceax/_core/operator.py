@@ -13,9 +13,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.closure import closed, has_defaults
-
-# From so many on, a stored matrix is applied to rows.
-MANY_COLUMNS = 32
+from traceax._core.layout import Layout, through, through_matrix
 
 Module = TypeVar("Module", bound=eqx.Module)
 Structure = PyTree[jax.ShapeDtypeStruct]
@@ -186,22 +184,10 @@ def _apply(
     def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         return flatten(operator.mv(unflatten(column, structure)), dtype)
 
-    if block.shape[1] == 1:
-        # A batch of one costs transposes where the caller batches, too: a third of the
-        # time of a flow's gradient.
-        return apply(block[:, 0])[:, None]
-    by_columns = jax.vmap(apply, in_axes=1, out_axes=1)
-    if not _is_dense(operator):
-        return by_columns(block)
-    # Measured, n = 4000: as rows 50 columns take 0.65 (float32) to 0.85 of the time, 100
-    # take 0.8, but five 1.6 times as long; if the compiler is kept from turning the product
-    # round. With sparse, convolving and Jacobian operators rows save less than two
-    # transpositions cost, and what follows, products of two tall blocks, takes three times
-    # as long.
-    kept = jax.lax.optimization_barrier
-    if block.shape[1] < MANY_COLUMNS:
-        return kept(by_columns(kept(block)))
-    return kept(jax.vmap(apply)(kept(block.T))).T
+    layout = layout_wished(operator)
+    if _is_dense(operator):
+        return through_matrix(apply, block, layout)
+    return through(apply, block, layout)
 
 
 _apply_compiled = eqx.filter_jit(_apply)
@@ -233,6 +219,13 @@ def _has_tangent(operator: lx.AbstractLinearOperator) -> bool:
         return isinstance(node, lx.TangentLinearOperator)
 
     return any(map(is_tangent, jax.tree.leaves(operator, is_leaf=is_tangent)))
+
+
+def layout_wished(operator: lx.AbstractLinearOperator) -> Layout | None:
+    """Of its tags, or those of what it is a tagged or scaled form of."""
+    wishes = (tag for tag in getattr(operator, "tags", ()) if isinstance(tag, Layout))
+    inner = getattr(operator, "operator", None)
+    return next(wishes, layout_wished(inner) if inner is not None else None)
 
 
 def known_diagonal(
