@@ -143,6 +143,29 @@ def test_every_operation_has_its_second_derivative(what: str) -> None:
         close(got, want, tolerance, 1e-3 + float(jnp.max(jnp.abs(want))))
 
 
+@pytest.mark.parametrize("moving", ["both", "the value", "the array"])
+def test_padding_by_a_value_that_moves(moving: str) -> None:
+    """Of `jax.lax.pad` JAX itself has no gradient where the value alone moves, as it does
+    in the second coefficients; the truth is taken forwards."""
+
+    def fn(x: Any) -> Any:
+        array = jnp.ones(6) if moving == "the value" else x
+        value = jnp.ones(()) if moving == "the array" else jnp.sum(x**3)
+        padded = jax.lax.pad(array, value, ((1, -1, 1),))
+        return padded[1] * jnp.sin(padded).sum()
+
+    def ours(x: Any) -> Any:
+        return tx.laplacian(lambda x, args: fn(x), x, KEY, 6).value
+
+    def truth(x: Any) -> Any:
+        forwards = lambda x: dense("laplacian", fn, x)  # noqa: E731
+        return forwards(x), jax.jacfwd(forwards)(x)
+
+    results = jax.jit(lambda x: (jax.value_and_grad(ours)(x), truth(x)))(X)
+    for got, want in zip(*results, strict=True):
+        close(got, want, 1e-11)
+
+
 def test_large_slopes_do_not_overflow() -> None:
     """g'' = 0 where g' squared is out of range."""
     x = jnp.array([0.3, -0.7, 1.2], jnp.float32)
