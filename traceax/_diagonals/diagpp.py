@@ -49,7 +49,7 @@ def diagpp(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications are spent, a Python int of at least 3, or n. From
       n on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by

@@ -43,8 +43,8 @@ def frobenius_norm_squared(
     - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
       n or p; the largest even number up to it is. From n or p on, the smaller, as many are
       spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      remainders can be resphered (so can those of `normal`).
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`, whose remainders can be resphered (so can those of `normal`).
 
     **Returns** an `Estimate` of shape `()`, real, of at least 32 bits. `standard_error` is
     the jackknife's: conservative; `inf` for k = 1; 0 where n or p applications were spent.

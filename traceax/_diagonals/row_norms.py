@@ -72,9 +72,10 @@ def row_norms_squared(
     - `num_matvecs`: how many applications may be spent, a Python int of at least 3, or
       n or p, of which the largest multiple of 3 is; of 2 if the operator is known to be
       Hermitian. From n or p on, the smaller, as many are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      rows of one entry; `sphere` and `normal` are resphered (for others c_i = 1), which
-      gains little here and costs much on nearly diagonal operators.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to rows of one entry; `sphere` and `normal` are resphered (for
+      others c_i = 1), which gains little here and costs much on nearly diagonal
+      operators.
 
     **Returns** an `Estimate` with the operator's output structure (real leaves of at least
     32 bits). `standard_error` is, row by row, the jackknife's: conservative; `inf` for

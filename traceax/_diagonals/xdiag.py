@@ -81,8 +81,8 @@ def xdiag(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
       n; the largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      the diagonal of what the sketch misses.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to the diagonal of what the sketch misses.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by

@@ -60,8 +60,8 @@ def xnysdiag(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
       on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      the diagonal of what the sketch misses.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to the diagonal of what the sketch misses.
 
     **Returns** an `Estimate` with the operator's input structure (real leaves of at least
     32 bits). `standard_error` is, entry by entry, the spread of the k estimates with an

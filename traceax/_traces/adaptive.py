@@ -85,7 +85,8 @@ def adaptive_trace(
     - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
       Default 1000. If it reaches n + 8, the last size is all of n, and exact; for n <= 64,
       at once.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
     - `progress_meter`: shows how much of `max_matvecs` is spent: one of diffrax's progress
       meters, `diffrax.TextProgressMeter()`, say, or any object with their methods. Default
       `None`.

@@ -105,7 +105,8 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
 
     - `num_matvecs`: how many applications an update may spend, a Python int of at least 4,
       or n: half of them are of the operator before. From n on, updates are exact.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
 
     **Returns** the pair `(init, update)`.
 

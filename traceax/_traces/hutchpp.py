@@ -63,8 +63,9 @@ def hutchpp_trace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications, a Python int of at least 3, or n. From n on, n
       are spent.
-    - `sampler`: draws the probes. Default `sphere`, whose projections can be resphered,
-      c_j = (n - k)/|(I - Q Q*) z_j|^2 (so can those of `normal`); for others c_j = 1.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `sphere`, whose projections
+      can be resphered, c_j = (n - k)/|(I - Q Q*) z_j|^2 (so can those of `normal`); for
+      others c_j = 1.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of the mean
@@ -139,7 +140,7 @@ def na_hutchpp_trace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications, 2r of them of the adjoint, a Python int of at
       least 4, or n. From n on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of the mean

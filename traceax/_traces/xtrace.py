@@ -75,8 +75,9 @@ def xtrace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
       n; the largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      projections can be resphered (so can those of `normal`); for others c_i = 1.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`, whose projections can be resphered (so can those of `normal`); for
+      others c_i = 1.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is the jackknife's:
