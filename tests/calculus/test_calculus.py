@@ -333,6 +333,20 @@ def test_the_error_bar_refuses_to_be_differentiated(name: str) -> None:
         jax.block_until_ready(jax.grad(error)(jnp.ones(3)))
 
 
+def test_the_error_bar_of_a_square_refuses_to_be_differentiated() -> None:
+    """One probe each, where it is made of the difference, and several."""
+    matrix = jax.random.normal(KEY, (8, 8))
+
+    def error(scale: Any, num_probes: int) -> Any:
+        operator = tx_operator(scale * matrix)
+        once = lambda key: tx.hutchinson_trace(operator, key, num_probes)  # noqa: E731
+        return tx.unbiased_square(once, KEY).standard_error
+
+    for num_probes in (1, 4):
+        with pytest.raises(Exception, match="traceax: `standard_error` of an Estimate"):
+            jax.block_until_ready(jax.grad(error)(1.3, num_probes))
+
+
 def test_an_error_bar_that_is_not_read_is_not_computed() -> None:
     net = network("laplacian", 9, depth=3)
     x = jnp.ones(9)
@@ -520,6 +534,15 @@ def test_wrong_use_says_the_cure(name: str) -> None:
         call(fn, x, KEY, 0)
     with pytest.raises(TypeError, match=r"num_matvecs=\.\.\.\) must be a Python int"):
         jax.jit(lambda k: call(fn, x, KEY, k))(3)
+
+
+def test_functions_in_a_point_are_taken_out_as_the_message_says() -> None:
+    net, x = network("laplacian", 3), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"laplacian\(x=.*got .*eqx\.partition.*combine"):
+        tx.laplacian(lambda net, args: net(x), net, KEY, 2)
+    arrays, rest = eqx.partition(net, eqx.is_inexact_array)
+    run = lambda a, args: eqx.combine(a, rest)(x) ** 2  # noqa: E731
+    assert jnp.isfinite(tx.laplacian(run, arrays, KEY, 2).value)
 
 
 def test_wrong_values_say_the_cure() -> None:

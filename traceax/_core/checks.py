@@ -35,7 +35,8 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
             f"traceax.{name}(operator=...) must be a lineax operator, but got "
             f"{type(operator).__name__}. Wrap a matrix as lx.MatrixLinearOperator(matrix), "
             "a function as lx.FunctionLinearOperator(fn, input_structure), a sparse matrix "
-            "as the function lambda v: matrix @ v."
+            "as lx.FunctionLinearOperator(lambda v: matrix @ v, "
+            "jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
