@@ -112,9 +112,9 @@ def test_applications_are_counted_right(entry: Entry, tagged: bool, budget: int)
 
 @every_estimator
 def test_small_dimensions(entry: Entry) -> None:
-    """n = 1 and 3 with budgets below, at and above n."""
+    """n = 1 and 3 with budgets below, at and above n: from n on no minimum counts."""
     for n in (1, 3):
-        for budget in range(entry.minimum, 5):
+        for budget in range(min(entry.minimum, n), 5):
             operator = as_semidefinite(entry, function(suitable(entry, n)))
 
             estimate = entry.estimate(operator, KEY, budget)
@@ -123,6 +123,25 @@ def test_small_dimensions(entry: Entry) -> None:
             if budget >= n:
                 truth = entry.truth(suitable(entry, n))
                 close(estimate.value, truth, 1e-14, n + float(jnp.max(truth)))
+
+
+AT_ONCE: dict[str, Callable[[Any, int], tx.Estimate]] = {
+    "adaptive_trace": lambda a, budget: tx.adaptive_trace(a, KEY, max_matvecs=budget),
+    "function_trace": lambda a, budget: tx.function_trace(a, jnp.square, KEY, budget),
+    "logdet": lambda a, budget: tx.logdet(a, KEY, budget),
+    "deltashift": lambda a, budget: tx.deltashift(budget).update(
+        a, tx.deltashift(budget).init(a, KEY), KEY
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_one_application_is_all_of_one_dimension(name: str) -> None:
+    estimate = AT_ONCE[name](lx.MatrixLinearOperator(jnp.full((1, 1), 1.0)), 1)
+    assert estimate.value == (0 if name == "logdet" else 1)
+    assert estimate.standard_error == 0
+    with pytest.raises(ValueError, match=r"at least 1, .*got 0"):
+        AT_ONCE[name](lx.MatrixLinearOperator(jnp.full((1, 1), 1.0)), 0)
 
 
 @every_estimator

@@ -64,6 +64,17 @@ def test_examples_in_docstrings(name: str) -> None:
     assert runner.failures == 0
 
 
+def test_samplers_are_told_what_is_asked_of_their_probes() -> None:
+    """Wherever one may be given, and where one's own are introduced."""
+    takers = [f for f in FUNCTIONS.values() if "sampler" in inspect.signature(f).parameters]
+    assert len(takers) >= 20
+    for function in takers:
+        (_, told) = (function.__doc__ or "").split("- `sampler`: ")
+        told = re.split(r"\n    - |\n\n", told)[0]
+        assert "E[z z*] = I" in " ".join(told.split()), function.__name__
+    assert "E[z z*] = I" in re.split("samplers, functions", README)[1][:400]
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_help_opens_with_a_signature_that_one_can_read(name: str) -> None:
     """Two or three lines of a terminal, four where there are more than seven arguments:

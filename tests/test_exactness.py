@@ -195,10 +195,37 @@ def test_a_kernel_that_is_semidefinite_up_to_rounding(sampler: Any) -> None:
         assert estimate.standard_error <= (0.2 if budget == 50 else 1e-3)
 
 
-def test_an_operator_that_is_not_semidefinite_shows_in_the_error() -> None:
-    indefinite = hermitian(np.where(np.arange(70) % 2, 1.0, -0.5))
-    estimate = tx.xnystrace(lx.TaggedLinearOperator(function(indefinite), PSD), KEY, 30)
-    assert abs(estimate.value - 17.5) <= 2 * estimate.standard_error
+def promised(eigenvalues: Any) -> lx.AbstractLinearOperator:
+    return lx.TaggedLinearOperator(function(hermitian(eigenvalues)), PSD)
+
+
+SIGNS = 2 * (np.arange(70) % 2) - 1.0
+
+
+@pytest.mark.parametrize(
+    "eigenvalues",
+    [np.full(70, -1.0), SIGNS, np.maximum(SIGNS, -0.5)],
+    ids=["negative", "traceless", "half as deep"],
+)
+def test_a_tag_that_is_clearly_wrong_gives_nan(eigenvalues: Any) -> None:
+    operator = promised(eigenvalues)
+    for estimator in (tx.xnystrace, tx.xnysdiag, tx.trace):
+        estimate = estimator(operator, KEY, 30)
+        assert jnp.all(jnp.isnan(estimate.value) & jnp.isnan(estimate.standard_error))
+    adaptive = tx.adaptive_trace(operator, KEY, max_matvecs=69)
+    assert jnp.isnan(adaptive.value)
+    assert not adaptive.converged
+
+
+def test_an_operator_that_is_semidefinite_up_to_noise_shows_it_in_the_error() -> None:
+    eigenvalues = np.maximum(SIGNS, -0.005)
+    estimate = tx.xnystrace(promised(eigenvalues), KEY, 30)
+    assert abs(estimate.value - eigenvalues.sum()) <= 2 * estimate.standard_error
+    assert estimate.standard_error > 70 * 0.004
+    matrix = hermitian(eigenvalues)
+    estimate = tx.xnysdiag(promised(eigenvalues), KEY, 30)
+    held = abs(estimate.value - jnp.diagonal(matrix)) <= 4 * estimate.standard_error
+    assert jnp.mean(held) >= 0.95
 
 
 @pytest.mark.parametrize("entry", ESTIMATORS + DIAGONALS, ids=lambda e: e.name)

@@ -217,7 +217,8 @@ def _compare(job: Job, options: argparse.Namespace, *, real: bool) -> None:
     rows = [
         _measure(estimator, job.operator, options, real=real)
         for estimator, minimum in _ESTIMATORS.items()
-        if options.num_matvecs >= minimum and (positive or estimator is not tx.xnystrace)
+        if options.num_matvecs >= min(minimum, job.operator.in_size())
+        and (positive or estimator is not tx.xnystrace)
     ]
     exact = job.exact.real if real else job.exact
     print("\n".join(table(rows, exact)), end="\n\n")

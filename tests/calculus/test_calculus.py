@@ -143,6 +143,29 @@ def test_every_operation_has_its_second_derivative(what: str) -> None:
         close(got, want, tolerance, 1e-3 + float(jnp.max(jnp.abs(want))))
 
 
+@pytest.mark.parametrize("moving", ["both", "the value", "the array"])
+def test_padding_by_a_value_that_moves(moving: str) -> None:
+    """Of `jax.lax.pad` JAX itself has no gradient where the value alone moves, as it does
+    in the second coefficients; the truth is taken forwards."""
+
+    def fn(x: Any) -> Any:
+        array = jnp.ones(6) if moving == "the value" else x
+        value = jnp.ones(()) if moving == "the array" else jnp.sum(x**3)
+        padded = jax.lax.pad(array, value, ((1, -1, 1),))
+        return padded[1] * jnp.sin(padded).sum()
+
+    def ours(x: Any) -> Any:
+        return tx.laplacian(lambda x, args: fn(x), x, KEY, 6).value
+
+    def truth(x: Any) -> Any:
+        forwards = lambda x: dense("laplacian", fn, x)  # noqa: E731
+        return forwards(x), jax.jacfwd(forwards)(x)
+
+    results = jax.jit(lambda x: (jax.value_and_grad(ours)(x), truth(x)))(X)
+    for got, want in zip(*results, strict=True):
+        close(got, want, 1e-11)
+
+
 def test_large_slopes_do_not_overflow() -> None:
     """g'' = 0 where g' squared is out of range."""
     x = jnp.array([0.3, -0.7, 1.2], jnp.float32)
@@ -308,6 +331,20 @@ def test_the_error_bar_refuses_to_be_differentiated(name: str) -> None:
 
     with pytest.raises(Exception, match="standard_error"):
         jax.block_until_ready(jax.grad(error)(jnp.ones(3)))
+
+
+def test_the_error_bar_of_a_square_refuses_to_be_differentiated() -> None:
+    """One probe each, where it is made of the difference, and several."""
+    matrix = jax.random.normal(KEY, (8, 8))
+
+    def error(scale: Any, num_probes: int) -> Any:
+        operator = tx_operator(scale * matrix)
+        once = lambda key: tx.hutchinson_trace(operator, key, num_probes)  # noqa: E731
+        return tx.unbiased_square(once, KEY).standard_error
+
+    for num_probes in (1, 4):
+        with pytest.raises(Exception, match="traceax: `standard_error` of an Estimate"):
+            jax.block_until_ready(jax.grad(error)(1.3, num_probes))
 
 
 def test_an_error_bar_that_is_not_read_is_not_computed() -> None:
@@ -497,6 +534,15 @@ def test_wrong_use_says_the_cure(name: str) -> None:
         call(fn, x, KEY, 0)
     with pytest.raises(TypeError, match=r"num_matvecs=\.\.\.\) must be a Python int"):
         jax.jit(lambda k: call(fn, x, KEY, k))(3)
+
+
+def test_functions_in_a_point_are_taken_out_as_the_message_says() -> None:
+    net, x = network("laplacian", 3), jnp.ones(3)
+    with pytest.raises(TypeError, match=r"laplacian\(x=.*got .*eqx\.partition.*combine"):
+        tx.laplacian(lambda net, args: net(x), net, KEY, 2)
+    arrays, rest = eqx.partition(net, eqx.is_inexact_array)
+    run = lambda a, args: eqx.combine(a, rest)(x) ** 2  # noqa: E731
+    assert jnp.isfinite(tx.laplacian(run, arrays, KEY, 2).value)
 
 
 def test_wrong_values_say_the_cure() -> None:

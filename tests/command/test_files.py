@@ -1,6 +1,7 @@
 """What holds for files of all kinds."""
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,14 @@ def test_messages_list_the_formats(name: str, write: Write) -> None:
     assert "\x1b" not in message
     for suffix in (".mtx", ".npz", ".npy"):
         assert f"({suffix})" in message
+
+
+def test_the_readme_names_what_is_read() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    told = re.split(r"`python -m traceax FILE`", readme)[1].split("The tests")[0]
+    suffixes = set(re.findall(r"\.[a-z.]+[a-z]", read_matrix.__doc__ or ""))
+    assert suffixes == {".mtx", ".mtx.gz", ".npz", ".npy"}
+    assert suffixes == set(re.findall(r"`(\..+?)`", told))
 
 
 # Damaged at random

@@ -248,7 +248,7 @@ def test_wrong_use_says_the_cure() -> None:
     tracker = tx.deltashift(10)
     state = tracker.init(operator, KEY)
     with pytest.raises(ValueError, match=r"deltashift\(num_matvecs=\.\.\.\).*at least 4"):
-        tx.deltashift(3)
+        tx.deltashift(3).init(operator, KEY)
     with pytest.raises(ValueError, match="independent"):
         tx.deltashift(10, sampler=tx.orthogonal)
     with pytest.raises(TypeError, match=r"update\(state=\.\.\.\) must be a state"):

@@ -44,7 +44,7 @@ def divergence(
     - `num_matvecs`: how many Jacobian-vector products, one a probe, a Python int of at
       least 1. From n on, n are spent.
     - `args`: passed on to `fn`. Default `None`.
-    - `sampler`: draws the probes. Default `rademacher`.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
     - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and pushed forwards again in a gradient rather than stored. `orthogonal` and

@@ -41,7 +41,7 @@ def hessian_diagonal(
     - `num_matvecs`: how many Hessian-vector products, one a probe, a Python int of at
       least 1. From n on, n are spent.
     - `args`: passed on to `fn`. Default `None`.
-    - `sampler`: draws the probes. Default `rademacher`.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
     - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and the Hessian applied again in a gradient rather than stored. `orthogonal`

@@ -25,6 +25,7 @@ Taylor mode automatic differentiation, arXiv:2505.13644.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,10 +42,10 @@ def _names(text: str) -> frozenset[str]:
 # each alone: of these D2g vanishes, so it need not be traced and compiled.
 _LINEAR = _names(
     "add add_any broadcast_in_dim concatenate convert_element_type copy cumsum"
-    " dynamic_slice dynamic_update_slice gather imag neg real reduce_sum reshape rev"
+    " dynamic_slice dynamic_update_slice gather imag neg pad real reduce_sum reshape rev"
     " scatter-add select_n slice squeeze sub transpose"
 )
-_MULTILINEAR = _names("conv_general_dilated dot_general mul pad")
+_MULTILINEAR = _names("conv_general_dilated dot_general mul")
 # Those that act on each entry alone: their D2g[u', u'] is g''(u) u'^2, and the sum of the
 # squares is taken first.
 _ENTRYWISE = _names(
@@ -93,9 +94,9 @@ def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
         return _Jet(atom.val) if isinstance(atom, Literal) else jets[atom]
 
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("jit", "pjit"):
-            inputs = [look_up(atom) for atom in equation.invars]
-            outputs = _run(equation.params["jaxpr"], inputs)
+        inside = _program_inside(equation)
+        if inside is not None:
+            outputs = _run(inside, [look_up(atom) for atom in equation.invars])
         else:
             # Each variable once, without constants.
             atoms = equation.invars
@@ -108,6 +109,27 @@ def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
             outputs = _step(apply, inputs, _choose(equation, moves))
         jets.update(zip(equation.outvars, outputs, strict=True))
     return [look_up(atom) for atom in jaxpr.outvars]
+
+
+def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """What an operation stands for, where that is a program."""
+    match equation.primitive.name:
+        case "jit" | "pjit":
+            return equation.params["jaxpr"]
+        case "pad" if isinstance(equation.invars[1], Var):
+            fill = partial(_fill, config=equation.params["padding_config"])
+            types = map(_type, equation.invars)
+            like = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+            inexact = jnp.issubdtype(like[0].dtype, jnp.inexact)
+            return jax.make_jaxpr(fill)(*like) if inexact else None
+    return None
+
+
+def _fill(array: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Array:
+    """`jax.lax.pad` with a value that may move, which JAX cannot transpose where the array
+    does not."""
+    outside = jax.lax.pad(jnp.zeros(array.shape, bool), jnp.asarray(True), config)
+    return jnp.where(outside, value, jax.lax.pad(array, jnp.zeros_like(value), config))
 
 
 def _step(apply: Callable[..., list[Array]], inputs: list[_Jet], push: _Push) -> list[_Jet]:

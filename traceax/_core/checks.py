@@ -21,10 +21,12 @@ def check_request(
     *,
     square: bool = True,
 ) -> None:
-    """What every estimator demands of its arguments."""
+    """What every estimator demands of its arguments: as many applications as there are
+    columns, or rows, are enough for any."""
     check_operator(name, operator, square=square)
     check_key(name, key)
-    check_budget(name, num_matvecs, minimum)
+    enough = min(size(operator), dimension(operator.out_structure()))
+    check_budget(name, num_matvecs, min(minimum, enough))
 
 
 def check_operator(name: str, operator: object, *, square: bool = True) -> None:
@@ -33,7 +35,8 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
             f"traceax.{name}(operator=...) must be a lineax operator, but got "
             f"{type(operator).__name__}. Wrap a matrix as lx.MatrixLinearOperator(matrix), "
             "a function as lx.FunctionLinearOperator(fn, input_structure), a sparse matrix "
-            "as the function lambda v: matrix @ v."
+            "as lx.FunctionLinearOperator(lambda v: matrix @ v, "
+            "jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
@@ -225,11 +228,13 @@ def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
         )
 
 
-def check_limit(name: str, max_matvecs: object) -> None:
-    if check_count(name, "max_matvecs", max_matvecs) < 2:
+def check_limit(name: str, max_matvecs: object, n: int) -> None:
+    minimum = min(2, n)
+    if check_count(name, "max_matvecs", max_matvecs) < minimum:
         raise ValueError(
-            f"traceax.{name}(max_matvecs=...) must be at least 2, the fewest applications "
-            f"that the algorithm can use, but got {max_matvecs}. Raise it: 1000, say."
+            f"traceax.{name}(max_matvecs=...) must be at least {minimum}, the fewest "
+            "applications that the algorithm can use, but got "
+            f"{max_matvecs}. Raise it: 1000, say."
         )
 
 

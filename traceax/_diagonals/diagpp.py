@@ -47,9 +47,9 @@ def diagpp(
       is not Hermitian, its transpose must exist. float16 and bfloat16 operators are
       sketched in float32.
     - `key`: a JAX random key.
-    - `num_matvecs`: how many applications are spent, a Python int of at least 3. From n on,
-      n are spent.
-    - `sampler`: draws the probes. Default `rademacher`.
+    - `num_matvecs`: how many applications are spent, a Python int of at least 3, or n. From
+      n on, n are spent.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
@@ -59,7 +59,7 @@ def diagpp(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
     complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 3; if the sampler's probes are of the wrong shape.
+    below 3 and n; if the sampler's probes are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
     sketch is frozen. A gradient costs k + l matvec-VJPs if the operator is known to be

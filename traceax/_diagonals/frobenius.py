@@ -40,18 +40,19 @@ def frobenius_norm_squared(
       pytrees; if it is not Hermitian, its transpose must exist. float16 and bfloat16
       operators are sketched in float32, but B* B w must be in their range.
     - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
-      largest even number up to it is. From n or p on, the smaller, as many are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      remainders can be resphered (so can those of `normal`).
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
+      n or p; the largest even number up to it is. From n or p on, the smaller, as many are
+      spent.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`, whose remainders can be resphered (so can those of `normal`).
 
     **Returns** an `Estimate` of shape `()`, real, of at least 32 bits. `standard_error` is
     the jackknife's: conservative; `inf` for k = 1; 0 where n or p applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is below 2;
-    if the sampler's probes are dependent or of the wrong shape.
+    leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is below 2,
+    n and p; if the sampler's probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs 4k matvec-VJPs.
@@ -78,9 +79,7 @@ def frobenius_norm_squared(
     Algorithm 2.2, doi:10.1137/23M1548323.
     """
     name = "frobenius_norm_squared"
-    check_request(name, operator, key, num_matvecs, square=False)
-    if num_matvecs < cost_of_norms(operator):
-        check_request(name, operator, key, num_matvecs, 2, square=False)
+    check_request(name, operator, key, num_matvecs, minimum=2, square=False)
     check_independent(name, sampler)
     if num_matvecs >= cost_of_norms(operator):
         return exact_norm(operator)

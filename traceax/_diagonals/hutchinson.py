@@ -50,9 +50,9 @@ def hutchinson_diagonal(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
       on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`, as no other has less variance that
-      knows nothing of the operator; `probing` does, and spends a multiple of its number of
-      colours.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, as no other
+      has less variance that knows nothing of the operator; `probing` does, and spends a
+      multiple of its number of colours.
     - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and the operator applied again in a gradient rather than stored.

@@ -69,12 +69,13 @@ def row_norms_squared(
       if it is not Hermitian, its transpose must exist. float16 and bfloat16 operators are
       sketched in float32; norms must be in range.
     - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 3, of
-      which the largest multiple of 3 is; of 2 if the operator is known to be Hermitian.
-      From n or p on, the smaller, as many are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      rows of one entry; `sphere` and `normal` are resphered (for others c_i = 1), which
-      gains little here and costs much on nearly diagonal operators.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 3, or
+      n or p, of which the largest multiple of 3 is; of 2 if the operator is known to be
+      Hermitian. From n or p on, the smaller, as many are spent.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to rows of one entry; `sphere` and `normal` are resphered (for
+      others c_i = 1), which gains little here and costs much on nearly diagonal
+      operators.
 
     **Returns** an `Estimate` with the operator's output structure (real leaves of at least
     32 bits). `standard_error` is, row by row, the jackknife's: conservative; `inf` for
@@ -83,7 +84,7 @@ def row_norms_squared(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` mixes real and complex
     leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is below 3
-    (2 if Hermitian); if the sampler's probes are dependent or of the wrong shape.
+    (2 if Hermitian), n and p; if the sampler's probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs 2k matvec-VJPs.
@@ -111,8 +112,7 @@ def row_norms_squared(
     check_request("row_norms_squared", operator, key, num_matvecs, square=False)
     hermitian = is_hermitian(operator)
     cost = 2 if hermitian else 3
-    if num_matvecs < cost_of_norms(operator):
-        check_request("row_norms_squared", operator, key, num_matvecs, cost, square=False)
+    check_request("row_norms_squared", operator, key, num_matvecs, cost, square=False)
     check_independent("row_norms_squared", sampler)
     if num_matvecs >= cost_of_norms(operator):
         return exact_row_norms(operator)

@@ -79,10 +79,10 @@ def xdiag(
       symmetric: the error is then up to 3 times smaller, and gradients are cheaper. float16
       and bfloat16 operators are sketched in float32.
     - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
-      largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      the diagonal of what the sketch misses.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
+      n; the largest even number up to it is. From n on, n are spent.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to the diagonal of what the sketch misses.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
@@ -92,7 +92,7 @@ def xdiag(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
     complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 2; if the sampler's probes are dependent or of the wrong shape.
+    below 2 and n; if the sampler's probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
     sketch is frozen. A gradient costs 2k matvec-VJPs if the operator is known to be

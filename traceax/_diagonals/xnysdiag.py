@@ -60,14 +60,15 @@ def xnysdiag(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
       on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `rademacher`, blind to
-      the diagonal of what the sketch misses.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to the diagonal of what the sketch misses.
 
     **Returns** an `Estimate` with the operator's input structure (real leaves of at least
     32 bits). `standard_error` is, entry by entry, the spread of the k estimates with an
     allowance for the probes that they share: conservative; `inf` for one probe; 0 where n
     applications were spent; wider by the depth of the most negative eigenvalue found, if
-    the operator is not semidefinite after all.
+    the operator is semidefinite only up to noise. NaN, both, if that is deeper than a
+    hundredth of the largest: then the tag was wrong.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged

@@ -65,7 +65,8 @@ def arnoldi_trace(
     - `num_probes`: how many probes, a Python int of at least 1.
     - `num_steps`: how many Arnoldi steps for each, a Python int of at least 1; no more than
       n are taken.
-    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
 
     **Returns** an `Estimate` with the structure of what `fn` returns; real where the
     operator is, and `fn` of a real number is; then NaN where an eigenvalue lies on a branch

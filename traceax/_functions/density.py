@@ -46,7 +46,8 @@ def spectral_density(
     - `width`: the standard deviation of the Gaussians, in the units of the grid. Default:
       twice the span of the grid over `num_steps`, which half of the steps resolve: below
       that the error bar grows wide.
-    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
     - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
     - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and

@@ -64,8 +64,8 @@ def function_diagonal(
       more to see the quadrature error.
     - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
       n are taken.
-    - `sampler`: draws the probes, independent of each other, or `probing`. Default
-      `rademacher`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I, or by
+      `probing`. Default `rademacher`.
 
     **Returns** an `Estimate` with the operator's input structure, real. `standard_error`
     covers, entry by entry, sampling and quadrature (by comparison with half the steps);

@@ -59,7 +59,7 @@ def function_trace(
       parameters, or be an `eqx.Module`.
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
-      least 6. Default 240.
+      least 6, or n. Default 240.
     - `reorthogonalise`: of the quadrature on the rest, as in `slq_trace`.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
@@ -70,7 +70,7 @@ def function_trace(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, `num_matvecs` not a Python int;
     `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if `num_matvecs` is below 6.
+    dimension; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
     unbiased but for quadrature: by the split rule, deflated like the value; one matvec-VJP

@@ -60,7 +60,7 @@ def logdet(
       bound for the quadrature.
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
-      least 6. Default 240.
+      least 6, or n. Default 240.
     - `shift`: real; give a kernel's noise here rather than add it to the operator: then
       the preconditioner knows it. An array of shifts gives the log-determinants of all of
       them from one run, deflated as by `function_trace` (preconditioners do not share a
@@ -77,7 +77,7 @@ def logdet(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int, `shift` not real; `ValueError` if `operator` is not
     square, mixes real and complex leaves, has no dimension or is tagged negative
-    semidefinite; if `key` is an array of keys; if `num_matvecs` is below 6.
+    semidefinite; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
 
     **Derivatives**: forward and reverse, in the operator and in `shift`: the inverse's
     trace with dA, split as the value is, unbiased but for quadrature; one matvec-VJP for

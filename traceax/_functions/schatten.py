@@ -47,7 +47,8 @@ def schatten_norm(
     - `num_probes`: how many probes, a Python int of at least 1.
     - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
       the dimension are taken.
-    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
     - `reorthogonalise`: as in `slq_trace`.
     - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and

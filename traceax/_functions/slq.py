@@ -67,7 +67,8 @@ def slq_trace(
     - `num_probes`: how many probes, a Python int of at least 1.
     - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
       n are taken.
-    - `sampler`: draws the probes, independent of each other. Default `sphere`.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all that went before, for
       4 n num_steps flops more. Without it, converged eigenvalues appear again as copies:
       it is safe for few steps, or smooth functions (exp on a narrow spectrum), and worth

@@ -12,6 +12,10 @@ from traceax._linalg import lapack
 from traceax._linalg.basis import TALL, orthonormalise
 from traceax._linalg.columns import magnitude
 
+# Of the largest eigenvalue: what is deeper below zero is no noise. The entries of a matrix
+# rounded to bfloat16 may be off by 4e-3, and its eigenvalues by less.
+CLEARLY = 1e-2
+
 
 class Nystrom(NamedTuple):
     """A Nyström approximation F F* of A/scale + shift I from the sketch A Omega.
@@ -31,7 +35,7 @@ class Nystrom(NamedTuple):
 
 @jax.jit
 def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
-    """Stable Nyström factors of a positive semidefinite operator, never NaN.
+    """Stable Nyström factors of a positive semidefinite operator; NaN if it clearly is not.
 
     The textbook core Omega* A Omega is as ill-conditioned as A, and in floating point need
     not be definite. So: orthonormalise the *probes*, Omega = U R (no new application);
@@ -39,6 +43,7 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     noise; floor the eigenvalues at the shift. An operator that is semidefinite only up to a
     noise that is symmetric (a kernel rounded to float32, say) shows in negative eigenvalues
     of the core: then the shift is four times their depth, and `indefinite` is the depth.
+    Deeper than noise can be, they tell that the tag was wrong, and all is NaN.
     """
     scale = magnitude(sketch)
     probes, images, turn, inverse, size = _orthonormal(probes, sketch / scale)
@@ -47,6 +52,8 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     noise = jnp.finfo(sketch.dtype).eps * jnp.maximum(size, 1e-3) + skew
     eigenvalues, vectors = lapack.eigh((core + core.conj().T) / 2)
     indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
+    largest = jnp.max(jnp.abs(eigenvalues))
+    indefinite = jnp.where(indefinite > CLEARLY * largest, jnp.nan, indefinite)
     shift = jnp.maximum(noise, 4 * indefinite)
     half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
     left = (images + shift * probes) @ (turn @ half)

@@ -82,9 +82,11 @@ def adaptive_trace(
     - `rtol`: the relative tolerance, a number of at least 0, or an array of shape `()`,
       which may be traced. Default 0.01.
     - `atol`: the absolute tolerance, likewise. Default 0.
-    - `max_matvecs`: how many applications may be spent, a Python int of at least 2. Default
-      1000. If it reaches n + 8, the last size is all of n, and exact; for n <= 64, at once.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`.
+    - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
+      Default 1000. If it reaches n + 8, the last size is all of n, and exact; for n <= 64,
+      at once.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
     - `progress_meter`: shows how much of `max_matvecs` is spent: one of diffrax's progress
       meters, `diffrax.TextProgressMeter()`, say, or any object with their methods. Default
       `None`.
@@ -96,7 +98,7 @@ def adaptive_trace(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `max_matvecs` not a Python int, a tolerance not a real number, `progress_meter` no
     progress meter; `ValueError` if `operator` is not square, mixes real and complex leaves,
-    or has no dimension; if `key` is an array of keys; if `max_matvecs` is below 2, a
+    or has no dimension; if `key` is an array of keys; if `max_matvecs` is below 2 and n, a
     tolerance negative; if the sampler's probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, those of the estimator at the size
@@ -125,7 +127,7 @@ def adaptive_trace(
     """
     check_operator("adaptive_trace", operator)
     check_key("adaptive_trace", key)
-    check_limit("adaptive_trace", max_matvecs)
+    check_limit("adaptive_trace", max_matvecs, size(operator))
     check_independent("adaptive_trace", sampler)
     check_tolerance("adaptive_trace", "rtol", rtol)
     check_tolerance("adaptive_trace", "atol", atol)

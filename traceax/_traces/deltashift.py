@@ -103,9 +103,10 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
 
     **Arguments**
 
-    - `num_matvecs`: how many applications an update may spend, a Python int of at least 4:
-      half of them are of the operator before. From n on, updates are exact.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`.
+    - `num_matvecs`: how many applications an update may spend, a Python int of at least 4,
+      or n: half of them are of the operator before. From n on, updates are exact.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`.
 
     **Returns** the pair `(init, update)`.
 
@@ -119,9 +120,9 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
       before that was not finite is forgotten.
 
     **Raises** `TypeError` if `num_matvecs` is not a Python int, an operator not a lineax
-    operator, a key not a random key; `ValueError` if `num_matvecs` is below 4, an operator
-    not square, the sampler's probes dependent; if `update` gets another operator than
-    before, or a state that is none.
+    operator, a key not a random key; `ValueError` if `num_matvecs` is below 4 and n, an
+    operator not square, the sampler's probes dependent; if `update` gets another operator
+    than before, or a state that is none.
 
     **Derivatives**: of the `Estimate`, forward and reverse, to any order, in the new
     operator, unbiased: those of `hutchinson_trace` with num_matvecs // 2 probes, of which
@@ -150,7 +151,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     arXiv:2110.13752.
     """
     check_independent("deltashift", sampler)
-    check_budget("deltashift", num_matvecs, minimum=4)
+    check_budget("deltashift", num_matvecs)
     return DeltaShift(
         partial(_init, num_matvecs=num_matvecs, sampler=sampler),
         partial(_update, num_matvecs=num_matvecs, sampler=sampler),
@@ -164,7 +165,7 @@ def _init(
     num_matvecs: int,
     sampler: Sampler,
 ) -> Tracked:
-    check_request("deltashift.init", operator, key, num_matvecs)
+    _check("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
     estimate = first(operator, key, num_matvecs, sampler=sampler)
     return _state(estimate, program_of(operator))
@@ -178,7 +179,7 @@ def _update(
     num_matvecs: int,
     sampler: Sampler,
 ) -> tuple[Estimate, Tracked]:
-    check_request("deltashift.update", operator, key, num_matvecs)
+    _check("deltashift.update", operator, key, num_matvecs)
     program = program_of(operator)
     check_tracked("deltashift.update", state, Tracked, program.arrays)
     check_same_program("deltashift.update", state.program, program.fingerprint)
@@ -194,6 +195,13 @@ def _update(
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes))
     return result, _state(result, program, outcome.report)
+
+
+def _check(
+    name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int
+) -> None:
+    check_request(name, operator, key, num_matvecs)
+    check_budget("deltashift", num_matvecs, min(4, size(operator)))
 
 
 def _correct(

@@ -46,9 +46,10 @@ def hutchinson_trace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
       on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`, which is blind to the diagonal;
-      `orthogonal` helps if the budget is a good part of n, `probing` (which spends a
-      multiple of its number of colours) if entries decay with distance in a graph.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, which is
+      blind to the diagonal; `orthogonal` helps if the budget is a good part of n,
+      `probing` (which spends a multiple of its number of colours) if entries decay with
+      distance in a graph.
     - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and the operator applied again in a gradient rather than stored.

@@ -61,10 +61,11 @@ def hutchpp_trace(
     - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
       and bfloat16 operators are sketched in float32.
     - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, a Python int of at least 3. From n on, n are
-      spent.
-    - `sampler`: draws the probes. Default `sphere`, whose projections can be resphered,
-      c_j = (n - k)/|(I - Q Q*) z_j|^2 (so can those of `normal`); for others c_j = 1.
+    - `num_matvecs`: how many applications, a Python int of at least 3, or n. From n on, n
+      are spent.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `sphere`, whose projections
+      can be resphered, c_j = (n - k)/|(I - Q Q*) z_j|^2 (so can those of `normal`); for
+      others c_j = 1.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of the mean
@@ -73,7 +74,7 @@ def hutchpp_trace(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
     complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 3; if the sampler's probes are of the wrong shape.
+    below 3 and n; if the sampler's probes are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs k + l matvec-VJPs.
@@ -138,8 +139,8 @@ def na_hutchpp_trace(
       bfloat16 operators are sketched in float32.
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications, 2r of them of the adjoint, a Python int of at
-      least 4. From n on, n are spent.
-    - `sampler`: draws the probes. Default `rademacher`.
+      least 4, or n. From n on, n are spent.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of the mean
@@ -148,7 +149,7 @@ def na_hutchpp_trace(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
     complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 4; if the sampler's probes are of the wrong shape.
+    below 4 and n; if the sampler's probes are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by Hutch++'s frozen weight
     on the same sketch: more accurate than the oblique one of the value. A gradient costs

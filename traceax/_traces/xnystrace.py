@@ -72,13 +72,15 @@ def xnystrace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
       on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      remainders can be resphered (so can those of `normal`); for others c_i = 1.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`, whose remainders can be resphered (so can those of `normal`); for others
+      c_i = 1.
 
     **Returns** an `Estimate` of shape `()`, real, in the operator's precision (at least 32
     bits). `standard_error` is the jackknife's: conservative; `inf` for one probe; 0 where n
     applications were spent; wider by n times the depth of the most negative eigenvalue
-    found, if the operator is not semidefinite after all.
+    found, if the operator is semidefinite only up to noise. NaN, both, if that is deeper
+    than a hundredth of the largest: then the tag was wrong.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged

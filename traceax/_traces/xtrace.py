@@ -73,10 +73,11 @@ def xtrace(
     - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
       and bfloat16 operators are sketched in float32.
     - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2; the
-      largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, which must be independent. Default `sphere`, whose
-      projections can be resphered (so can those of `normal`); for others c_i = 1.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
+      n; the largest even number up to it is. From n on, n are spent.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `sphere`, whose projections can be resphered (so can those of `normal`); for
+      others c_i = 1.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is the jackknife's:
@@ -85,7 +86,7 @@ def xtrace(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
     complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 2; if the sampler's probes are dependent or of the wrong shape.
+    below 2 and n; if the sampler's probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs one matvec-VJP for each application of the value.
