@@ -8,9 +8,9 @@ transpositions that a way needs:
 
 - Stored matrices: as rows 50 columns take 0.65 (float32) to 0.85 of the time, 100 take 0.8,
   but five 1.6 times as long; if the compiler is kept from turning the product round.
-- Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the batched
-  program asks for each entry in which piece it lies, and takes 2 to 4 times as long as one
-  row after the other. With pieces of few entries the loop has no time to win.
+- Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the
+  batched program asks for each entry in which piece it lies, and takes 2 to 4 times as long
+  as one row after the other. Of few entries a loop has no time to win.
 - Gathered and scattered entries, sparse matrices among them: the loop takes half of the
   time once the block does not fit into the cache, and 1.5 times as long before.
 - All else, elementwise, padded, transformed by FFT, products of matrices, networks: as one

@@ -32,12 +32,12 @@ from traceax._core.checks import (
 from traceax._core.estimate import AdaptiveEstimate
 from traceax._core.operator import LinearMap, is_negative, is_positive, size
 from traceax._core.rule import Outcome, run
+from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
 from traceax._probes.samplers import (
     Sampler,
     check_independent,
     is_rotation_invariant,
-    sphere,
 )
 from traceax._traces.choice import SMALL
 from traceax._traces.growing import Growing, Sketch
@@ -62,7 +62,7 @@ def adaptive_trace(
     rtol: ArrayLike = 1e-2,
     atol: ArrayLike = 0.0,
     max_matvecs: int = 1000,
-    sampler: Sampler = sphere,
+    sampler: Sampler | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> AdaptiveEstimate:
     """Estimate tr A to a tolerance: spend as few applications as it takes.
@@ -86,7 +86,7 @@ def adaptive_trace(
       Default 1000. If it reaches n + 8, the last size is all of n, and exact; for n <= 64,
       at once.
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`.
+      `None`: `sphere`, and from 100,000 dimensions on `rademacher`, cheaper to draw.
     - `progress_meter`: shows how much of `max_matvecs` is spent: one of diffrax's progress
       meters, `diffrax.TextProgressMeter()`, say, or any object with their methods. Default
       `None`.
@@ -128,6 +128,7 @@ def adaptive_trace(
     check_operator("adaptive_trace", operator)
     check_key("adaptive_trace", key)
     check_limit("adaptive_trace", max_matvecs, size(operator))
+    sampler = for_sketch(sampler, operator)
     check_independent("adaptive_trace", sampler)
     check_tolerance("adaptive_trace", "rtol", rtol)
     check_tolerance("adaptive_trace", "atol", atol)

@@ -38,12 +38,12 @@ from traceax._linalg.jackknife import (
     standard_error,
     xtrace_replicates,
 )
+from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
 from traceax._probes.samplers import (
     Sampler,
     check_independent,
     is_rotation_invariant,
-    sphere,
 )
 from traceax._traces.exact import exact_trace
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
@@ -54,7 +54,7 @@ def xtrace(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = sphere,
+    sampler: Sampler | None = None,
 ) -> Estimate:
     """Estimate tr A of any square operator by XTrace: sketch and remainder share probes.
 
@@ -76,8 +76,9 @@ def xtrace(
     - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
       n; the largest even number up to it is. From n on, n are spent.
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`, whose projections can be resphered (so can those of `normal`); for
-      others c_i = 1.
+      `None`: `sphere`, whose projections can be resphered (so can those of `normal`; for
+      others c_i = 1), and from 100,000 dimensions on `rademacher`, as good there and ten
+      times cheaper to draw.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is the jackknife's:
@@ -111,6 +112,7 @@ def xtrace(
     Algorithm 2.1, doi:10.1137/23M1548323.
     """
     check_request("xtrace", operator, key, num_matvecs, minimum=2)
+    sampler = for_sketch(sampler, operator)
     check_independent("xtrace", sampler)
     if num_matvecs >= size(operator):
         return exact_trace(operator)

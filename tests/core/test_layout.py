@@ -1,0 +1,116 @@
+"""Blocks in every layout: the numbers are the same, and the choice is the measured one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import pytest
+from jax.experimental import sparse
+
+import traceax as tx
+from tests.helpers import close
+from traceax._core import layout
+from traceax._core.operator import LinearMap, layout_wished
+
+N, K = 20_000, 60
+KEY = jax.random.key(0)
+
+
+def rolled(v: Any) -> Any:
+    return 2 * v - jnp.roll(v, 1) - jnp.roll(v, -1)
+
+
+def padded(v: Any) -> Any:
+    wide = jnp.pad(v, 1)
+    return 2 * v - wide[2:] - wide[:-2]
+
+
+def solved(v: Any) -> Any:
+    return jax.scipy.sparse.linalg.cg(lambda x: rolled(x) + x, v, maxiter=3)[0]
+
+
+def scattered(v: Any) -> Any:
+    return jnp.zeros_like(v).at[jnp.arange(N)[::-1]].add(v)
+
+
+MATRIX = sparse.BCOO.fromdense(jnp.eye(3))
+
+
+def sparsely(v: Any) -> Any:
+    return v * (MATRIX @ v[:3])[0]
+
+
+def dense(v: Any) -> Any:
+    return jnp.roll(jnp.ones((5, N)) @ v, 1)
+
+
+LOOPS = {"rolled": rolled, "solved": solved, "scattered": scattered}
+BATCHES = {"padded": padded, "elementwise": jnp.sin, "fft": jnp.fft.fft, "dense": dense}
+
+
+def loops(apply: Callable[[Any], Any], n: int, k: int = K) -> bool:
+    """Whether the rows of a block go one after the other."""
+    block = jax.ShapeDtypeStruct((n, k), jnp.float32)
+    program = jax.make_jaxpr(lambda b: layout.through(apply, b, None))(block)
+    return any(eqn.primitive.name == "scan" for eqn in program.jaxpr.eqns)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_shifts_or_scatters_is_a_loop(name: str) -> None:
+    assert jax.default_backend() == "cpu"
+    assert loops(LOOPS[name], N)
+    assert not loops(LOOPS[name], N, 2)  # a few vectors are a batch
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_all_else_is_a_batch(name: str) -> None:
+    assert not loops(BATCHES[name], N)
+
+
+def test_scattered_entries_of_small_blocks_are_a_batch() -> None:
+    assert not loops(scattered, N, 40)
+    assert loops(sparsely, N)
+    assert not loops(sparsely, 3000)
+
+
+@pytest.mark.parametrize("wish", tx.Layout)
+def test_numbers_are_the_same(wish: tx.Layout) -> None:
+    """Of value, error and gradient; also for stored matrices."""
+    structure = jax.ShapeDtypeStruct((60,), float)
+    matrix = jax.random.normal(KEY, (60, 60)) + 5 * jnp.eye(60)
+
+    def estimate(scale: Any, wish: Any) -> Any:
+        shifts = lx.FunctionLinearOperator(lambda v: scale * rolled(v), structure, wish)
+        stored = lx.MatrixLinearOperator(scale * matrix, wish)
+        estimates = [tx.xtrace(op, KEY, 30) for op in (shifts, stored)]
+        return jnp.stack([x for e in estimates for x in (e.value, e.standard_error)])
+
+    values = estimate(1.5, wish)
+    close(values, estimate(1.5, ()), 1e-12)
+    slopes = jax.jacobian(lambda s: estimate(s, wish)[::2])(1.5)
+    close(1.5 * slopes, values[::2], 1e-12)
+
+
+def test_a_wish_is_found_under_other_tags() -> None:
+    structure = jax.ShapeDtypeStruct((5,), float)
+    operator = lx.FunctionLinearOperator(rolled, structure, tx.Layout.ROWS)
+    assert layout_wished(operator) is tx.Layout.ROWS
+    tagged = lx.TaggedLinearOperator(2 * operator, lx.symmetric_tag)
+    assert layout_wished(tagged) is tx.Layout.ROWS
+    above = lx.TaggedLinearOperator(operator, tx.Layout.LOOP)
+    assert layout_wished(above) is tx.Layout.LOOP
+    assert layout_wished(operator + operator) is None
+    program = jax.make_jaxpr(LinearMap(above))(jnp.ones((5, 2)))
+    assert "scan" in str(program)
+
+
+@pytest.mark.parametrize(("n", "sampler"), [(99_999, tx.sphere), (100_000, tx.rademacher)])
+def test_sketches_of_long_vectors_are_made_of_signs(n: int, sampler: Any) -> None:
+    operator = lx.DiagonalLinearOperator(jnp.linspace(1.0, 2.0, n))
+    close(
+        tx.xtrace(operator, KEY, 4).value,
+        tx.xtrace(operator, KEY, 4, sampler=sampler).value,
+        1e-15,
+    )
