@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from jax import monitoring
+from jax import export, monitoring
+from jax.experimental import checkify
 
 import traceax as tx
 from tests.calls import CALLS, OTHERS, PSD, N, energy, field, logarithm
-from tests.helpers import close, hermitian
+from tests.helpers import DRAWN, close, hermitian
 
 KEY = jax.random.key(5)
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
@@ -123,3 +124,39 @@ def test_donation(name: str) -> None:
     expected = jax.grad(loss, 1)(name, MATRIX, KEY)
     slope = jax.jit(jax.grad(loss, 1), static_argnums=0, donate_argnums=1)
     close(slope(name, jnp.array(MATRIX), KEY), expected, 1e-9)
+
+
+@every_function
+def test_without_jit(name: str) -> None:
+    """Loops and branches run as Python's, where JAX knows what they hang on: there is no
+    function that could not."""
+    with jax.disable_jit():
+        shape = jax.eval_shape(lambda m: CALLS[name](m, KEY).value, MATRIX)
+        few = name in ("xtrace", "row_norms_squared")  # slow: operation by operation
+        value = CALLS[name](MATRIX, KEY).value if few else None
+    assert all(leaf.dtype == MATRIX.dtype for leaf in jax.tree.leaves(shape))
+    if value is not None:
+        close(value, CALLS[name](MATRIX, KEY).value, 1e-9 + DRAWN)
+
+
+@every_function
+def test_checked_for_errors(name: str) -> None:
+    """No NaN, no division by zero and no index out of bounds on the way, not even one that
+    nothing depends on. (Arnoldi's is the only one that writes at an index.)"""
+    call = jax.jit(lambda m: CALLS[name](m, KEY).value)
+    checked = checkify.checkify(call, errors=checkify.all_checks)
+    _, value = jax.eval_shape(checked, MATRIX)
+    assert all(leaf.dtype == MATRIX.dtype for leaf in jax.tree.leaves(value))
+    if name in ("xtrace", "slq_trace", "arnoldi_trace"):
+        checked(MATRIX)[0].throw()
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_exported(name: str) -> None:
+    """Written down and read back, a program gives the same numbers."""
+    call = jax.jit(lambda m: CALLS[name](m, KEY).value)
+    exported = export.export(call)(MATRIX)
+    close(exported.call(MATRIX), call(MATRIX), 1e-12)
+    pytest.importorskip("flatbuffers")
+    read = export.deserialize(exported.serialize())
+    close(read.call(MATRIX), exported.call(MATRIX), 1e-12)
