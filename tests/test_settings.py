@@ -80,6 +80,34 @@ def test_the_second_call_compiles_nothing(name: str) -> None:
     assert len(COMPILED) == before
 
 
+def test_a_tracker_compiles_nothing_for_an_operator_made_anew() -> None:
+    """By the same code, loops and jitted functions in it, with other arrays."""
+    inputs = jax.random.normal(KEY, (4, N))
+
+    def hessian(i: int) -> lx.AbstractLinearOperator:
+        weights = jnp.full(N, i / 10)
+
+        @jax.jit
+        def loss(w: Any) -> Any:
+            return jnp.sum(jax.lax.map(lambda x: jnp.tanh(x @ w) ** 2, inputs))
+
+        def apply(v: Any) -> Any:
+            return jax.jvp(jax.grad(loss), (weights,), (v,))[1]
+
+        structure = jax.ShapeDtypeStruct((N,), weights.dtype)
+        return lx.FunctionLinearOperator(apply, structure, lx.symmetric_tag)
+
+    tracker = tx.deltashift(8)
+    state, compiled = tracker.init(hessian(0), KEY), []
+    for i in range(1, 4):
+        operator, before = hessian(i), len(COMPILED)
+        estimate, state = tracker.update(operator, state, KEY)
+        compiled.append(len(COMPILED) - before)
+        truth = jnp.trace(operator.as_matrix())
+        assert abs(estimate.value - truth) < 5 * estimate.standard_error
+    assert compiled[1:] == [0, 0], compiled
+
+
 # What JAX refuses it refuses in tracing; these stand for all where something is run.
 EXECUTED = (
     "xtrace",
