@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from jax import monitoring
+from jax import export, monitoring
+from jax.experimental import checkify
 
 import traceax as tx
 from tests.calls import CALLS, OTHERS, PSD, N, energy, field, logarithm
-from tests.helpers import close, hermitian
+from tests.helpers import DRAWN, close, hermitian
 
 KEY = jax.random.key(5)
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
@@ -79,6 +80,34 @@ def test_the_second_call_compiles_nothing(name: str) -> None:
     assert len(COMPILED) == before
 
 
+def test_a_tracker_compiles_nothing_for_an_operator_made_anew() -> None:
+    """By the same code, loops and jitted functions in it, with other arrays."""
+    inputs = jax.random.normal(KEY, (4, N))
+
+    def hessian(i: int) -> lx.AbstractLinearOperator:
+        weights = jnp.full(N, i / 10)
+
+        @jax.jit
+        def loss(w: Any) -> Any:
+            return jnp.sum(jax.lax.map(lambda x: jnp.tanh(x @ w) ** 2, inputs))
+
+        def apply(v: Any) -> Any:
+            return jax.jvp(jax.grad(loss), (weights,), (v,))[1]
+
+        structure = jax.ShapeDtypeStruct((N,), weights.dtype)
+        return lx.FunctionLinearOperator(apply, structure, lx.symmetric_tag)
+
+    tracker = tx.deltashift(8)
+    state, compiled = tracker.init(hessian(0), KEY), []
+    for i in range(1, 4):
+        operator, before = hessian(i), len(COMPILED)
+        estimate, state = tracker.update(operator, state, KEY)
+        compiled.append(len(COMPILED) - before)
+        truth = jnp.trace(operator.as_matrix())
+        assert abs(estimate.value - truth) < 5 * estimate.standard_error
+    assert compiled[1:] == [0, 0], compiled
+
+
 # What JAX refuses it refuses in tracing; these stand for all where something is run.
 EXECUTED = (
     "xtrace",
@@ -123,3 +152,39 @@ def test_donation(name: str) -> None:
     expected = jax.grad(loss, 1)(name, MATRIX, KEY)
     slope = jax.jit(jax.grad(loss, 1), static_argnums=0, donate_argnums=1)
     close(slope(name, jnp.array(MATRIX), KEY), expected, 1e-9)
+
+
+@every_function
+def test_without_jit(name: str) -> None:
+    """Loops and branches run as Python's, where JAX knows what they hang on: there is no
+    function that could not."""
+    with jax.disable_jit():
+        shape = jax.eval_shape(lambda m: CALLS[name](m, KEY).value, MATRIX)
+        few = name in ("xtrace", "row_norms_squared")  # slow: operation by operation
+        value = CALLS[name](MATRIX, KEY).value if few else None
+    assert all(leaf.dtype == MATRIX.dtype for leaf in jax.tree.leaves(shape))
+    if value is not None:
+        close(value, CALLS[name](MATRIX, KEY).value, 1e-9 + DRAWN)
+
+
+@every_function
+def test_checked_for_errors(name: str) -> None:
+    """No NaN, no division by zero and no index out of bounds on the way, not even one that
+    nothing depends on. (Arnoldi's is the only one that writes at an index.)"""
+    call = jax.jit(lambda m: CALLS[name](m, KEY).value)
+    checked = checkify.checkify(call, errors=checkify.all_checks)
+    _, value = jax.eval_shape(checked, MATRIX)
+    assert all(leaf.dtype == MATRIX.dtype for leaf in jax.tree.leaves(value))
+    if name in ("xtrace", "slq_trace", "arnoldi_trace"):
+        checked(MATRIX)[0].throw()
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_exported(name: str) -> None:
+    """Written down and read back, a program gives the same numbers."""
+    call = jax.jit(lambda m: CALLS[name](m, KEY).value)
+    exported = export.export(call)(MATRIX)
+    close(exported.call(MATRIX), call(MATRIX), 1e-12)
+    pytest.importorskip("flatbuffers")
+    read = export.deserialize(exported.serialize())
+    close(read.call(MATRIX), exported.call(MATRIX), 1e-12)

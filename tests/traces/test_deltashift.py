@@ -242,6 +242,14 @@ def test_what_changes_and_is_no_array_is_not_overlooked() -> None:
     with pytest.raises(ValueError, match="must hold arrays"):
         followed(in_a_jitted_function)
 
+    def beside_a_jitted_function(t: Any) -> Any:
+        product = t * matrix
+        inner = jax.jit(lambda v: product @ v)
+        return of(lambda v: inner(v) + 0 * (matrix @ v))
+
+    with pytest.raises(ValueError, match="an argument of that function"):
+        followed(beside_a_jitted_function)
+
 
 def test_wrong_use_says_the_cure() -> None:
     operator = lx.MatrixLinearOperator(general(N))

@@ -14,7 +14,7 @@ from traceax._core.operator import dimension, is_negative, is_positive, size
 
 def check_request(
     name: str,
-    operator: object,
+    operator: lx.AbstractLinearOperator,
     key: object,
     num_matvecs: object,
     minimum: int = 1,
@@ -224,7 +224,8 @@ def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
             f"traceax.{name}(operator=...) must be the operator of the state with other "
             "arrays in it, because the two are applied to the same probes, but got one "
             "that differs in something else. If a number changes that is no array, make it "
-            "one: jax.numpy.asarray(number)."
+            "one: jax.numpy.asarray(number); if an array does that a jitted function closes"
+            " over, make it an argument of that function."
         )
 
 

@@ -11,10 +11,20 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from traceax._core.operator import Structure, prepare
+from traceax._core.code import constants_inside, first_of_equals
+from traceax._core.operator import (
+    Structure,
+    is_hermitian,
+    is_negative,
+    is_positive,
+    prepare,
+    stores_matrix,
+    working_dtype,
+)
 
 
 class Program(NamedTuple):
@@ -28,7 +38,7 @@ class Program(NamedTuple):
     fingerprint: Array
 
     def with_arrays(
-        self, arrays: list[Array], structure: Structure
+        self, arrays: list[Array], structure: Structure, tags: frozenset = frozenset()
     ) -> lx.AbstractLinearOperator:
         own, constants = arrays[: self.num_own], arrays[self.num_own :]
         run = jaxpr_as_fun(ClosedJaxpr(self.code, constants))
@@ -37,7 +47,7 @@ class Program(NamedTuple):
             results = run(*own, *jax.tree.leaves(vector))
             return jax.tree.unflatten(jax.tree.structure(structure), results)
 
-        return lx.FunctionLinearOperator(apply, structure)
+        return lx.FunctionLinearOperator(apply, structure, tags)
 
 
 def program_of(operator: lx.AbstractLinearOperator) -> Program:
@@ -49,7 +59,41 @@ def program_of(operator: lx.AbstractLinearOperator) -> Program:
     code = jax.make_jaxpr(apply)(own, operator.in_structure())
     own = jax.tree.leaves(own)
     text = re.sub("0x[0-9a-f]+", "", str(code.jaxpr))  # addresses of functions
-    digest = hashlib.sha256(text.encode()).digest()
+    inside = map(_bits, filter(_is_here, constants_inside(code.jaxpr)))
+    digest = hashlib.sha256(b"".join([text.encode(), *inside])).digest()
     fingerprint = jnp.asarray(np.frombuffer(digest, np.uint32))
     arrays = [*own, *map(jnp.asarray, code.consts)]
-    return Program(arrays, code.jaxpr, len(own), fingerprint)
+    traced = any(isinstance(array, Tracer) for array in arrays)
+    jaxpr = code.jaxpr if traced else first_of_equals(code.jaxpr, digest)
+    return Program(arrays, jaxpr, len(own), fingerprint)
+
+
+def _is_here(constant: Any) -> bool:
+    if isinstance(constant, Tracer):
+        return False
+    return getattr(constant, "is_fully_addressable", True)  # or spread over processes
+
+
+def _bits(constant: Any) -> bytes:
+    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        constant = jax.random.key_data(constant)
+    return np.asarray(constant).tobytes()
+
+
+def by_program(
+    operator: lx.AbstractLinearOperator, program: Program
+) -> lx.AbstractLinearOperator:
+    """The operator, applied by code that may have been compiled for an equal one before."""
+    if stores_matrix(operator):
+        return operator
+    kinds = {
+        lx.symmetric_tag: is_hermitian(operator) and not _is_complex(operator),
+        lx.positive_semidefinite_tag: is_positive(operator),
+        lx.negative_semidefinite_tag: is_negative(operator),
+    }
+    tags = frozenset(tag for tag, holds in kinds.items() if holds)
+    return program.with_arrays(program.arrays, operator.in_structure(), tags)
+
+
+def _is_complex(operator: lx.AbstractLinearOperator) -> bool:
+    return jnp.issubdtype(working_dtype(operator), jnp.complexfloating)

@@ -189,7 +189,7 @@ def _arnoldi(
         alive = size > 10 * eps * n**0.5 * norm(product)
         new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
         below = jnp.where(alive, size, 0).astype(start.dtype)
-        column = (first + again).at[j + 1].set(below, mode="drop")
+        column = jnp.where(jnp.arange(num_steps) == j + 1, below, first + again)
         return (basis, new), (column, jnp.any(q != 0))
 
     basis = jnp.zeros((num_steps, n), start.dtype)

@@ -212,8 +212,9 @@ def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
         corners = jnp.where(is_pair & (block[:, None] > block[None, :]), lower, 0)
         return inverses - inverses @ (corners @ inverses)
 
+    start = jnp.where(is_diagonal, 1 / diagonal(lower)[:, None], 0)
     rounds = max(index.size - 1, 0).bit_length()
-    return jax.lax.fori_loop(0, rounds, double, jnp.where(is_diagonal, 1 / lower, 0))
+    return jax.lax.fori_loop(0, rounds, double, start)
 
 
 def after(

@@ -48,7 +48,7 @@ from traceax._core.checks import (
 )
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution, size
-from traceax._core.program import Program, program_of
+from traceax._core.program import Program, by_program, program_of
 from traceax._core.rule import Outcome, run
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
 from traceax._probes.plan import stream
@@ -129,7 +129,9 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     what is remembered takes no part. The state is frozen.
 
     **Cost**: num_matvecs // 2 applications of each operator, no adjoints, in two batches;
-    the state holds copies of all arrays that the operator is made of, data included.
+    the state holds copies of all arrays that the operator is made of, data included. From
+    the third update on nothing is compiled, though the operator's functions are made anew
+    each time, but for solves by lineax and rules for derivatives of your own in loops.
 
     **Example**
 
@@ -183,6 +185,7 @@ def _update(
     program = program_of(operator)
     check_tracked("deltashift.update", state, Tracked, program.arrays)
     check_same_program("deltashift.update", state.program, program.fingerprint)
+    operator = by_program(operator, program)
     if num_matvecs >= size(operator):
         exact = exact_trace(operator)
         return exact, _state(exact, program)
