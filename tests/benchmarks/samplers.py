@@ -64,8 +64,8 @@ def draws(n: int) -> str:
     for sampler in SAMPLERS:
         draw = jax.jit(lambda key, sampler=sampler: sampler(key, space, 50))
         thunks.append(lambda draw=draw: draw(jax.random.key(2)))
-    in_turn(*thunks, 2)
-    sphere, signs = in_turn(*thunks, 15)
+    in_turn(thunks[0], thunks[1], 2)
+    sphere, signs = in_turn(thunks[0], thunks[1], 15)
     return f"{n:>8} sphere {sphere:8.2f} ms, signs {signs:8.2f} ms"
 
 

@@ -128,7 +128,9 @@ def _is_spread(array: Any) -> bool:
 def _operations(program: Jaxpr) -> Iterator[str]:
     """The names of all, also of what is inside loops, branches and compiled functions."""
     for equation in program.eqns:
-        if any(out.aval.ndim for out in equation.outvars):  # an inner product is none
+        if any(
+            getattr(out.aval, "ndim", 0) for out in equation.outvars
+        ):  # an inner product is none
             yield equation.primitive.name
         for inner in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr)

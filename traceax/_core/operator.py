@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.closure import closed, has_defaults
+from traceax._core.coded import coded_operator
 from traceax._core.layout import Layout, through, through_matrix
 
 Module = TypeVar("Module", bound=eqx.Module)
@@ -160,6 +161,9 @@ class LinearMap(eqx.Module):
         if stores_matrix(self.operator):
             return self.operator.as_matrix().astype(dtype)
         return self(jnp.eye(size(self.operator), dtype=dtype))
+
+    def coded(self) -> LinearMap:
+        return LinearMap(coded_operator(self.operator))
 
     @property
     def is_hermitian(self) -> bool:

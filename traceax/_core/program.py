@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from traceax._core.code import constants_inside, first_of_equals
+from traceax._core.code import fingerprint, first_of_equals
+from traceax._core.coded import are_here
 from traceax._core.operator import (
     Structure,
     is_hermitian,
@@ -58,26 +56,11 @@ def program_of(operator: lx.AbstractLinearOperator) -> Program:
 
     code = jax.make_jaxpr(apply)(own, operator.in_structure())
     own = jax.tree.leaves(own)
-    text = re.sub("0x[0-9a-f]+", "", str(code.jaxpr))  # addresses of functions
-    inside = map(_bits, filter(_is_here, constants_inside(code.jaxpr)))
-    digest = hashlib.sha256(b"".join([text.encode(), *inside])).digest()
-    fingerprint = jnp.asarray(np.frombuffer(digest, np.uint32))
+    digest = fingerprint(code.jaxpr)
     arrays = [*own, *map(jnp.asarray, code.consts)]
-    traced = any(isinstance(array, Tracer) for array in arrays)
-    jaxpr = code.jaxpr if traced else first_of_equals(code.jaxpr, digest)
-    return Program(arrays, jaxpr, len(own), fingerprint)
-
-
-def _is_here(constant: Any) -> bool:
-    if isinstance(constant, Tracer):
-        return False
-    return getattr(constant, "is_fully_addressable", True)  # or spread over processes
-
-
-def _bits(constant: Any) -> bytes:
-    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-        constant = jax.random.key_data(constant)
-    return np.asarray(constant).tobytes()
+    jaxpr = first_of_equals(code.jaxpr, digest) if are_here(arrays) else code.jaxpr
+    words = jnp.asarray(np.frombuffer(digest, np.uint32))
+    return Program(arrays, jaxpr, len(own), words)
 
 
 def by_program(

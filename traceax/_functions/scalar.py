@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from traceax._core.closure import closed
+from traceax._core.coded import Unknown, coded
 from traceax._core.operator import LinearMap, Structure
 
 Scalar = Inexact[Array, ""]
@@ -25,6 +26,7 @@ class ScalarFunction(eqx.Module):
     """
 
     function: Callable[[Scalar], PyTree[Array]]
+    point: jax.ShapeDtypeStruct | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Scalar) -> Inexact[Array, " p"]:
         leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(self.function(x))]
@@ -58,7 +60,7 @@ def scalar_function(
         kind = leaf.dtype if is_inexact else jnp.finfo(dtype).dtype
         return jax.ShapeDtypeStruct(leaf.shape, kind)
 
-    return ScalarFunction(converted), jax.tree.map(inexact, result)
+    return ScalarFunction(converted, point), jax.tree.map(inexact, result)
 
 
 class MatrixFunction(eqx.Module):
@@ -66,6 +68,12 @@ class MatrixFunction(eqx.Module):
 
     linear_map: LinearMap
     fn: Flat
+
+    def coded(self) -> MatrixFunction:
+        if not isinstance(self.fn, ScalarFunction):
+            raise Unknown
+        fn = ScalarFunction(coded(self.fn.function, self.fn.point), self.fn.point)
+        return MatrixFunction(self.linear_map.coded(), fn)
 
 
 class Jacobian(eqx.Module):

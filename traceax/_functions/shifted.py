@@ -35,6 +35,9 @@ class Shifted(eqx.Module):
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
         return self.linear_map(block) + self.shift * block
 
+    def coded(self) -> Shifted:
+        return Shifted(self.linear_map.coded(), self.shift)
+
 
 def preconditioned(
     subject: Shifted,

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core.operator import as_columns, working_dtype
-from traceax._probes.samplers import Sampler, check_independent, probes_a_sample
+from traceax._core.coded import by_value
+from traceax._core.operator import Structure, as_columns, working_dtype
+from traceax._probes.samplers import Sampler, check_independent, is_known, probes_a_sample
 
 
 def draw(
@@ -33,6 +34,10 @@ def draw(
         )
     if probes_a_sample(sampler) > 1 and not in_samples:
         check_independent(name, sampler)
+    if is_known(sampler):
+        dtype = working_dtype(operator)
+        drawn = _drawn(by_value(sampler), key, structure, num_probes, dtype)
+        return jax.lax.stop_gradient(drawn)
     probes = sampler(key, structure, num_probes)
 
     def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -50,6 +55,17 @@ def draw(
         )
     dtype = working_dtype(operator)
     return jax.lax.stop_gradient(as_columns(probes, dtype))
+
+
+@eqx.filter_jit
+def _drawn(
+    sampler: Sampler,
+    key: PRNGKeyArray,
+    structure: Structure,
+    num_probes: int,
+    dtype: jnp.dtype,
+) -> Inexact[Array, "n k"]:
+    return as_columns(sampler(key, structure, num_probes), dtype)
 
 
 def draw_samples(

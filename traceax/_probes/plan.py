@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_batch_size, check_samples
+from traceax._core.coded import by_value
 from traceax._core.operator import size, skeleton
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import standard_error
@@ -88,7 +91,13 @@ def stream(
         block = draw(name, sampler, key, operator, num_probes, in_samples=True)
         return Stream(block, None, count, group, batch)
     how = partial(draw_samples, name=name, sampler=sampler, operator=skeleton(operator))
-    keys = jax.random.split(key, count)
     if batch >= count:
-        return all_at_once(how(keys), group)
-    return Stream(keys, how, count, group, batch)
+        return all_at_once(_at_once(by_value(how), key, count), group)
+    return Stream(jax.random.split(key, count), how, count, group, batch)
+
+
+@eqx.filter_jit
+def _at_once(
+    how: Callable[[PRNGKeyArray], Inexact[Array, "n k"]], key: PRNGKeyArray, count: int
+) -> Inexact[Array, "n k"]:
+    return how(jax.random.split(key, count))

@@ -211,8 +211,13 @@ def is_without_replacement(sampler: Sampler) -> bool:
 
 def comes_in_samples(sampler: Sampler) -> bool:
     """Whether samples may be drawn one by one: of a sampler we do not know, never."""
-    known = _innermost(sampler) in (rademacher, normal, sphere)
-    return known or probes_a_sample(sampler) > 1
+    independent = is_known(sampler) and not is_without_replacement(sampler)
+    return independent or probes_a_sample(sampler) > 1
+
+
+def is_known(sampler: Sampler) -> bool:
+    """Whether it is one of those above."""
+    return _innermost(sampler) in (rademacher, normal, sphere, orthogonal)
 
 
 def probes_a_sample(sampler: Sampler) -> int:

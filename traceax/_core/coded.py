@@ -1,0 +1,115 @@
+"""Functions as code and arrays, so that what is compiled for one serves its equals.
+
+A function that users make anew for every call, a lambda mostly, is a new one to whatever
+keeps compiled programs; its code is not (`code`). So outside of `jax.jit` an algorithm may
+be compiled as one with the operator inside it: the first call takes the time of one
+compilation, not of dozens, and no later one any.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import lineax as lx
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.tree_util import Partial
+from jaxtyping import Array, PyTree
+
+from traceax._core.code import fingerprint, first_of_equals
+
+
+class Coded(eqx.Module):
+    """A function of arrays; what it refers to are its leaves, what it does is static."""
+
+    arrays: list[Array]
+    code: Jaxpr = eqx.field(static=True)
+    result: Any = eqx.field(static=True)
+
+    def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
+        num_constants = len(self.code.constvars)
+        own, constants = self.arrays[num_constants:], self.arrays[:num_constants]
+        run = jaxpr_as_fun(ClosedJaxpr(self.code, constants))
+        return jax.tree.unflatten(self.result, run(*own, *jax.tree.leaves(args)))
+
+
+class Unknown(Exception):  # noqa: N818
+    """What is not made of functions of arrays."""
+
+
+def coded(fn: Callable[..., Any], *args: Any) -> Coded:
+    """`fn`, to be called with what `args` are like."""
+    if isinstance(fn, Coded):
+        return fn
+    if not all(map(_is_like_array, jax.tree.leaves(args))):
+        raise Unknown
+    own, rest = eqx.partition(fn, eqx.is_array)
+
+    def call(own: Any, *args: Any) -> Any:
+        return eqx.combine(own, rest)(*args)
+
+    code, shape = jax.make_jaxpr(call, return_shape=True)(own, *args)
+    arrays = [*code.consts, *jax.tree.leaves(own)]
+    if code.effects or not are_here(arrays):
+        raise Unknown
+    jaxpr = first_of_equals(code.jaxpr, fingerprint(code.jaxpr))
+    return Coded(arrays, jaxpr, jax.tree.structure(shape))
+
+
+def _is_like_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
+
+
+def are_here(tree: PyTree) -> bool:
+    """Whether nothing in it is being traced."""
+    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def coded_operator(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The same, its functions coded."""
+    functions = (lx.FunctionLinearOperator, lx.JacobianLinearOperator)
+
+    def with_code(node: Any) -> Any:
+        match node:
+            case lx.FunctionLinearOperator():
+                fn = coded(node.fn, node.in_structure())
+            case lx.JacobianLinearOperator():
+                fn = coded(node.fn, node.x, node.args)
+            case _:
+                return node
+        return eqx.tree_at(lambda op: op.fn, node, fn)
+
+    for node in jax.tree.leaves(operator, is_leaf=_is_foreign):
+        if _is_foreign(node):
+            raise Unknown
+    return jax.tree.map(with_code, operator, is_leaf=lambda x: isinstance(x, functions))
+
+
+def _is_foreign(node: Any) -> bool:
+    """Not lineax's: it may hold functions anywhere."""
+    is_operator = isinstance(node, lx.AbstractLinearOperator)
+    return is_operator and type(node).__module__.split(".")[0] != "lineax"
+
+
+def algorithm_by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """One that is equal to another if it does the same. Not one that is made anew at each
+    call, or decides by itself what it compiles, as methods may."""
+    inner = fn
+    while isinstance(inner, partial):
+        inner = inner.args[0] if inner.args else inner.func
+    if not isinstance(inner, types.FunctionType) or inner.__closure__:
+        raise Unknown
+    return by_value(fn)
+
+
+def by_value(fn: Any) -> Any:
+    """Partial functions as pytrees, which are equal if their parts are."""
+    if not isinstance(fn, partial):
+        return fn
+    keywords = {name: by_value(value) for name, value in fn.keywords.items()}
+    return Partial(by_value(fn.func), *map(by_value, fn.args), **keywords)
