@@ -4,9 +4,10 @@
 that does nothing else; eight minutes. The rows of log-determinants are those of
 `tests.benchmarks.functions`, in float64; the dense ones of XTrace those of
 `tests.benchmarks.speed`. The sparse operator is the five-point Laplacian of a square grid,
-n = 199,809, applied by shifts; XTrace with 100 matvecs, and with 100 probes; with points of
-the sphere, and with signs, in either library. Both libraries in turn in one process,
-jitted, warmed; medians of seven. A ratio above 1 says that traceax is faster.
+n = 199,809, applied by pads and by shifts; XTrace with 50 and with 100 probes; with the
+default sampler against points of the sphere, and with signs in either library. Both
+libraries in turn in one process, jitted, warmed; medians of seven. A ratio above 1 says
+that traceax is faster.
 
 Memory is what the compiler sets aside, in blocks of n x k: of a gradient, above its value.
 """
@@ -49,37 +50,80 @@ def laplacian(v: Float[Array, " n"], weight: Float[Array, ""]) -> Float[Array, "
     return (weight * grid - up_down - left_right).ravel()
 
 
-def sparse_pair(num_probes: int, sampler: Any, other: Any, dtype: Any) -> functions.Pair:
+def rolled(v: Float[Array, " n"], weight: Float[Array, ""]) -> Float[Array, " n"]:
+    beside = [jnp.roll(v, shift) for shift in (1, -1, SIDE, -SIDE)]
+    return weight * v - beside[0] - beside[1] - beside[2] - beside[3]
+
+
+OPERATORS = {"padded": laplacian, "rolled": rolled}
+
+
+def sparse_pair(
+    num_probes: int, ours_of: Any, theirs_of: Any, dtype: Any, stencil: str = "padded"
+) -> functions.Pair:
     space = jax.ShapeDtypeStruct((SIDE**2,), dtype)
+    apply = OPERATORS[stencil]
 
     def ours(weight: Float[Array, ""], key: PRNGKeyArray) -> Array:
-        operator = lx.FunctionLinearOperator(lambda v: laplacian(v, weight), space)
-        return tx.xtrace(operator, key, 2 * num_probes, sampler=sampler).value
+        operator = lx.FunctionLinearOperator(lambda v: apply(v, weight), space)
+        return tx.xtrace(operator, key, 2 * num_probes, sampler=ours_of).value
 
-    drawn = other(jnp.zeros(SIDE**2, dtype), num=num_probes)
+    drawn = theirs_of(jnp.zeros(SIDE**2, dtype), num=num_probes)
     rival = stochtrace.estimator_leave_one_out(stochtrace.leave_one_out_xtrace(), drawn)
 
     def theirs(weight: Float[Array, ""], key: PRNGKeyArray) -> Array:
-        return rival(laplacian, key, weight)
+        return rival(apply, key, weight)
 
     return ours, theirs
 
 
 def sparse(*counts: int) -> Iterator[Race]:
     samplers = {
-        "sphere": (tx.sphere, stochtrace.sampler_sphere),
-        "signs": (tx.rademacher, stochtrace.sampler_signs),
+        "default": (None, stochtrace.sampler_sphere, 3),
+        "signs": (tx.rademacher, stochtrace.sampler_signs, 2.5),
     }
     for dtype in (jnp.float32, jnp.float64):
-        for count in counts:
-            for name, pair in samplers.items():
-                label = f"sparse, {count} {name}, {jnp.dtype(dtype).name}"
-                arguments = (jnp.asarray(4, dtype), KEY)
-                yield Race(label, sparse_pair(count, *pair, dtype), arguments, REPEATS, 3)
+        for stencil in OPERATORS:
+            for count in counts:
+                for name, (mine, theirs, aim) in samplers.items():
+                    label = f"{stencil}, {count} {name}, {jnp.dtype(dtype).name}"
+                    arguments = (jnp.asarray(4, dtype), KEY)
+                    pair = sparse_pair(count, mine, theirs, dtype, stencil)
+                    yield Race(label, pair, arguments, REPEATS, aim)
+
+
+def kernel_squared() -> Iterator[Race]:
+    """XTrace's gradient in the three parameters that a kernel is made of."""
+    points = jax.random.uniform(jax.random.key(5), (speed.N, 3), jnp.float64)
+    squares = jnp.sum((points[:, None] - points[None, :]) ** 2, axis=-1)
+
+    def kernel(theta: Float[Array, "3"]) -> Float[Array, "n n"]:
+        eye = jnp.eye(speed.N)
+        return theta[0] * jnp.exp(-squares / theta[1] ** 2) + theta[2] * eye
+
+    def twice(v: Float[Array, " n"], matrix: Float[Array, "n n"]) -> Float[Array, " n"]:
+        return matrix @ (matrix @ v)
+
+    def ours(theta: Float[Array, "3"], key: PRNGKeyArray) -> Array:
+        matrix = kernel(theta)
+        space = jax.ShapeDtypeStruct((speed.N,), matrix.dtype)
+        operator = lx.FunctionLinearOperator(lambda v: twice(v, matrix), space)
+        return tx.xtrace(operator, key, speed.NUM_MATVECS).value
+
+    drawn = stochtrace.sampler_sphere(jnp.zeros(speed.N), num=speed.NUM_MATVECS // 2)
+    rival = stochtrace.estimator_leave_one_out(stochtrace.leave_one_out_xtrace(), drawn)
+
+    def theirs(theta: Float[Array, "3"], key: PRNGKeyArray) -> Array:
+        return rival(twice, key, kernel(theta))
+
+    pair = jax.value_and_grad(ours), jax.value_and_grad(theirs)
+    yield Race("xtrace of K^2 + grad", pair, (jnp.array([1.0, 0.5, 0.1]), KEY), 5, 1.5)
 
 
 def speeds() -> None:
-    print_races(warmed, [*functions.races(20, 40), *dense(), *sparse(50, 100)])
+    print_races(
+        warmed, [*functions.races(20, 40), *dense(), *kernel_squared(), *sparse(50, 100)]
+    )
 
 
 def compilations() -> None:

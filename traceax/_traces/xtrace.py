@@ -148,7 +148,8 @@ def xtrace_of(
     n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
     h = (q.conj().T @ images) / scale
-    remainders = column_dots(loo.mu, sketch - images @ loo.x) / scale
+    coimage = (images.conj().T @ loo.mu) / scale
+    remainders = column_dots(loo.mu, sketch) / scale - column_dots(coimage, loo.x)
     samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
 
     rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(loo.resphering * remainders))
@@ -159,7 +160,6 @@ def xtrace_of(
         w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
         image = loo.basis.factor - h @ loo.x
-        coimage = (images.conj().T @ loo.mu) / scale
         replicates = xtrace_replicates(
             h,
             s,
