@@ -170,7 +170,9 @@ def print_races(timed: Callable[..., Thunk], entries: Iterable[Race]) -> None:
     for label, pair, arguments, repeats, aim in entries:
         mine, other = (timed(function, *arguments) for function in pair)
         mine, other = in_turn(mine, other, repeats)
-        ratio = f"{other / mine:>8.2f}{f'>= {aim}':>7}{'' if other >= aim * mine else ' !'}"
+        ratio = (
+            f"{other / mine:>8.2f}{f'>= {aim:.3g}':>7}{'' if other >= aim * mine else ' !'}"
+        )
         print(f"{label:<34}{mine:>10.1f}{other:>10.1f}{ratio}")
 
 

@@ -126,9 +126,39 @@ def speeds() -> None:
     )
 
 
+def with_errors() -> Iterator[Race]:
+    """Values and standard errors, beside matfree's values alone."""
+    matrix = jnp.eye(functions.N)
+    counts: dict[str, Any] = {"num_probes": functions.NUM_PROBES, "num_steps": 20}
+    spent = functions.NUM_PROBES * 20
+    calls: dict[str, Callable[..., tx.Estimate]] = {
+        "slq_trace": lambda a, key: tx.slq_trace(a, jnp.log, key, **counts),
+        "function_trace": lambda a, key: tx.function_trace(a, jnp.log, key, spent),
+        "logdet": lambda a, key: tx.logdet(a, key, spent),
+        "xtrace": lambda a, key: tx.xtrace(a, key, speed.NUM_MATVECS),
+    }
+    theirs = dict.fromkeys(calls, functions.of_matrix(20)[1])
+    theirs["xtrace"] = speed.of_matfree(
+        stochtrace.leave_one_out_xtrace(), speed.NUM_MATVECS // 2
+    )
+    for name, call in calls.items():
+
+        def ours(matrix: Any, key: PRNGKeyArray, call: Any = call) -> tuple[Array, Array]:
+            space = jax.ShapeDtypeStruct(matrix.shape[:1], matrix.dtype)
+            tag = lx.positive_semidefinite_tag
+            found = call(lx.FunctionLinearOperator(lambda v: matrix @ v, space, tag), key)
+            return found.value, found.standard_error
+
+        given = matrix.astype(jnp.float32) if name == "xtrace" else matrix
+        yield Race(
+            f"{name} with error", (ours, theirs[name]), (given, KEY), REPEATS, 1 / 1.2
+        )
+
+
 def compilations() -> None:
     rows = [*functions.races(20), *dense(), *sparse(50)]
     print_races(compilation, (row._replace(aim=1, repeats=REPEATS) for row in rows))
+    print_races(compilation, with_errors())
 
 
 def set_aside(function: Callable[..., Any], *arguments: Array) -> float:
