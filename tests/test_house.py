@@ -1,6 +1,8 @@
 """The house: wings on floors, arrows that run downwards, rooms of a size, open doors."""
 
 import ast
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -119,3 +121,19 @@ def test_public_things_are_called_as_users_call_them() -> None:
     for name, thing in vars(traceax).items():
         if not name.startswith("_"):
             assert (thing.__module__, thing.__qualname__) == ("traceax", name)
+
+
+def test_importing_takes_no_detour() -> None:
+    """What is sparse, or only the command line's, is imported by who asks for it."""
+    program = """
+import sys, jax, equinox, lineax
+before = set(sys.modules)
+import traceax
+print(*{name for name in set(sys.modules) - before if not name.startswith("traceax.")})
+"""
+    run = [sys.executable, "-c", program]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    new = done.stdout.split()
+    assert "traceax" in new
+    heavy = ("scipy.sparse", "jax.experimental.sparse", "matplotlib", "argparse")
+    assert not [name for name in new if name.startswith(heavy)]

@@ -9,9 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 from jax.core import Tracer
-from jax.experimental.sparse import BCOO
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten
@@ -184,6 +182,10 @@ def colouring(pattern: Any, power: int = 1) -> Int[np.ndarray, " n"]:
 
 def _adjacency(pattern: Any) -> Any:
     """Symmetric, boolean, with a full diagonal, so that powers include shorter walks."""
+    # Here, because they take longer to import than all of traceax.
+    import scipy.sparse  # noqa: PLC0415
+    from jax.experimental.sparse import BCOO  # noqa: PLC0415
+
     indices: Any
     shape: Any
     if isinstance(pattern, BCOO):
