@@ -19,7 +19,6 @@ from traceax._core.operator import LinearMap, is_negative, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._diagonals.exact import exact_diagonal
 from traceax._diagonals.weights import TwoSidedWeight
-from traceax._linalg.basis import after
 from traceax._linalg.columns import (
     column_norms_squared,
     mean,
@@ -115,7 +114,7 @@ def _xnysdiag(
 ) -> Outcome:
     sketch = sign * linear_map(probes)
     eps = resolution(linear_map.operator)
-    value, error, sketch = _judge(sketch, probes, eps)
+    value, error = _judge(sketch, probes, eps)
     weight = TwoSidedWeight.of(leave_one_out(sketch, probes, resphere=False))
     return Outcome(sign * value, error, weight)
 
@@ -123,8 +122,8 @@ def _xnysdiag(
 @partial(jax.jit, static_argnames="eps")
 def _judge(
     sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], eps: float
-) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n k"]]:
-    """Value and standard error from A Omega, and A Omega again, for what comes `after`."""
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Value and standard error from A Omega."""
     factor = nystrom(sketch, probes)
     lengths = jnp.sqrt(column_norms_squared(factor.right))
     z = factor.left @ (factor.right / lengths[None, :])
@@ -135,4 +134,4 @@ def _judge(
     rounding = 4 * eps * (whole + mean(whole)) + factor.indefinite
     error = shared_error(samples, rounding)
     scale = factor.scale
-    return scale * mean(samples), scale * error, after(factor.left, sketch)
+    return scale * mean(samples), scale * error

@@ -20,7 +20,6 @@ from traceax._functions.exact_functions import exact_function_trace, is_cheap
 from traceax._functions.scalar import MatrixFunction, scalar_function
 from traceax._functions.slq import Sampled, Traced, decompose_with_half, real_dtype, sample
 from traceax._functions.split import FromStarts, Run
-from traceax._linalg.basis import after
 from traceax._linalg.jackknife import both_errors, independent_degrees_of_freedom
 from traceax._linalg.krylov import BlockKrylov, block_krylov
 
@@ -148,7 +147,6 @@ def _complement(
 ) -> tuple[Inexact[Array, "k n"], Float[Array, " k"]]:
     """The probes outside of Q, as rows, and the factors that resphere them."""
     q = known.basis[0, : known.coefficients.size].T
-    tests = after(known.eigen.values, tests)
     remainder = tests - q @ (q.conj().T @ tests)
     remainder = (remainder - q @ (q.conj().T @ remainder)).T
     rank = q.shape[0] - jnp.sum(known.coefficients)

@@ -34,7 +34,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import after
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import BlockKrylov
 
@@ -99,7 +98,7 @@ def preconditioner(space: BlockKrylov, shift: Float[Array, ""]) -> Preconditione
     core = jnp.maximum(theta + level, noise)
     half = (tall @ vectors + level * _embedded(vectors, total)) / jnp.sqrt(core)[None, :]
     half = jnp.where(space.filled[:, None], half, 0)
-    outer = after(theta, half @ half.conj().T)
+    outer = half @ half.conj().T
     values, outer_vectors = lapack.eigh((outer + outer.conj().T) / 2)
     roots = jnp.sqrt(jnp.maximum(theta + shift, noise))[None, :]
     solved = _embedded(vectors / roots, total)

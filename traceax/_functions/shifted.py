@@ -17,7 +17,6 @@ from traceax._core.rule import Outcome, settled
 from traceax._functions.deflation import Split, resphering
 from traceax._functions.dense import decompose
 from traceax._functions.preconditioner import Preconditioned, Preconditioner, preconditioner
-from traceax._linalg.basis import after
 from traceax._linalg.jackknife import both_errors, standard_error
 from traceax._linalg.krylov import Krylov, block_krylov, lanczos, radau, truncated
 
@@ -63,7 +62,7 @@ def _complement(
     frame: Preconditioner, tests: Inexact[Array, "n k"]
 ) -> tuple[Inexact[Array, "k n"], Float[Array, " k"]]:
     """The probes outside of W, as rows, and the factors that resphere them."""
-    remainder = frame.complement(after(frame.values, tests)).T
+    remainder = frame.complement(tests).T
     rank = tests.shape[0] - frame.rank
     return remainder, resphering(remainder, rank) / remainder.shape[0]
 

@@ -200,7 +200,8 @@ def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
         [ B  C ]     =  [ -C^-1 B A^-1    C^-1 ]
 
     in log2(k) rounds of products, each over all blocks at once: as accurate and as fast as
-    substitution, and not a `solve_triangular`, for the reason given at `after`.
+    substitution, and no `solve_triangular`, of which a batch beside LAPACK calls is among
+    what jax 0.10 waits for (`lapack`).
     """
     lower = triangle.conj().T
     index = jnp.arange(lower.shape[0])
@@ -215,20 +216,6 @@ def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     start = jnp.where(is_diagonal, 1 / diagonal(lower)[:, None], 0)
     rounds = max(index.size - 1, 0).bit_length()
     return jax.lax.fori_loop(0, rounds, double, start)
-
-
-def after(
-    finished: Inexact[Array, ...], block: Inexact[Array, "n k"]
-) -> Inexact[Array, "n k"]:
-    """`block`, but not before `finished`: call it between two LAPACK calls.
-
-    The CPU runtime of jax 0.10 runs independent operations side by side. On two cores,
-    under `vmap`, it waits for ever where a batched product that feeds one LAPACK call runs
-    beside another LAPACK call, or beside a batched triangular solve (a loop of the
-    compiler's, with products in it). So no estimator solves with a triangle, and the
-    LAPACK calls of each form a chain. An optimisation barrier is dropped too early to help.
-    """
-    return block + 0 * jnp.sum(finished)
 
 
 class Downdate(NamedTuple):

@@ -76,12 +76,12 @@ class Growing(NamedTuple):
         eps = resolution(linear_map.operator)
         resphere = self.resphere
         if sketch.basis is None or sketch.images is None:
-            value, error, products = xnystrace_of(
+            value, error = xnystrace_of(
                 sketch.products, sketch.probes, eps, resphere=resphere
             )
 
             def weight() -> TraceWeight:
-                loo = leave_one_out(products, sketch.probes, resphere=resphere)
+                loo = leave_one_out(sketch.products, sketch.probes, resphere=resphere)
                 return loo.trace_weight()
 
             return self.sign * value, error, weight

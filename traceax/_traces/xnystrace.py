@@ -25,7 +25,6 @@ from traceax._core.checks import check_request, check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, is_negative, resolution, size
 from traceax._core.rule import Outcome, estimate
-from traceax._linalg.basis import after
 from traceax._linalg.columns import column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
@@ -146,7 +145,7 @@ def _xnystrace(
 ) -> Outcome:
     sketch = sign * linear_map(probes)
     eps = resolution(linear_map.operator)
-    value, error, sketch = xnystrace_of(sketch, probes, eps, resphere=resphere)
+    value, error = xnystrace_of(sketch, probes, eps, resphere=resphere)
     weight = leave_one_out(sketch, probes, resphere=resphere).trace_weight()
     return Outcome(sign * value, error, weight)
 
@@ -158,8 +157,8 @@ def xnystrace_of(
     eps: float,
     *,
     resphere: bool,
-) -> tuple[Float[Array, ""], Float[Array, ""], Inexact[Array, "n k"]]:
-    """Value and standard error from A Omega, and A Omega again, for what comes `after`.
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Value and standard error from A Omega.
 
     The remainder w_i* (A - A<Omega_-i>) w_i is the Schur complement 1/(H^{-1})_ii of the
     core H = Omega* A Omega: no long vectors, and no projections of probes."""
@@ -189,7 +188,7 @@ def xnystrace_of(
         missed = _missed(removed, squares, test, probes, resphering)
         error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
     scale = factor.scale
-    return scale * mean(samples), scale * error, after(factor.left, sketch)
+    return scale * mean(samples), scale * error
 
 
 def _missed(
