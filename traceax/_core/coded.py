@@ -91,7 +91,10 @@ def coded_operator(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
 
 
 def _is_foreign(node: Any) -> bool:
-    """Not lineax's: it may hold functions anywhere."""
+    """Not lineax's: it may hold functions anywhere; nor a tangent, which holds half of
+    one."""
+    if isinstance(node, lx.TangentLinearOperator):
+        return True
     is_operator = isinstance(node, lx.AbstractLinearOperator)
     return is_operator and type(node).__module__.split(".")[0] != "lineax"
 
