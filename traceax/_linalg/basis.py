@@ -112,8 +112,9 @@ def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factor
     mixed = _mixing(k, block.real.dtype)
     triangle = lapack.triangle(_signed_sums(block, 3 * k // 2 + 10) @ mixed)
     sizes = jnp.abs(diagonal(triangle))
-    lost = sizes < 4 * floor
-    short = 4 * floor * jnp.eye(k, dtype=mixed.dtype)
+    margin = 4 * k**0.5 * floor  # rounding of what is no column: up to 4.2 floors at k = 20
+    lost = sizes < margin
+    short = margin * jnp.eye(k, dtype=mixed.dtype)
     triangle = jnp.where(lost[:, None], short, triangle)
     inverse = inverse_adjoint(triangle)
 
