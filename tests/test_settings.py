@@ -80,7 +80,12 @@ def test_the_second_call_compiles_nothing(name: str) -> None:
     assert len(COMPILED) == before
 
 
-def test_a_tracker_compiles_nothing_for_an_operator_made_anew() -> None:
+class Mine(lx.FunctionLinearOperator):
+    pass
+
+
+@pytest.mark.parametrize("kind", [lx.FunctionLinearOperator, Mine])
+def test_a_tracker_compiles_nothing_for_an_operator_made_anew(kind: Any) -> None:
     """By the same code, loops and jitted functions in it, with other arrays."""
     inputs = jax.random.normal(KEY, (4, N))
 
@@ -95,7 +100,7 @@ def test_a_tracker_compiles_nothing_for_an_operator_made_anew() -> None:
             return jax.jvp(jax.grad(loss), (weights,), (v,))[1]
 
         structure = jax.ShapeDtypeStruct((N,), weights.dtype)
-        return lx.FunctionLinearOperator(apply, structure, lx.symmetric_tag)
+        return kind(apply, structure, lx.symmetric_tag)
 
     tracker = tx.deltashift(8)
     state, compiled = tracker.init(hessian(0), KEY), []

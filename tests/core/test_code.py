@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import close
-from traceax._core.program import by_program, program_of
+from traceax._core.operator import by_code, operator_code
 
 STRUCTURE = jax.ShapeDtypeStruct((5,), float)
 MATRICES = [jnp.eye(5) * (i + 1.0) for i in range(2)]
@@ -78,11 +78,11 @@ def operator(apply: Apply) -> lx.AbstractLinearOperator:
 @pytest.mark.parametrize("make", [scanned, jitted, gradient])
 def test_traced_anew_it_is_the_same(make: Callable[[int], Apply]) -> None:
     """And applies the arrays that it is given."""
-    programs = [program_of(operator(make(i))) for i in range(2)]
-    assert programs[0].code is programs[1].code
-    for i, program in enumerate(programs):
+    codes = [operator_code(operator(make(i))) for i in range(2)]
+    assert codes[0].code is codes[1].code
+    for i, code in enumerate(codes):
         v = jnp.arange(5.0)
-        again = by_program(operator(make(i)), program)
+        again = by_code(operator(make(i)), code)
         close(again.mv(v), make(i)(v), 1e-14)
 
 
@@ -90,11 +90,11 @@ def test_traced_anew_it_is_the_same(make: Callable[[int], Apply]) -> None:
     "make", [branched, with_constant, with_rule, with_zero, with_length, crossed]
 )
 def test_what_differs_is_told_apart(make: Callable[[int], Apply]) -> None:
-    programs = [program_of(operator(make(i))) for i in range(2)]
-    assert programs[0].code is not programs[1].code
-    for i, program in enumerate(programs):
+    codes = [operator_code(operator(make(i))) for i in range(2)]
+    assert codes[0].code is not codes[1].code
+    for i, code in enumerate(codes):
         v = jnp.arange(5.0) - 2
-        got = jax.jvp(by_program(operator(make(i)), program).mv, (v,), (v,))
+        got = jax.jvp(by_code(operator(make(i)), code).mv, (v,), (v,))
         np.testing.assert_array_equal(got, jax.jvp(make(i), (v,), (v,)))
 
 
@@ -102,7 +102,7 @@ def test_promises_are_kept() -> None:
     tags = (lx.positive_semidefinite_tag, lx.negative_semidefinite_tag, lx.symmetric_tag)
     for tag in tags:
         one = lx.FunctionLinearOperator(scanned(0), STRUCTURE, tag)
-        two = by_program(one, program_of(one))
+        two = by_code(one, operator_code(one))
         for holds in (lx.is_positive_semidefinite, lx.is_negative_semidefinite):
             assert holds(one) == holds(two)
         assert lx.is_symmetric(two)

@@ -15,6 +15,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import lineax as lx
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
@@ -30,6 +31,7 @@ class Coded(eqx.Module):
     arrays: list[Array]
     code: Jaxpr = eqx.field(static=True)
     result: Any = eqx.field(static=True)
+    fingerprint: bytes = eqx.field(static=True)
 
     def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
         num_constants = len(self.code.constvars)
@@ -37,28 +39,37 @@ class Coded(eqx.Module):
         run = jaxpr_as_fun(ClosedJaxpr(self.code, constants))
         return jax.tree.unflatten(self.result, run(*own, *jax.tree.leaves(args)))
 
+    def with_arrays(self, arrays: list[Array]) -> Coded:
+        return Coded(arrays, self.code, self.result, self.fingerprint)
 
-class Unknown(Exception):  # noqa: N818
-    """What is not made of functions of arrays."""
 
-
-def coded(fn: Callable[..., Any], *args: Any) -> Coded:
-    """`fn`, to be called with what `args` are like."""
-    if isinstance(fn, Coded):
-        return fn
-    if not all(map(_is_like_array, jax.tree.leaves(args))):
-        raise Unknown
+def code_of(fn: Callable[..., Any], *args: Any) -> Coded:
+    """`fn`, to be called with what `args` are like; shared with its equals if nothing in it
+    is being traced."""
     own, rest = eqx.partition(fn, eqx.is_array)
 
     def call(own: Any, *args: Any) -> Any:
         return eqx.combine(own, rest)(*args)
 
     code, shape = jax.make_jaxpr(call, return_shape=True)(own, *args)
-    arrays = [*code.consts, *jax.tree.leaves(own)]
-    if code.effects or not are_here(arrays):
+    arrays = [*map(jnp.asarray, code.consts), *jax.tree.leaves(own)]
+    digest = fingerprint(code.jaxpr)
+    jaxpr = first_of_equals(code.jaxpr, digest) if are_here(arrays) else code.jaxpr
+    return Coded(arrays, jaxpr, jax.tree.structure(shape), digest)
+
+
+class Unknown(Exception):  # noqa: N818
+    """What is not made of functions of arrays."""
+
+
+def coded(fn: Callable[..., Any], *args: Any) -> Coded:
+    """`code_of` what may be compiled as one with others."""
+    if not all(map(_is_like_array, jax.tree.leaves(args))):
         raise Unknown
-    jaxpr = first_of_equals(code.jaxpr, fingerprint(code.jaxpr))
-    return Coded(arrays, jaxpr, jax.tree.structure(shape))
+    code = fn if isinstance(fn, Coded) else code_of(fn, *args)
+    if code.code.effects or not are_here(code):
+        raise Unknown
+    return code
 
 
 def _is_like_array(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.closure import closed, has_defaults
-from traceax._core.coded import coded_operator
+from traceax._core.coded import Coded, code_of, coded_operator
 from traceax._core.layout import Layout, through, through_matrix
 
 Module = TypeVar("Module", bound=eqx.Module)
@@ -230,6 +230,24 @@ def layout_wished(operator: lx.AbstractLinearOperator) -> Layout | None:
     wishes = (tag for tag in getattr(operator, "tags", ()) if isinstance(tag, Layout))
     inner = getattr(operator, "operator", None)
     return next(wishes, layout_wished(inner) if inner is not None else None)
+
+
+def operator_code(operator: lx.AbstractLinearOperator) -> Coded:
+    """One application."""
+    return code_of(prepare(operator).mv, operator.in_structure())
+
+
+def by_code(operator: lx.AbstractLinearOperator, code: Coded) -> lx.AbstractLinearOperator:
+    """What `code` applies, with the operator's promises."""
+    promises = {
+        lx.symmetric_tag: lx.is_symmetric,
+        lx.positive_semidefinite_tag: is_positive,
+        lx.negative_semidefinite_tag: is_negative,
+    }
+    kept = [] if _has_tangent(operator) else promises.items()
+    tags = frozenset(tag for tag, holds in kept if holds(operator))
+    structure = operator.in_structure()
+    return lx.FunctionLinearOperator(code, structure, tags, closure_convert=False)
 
 
 def known_diagonal(

@@ -38,6 +38,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
 from traceax._core.checks import (
@@ -46,9 +47,16 @@ from traceax._core.checks import (
     check_same_program,
     check_tracked,
 )
+from traceax._core.coded import Coded
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution, size
-from traceax._core.program import Program, by_program, program_of
+from traceax._core.operator import (
+    LinearMap,
+    by_code,
+    operator_code,
+    resolution,
+    size,
+    stores_matrix,
+)
 from traceax._core.rule import Outcome, run
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
 from traceax._probes.plan import stream
@@ -170,7 +178,7 @@ def _init(
     _check("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
     estimate = first(operator, key, num_matvecs, sampler=sampler)
-    return _state(estimate, program_of(operator))
+    return _state(estimate, operator_code(operator))
 
 
 def _update(
@@ -182,22 +190,22 @@ def _update(
     sampler: Sampler,
 ) -> tuple[Estimate, Tracked]:
     _check("deltashift.update", operator, key, num_matvecs)
-    program = program_of(operator)
-    check_tracked("deltashift.update", state, Tracked, program.arrays)
-    check_same_program("deltashift.update", state.program, program.fingerprint)
-    operator = by_program(operator, program)
+    code = operator_code(operator)
+    check_tracked("deltashift.update", state, Tracked, code.arrays)
+    check_same_program("deltashift.update", state.program, _words(code))
+    before = by_code(operator, code.with_arrays(state.arrays))
+    # Also of classes that are not lineax's: their functions are else compiled each time.
+    operator = operator if stores_matrix(operator) else by_code(operator, code)
     if num_matvecs >= size(operator):
         exact = exact_trace(operator)
-        return exact, _state(exact, program)
+        return exact, _state(exact, code)
     num_probes = num_matvecs // 2
     probes = stream("deltashift", operator, key, num_probes, sampler, None).source
-    structure = operator.in_structure()
-    before = LinearMap(program.with_arrays(state.arrays, structure))(probes)
-    frozen = jax.lax.stop_gradient((probes, before, state))
+    frozen = jax.lax.stop_gradient((probes, LinearMap(before)(probes), state))
     outcome = run(_correct, operator, frozen)
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes))
-    return result, _state(result, program, outcome.report)
+    return result, _state(result, code, outcome.report)
 
 
 def _check(
@@ -279,11 +287,13 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     return block - probes * along[None, :]
 
 
-def _state(
-    latest: Estimate, program: Program, size: Float[Array, ""] | None = None
-) -> Tracked:
+def _state(latest: Estimate, code: Coded, size: Float[Array, ""] | None = None) -> Tracked:
     # Copies: whoever donates a state does not lose the arrays of his operator.
-    arrays = [jnp.array(array, copy=True) for array in program.arrays]
+    arrays = [jnp.array(array, copy=True) for array in code.arrays]
     value, error = latest.value, latest.standard_error
     size = jnp.zeros_like(error) if size is None else size
-    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, program.fingerprint))
+    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, _words(code)))
+
+
+def _words(code: Coded) -> UInt32[Array, " 8"]:
+    return jnp.asarray(np.frombuffer(code.fingerprint, np.uint32))
