@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+from jax import monitoring
 
 import traceax as tx
 
@@ -244,6 +245,25 @@ def leaks_checked(on_new_versions: bool = False) -> Iterator[None]:
     gc.freeze()
     with jax.checking_leaks():
         yield
+
+
+_COMPILED: list[float] = []
+
+
+def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _COMPILED.append(duration_secs)
+
+
+monitoring.register_event_duration_secs_listener(_heard)
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """The seconds of each program that is compiled in here, to be read afterwards."""
+    before, inside = len(_COMPILED), []
+    yield inside
+    inside.extend(_COMPILED[before:])
 
 
 def close(got: Any, want: Any, tolerance: float, scale: float | None = None) -> None:

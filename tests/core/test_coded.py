@@ -7,24 +7,14 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import pytest
-from jax import monitoring
 
 import traceax as tx
-from tests.helpers import close
+from tests.helpers import close, compilations
 from traceax._core.coded import Unknown, algorithm_by_value, coded, coded_operator
 
 N, KEY = 70, jax.random.key(0)
 SPACE = jax.ShapeDtypeStruct((N,), float)
 PSD = lx.positive_semidefinite_tag
-COMPILED: list[float] = []
-
-
-def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        COMPILED.append(duration_secs)
-
-
-monitoring.register_event_duration_secs_listener(_heard)
 
 COUNTS: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
 CALLS = {
@@ -56,12 +46,13 @@ def test_functions_made_anew_compile_nothing(name: str) -> None:
     first = jnp.linspace(1.0, 2.0, N)
     values = []
     for scale in (1.0, 2.0, 3.0):
-        before = len(COMPILED)
-        values.append(CALLS[name](*made_anew(scale * first, 0.5)).value)
+        numbers = scale * first
+        with compilations() as compiled:
+            values.append(CALLS[name](*made_anew(numbers, 0.5)).value)
         if scale > 1:
-            assert len(COMPILED) == before
-    compiled = jax.jit(lambda a: CALLS[name](*made_anew(a, 0.5)).value)(3 * first)
-    close(values[2], compiled, 1e-11)
+            assert not compiled
+    whole = jax.jit(lambda a: CALLS[name](*made_anew(a, 0.5)).value)(3 * first)
+    close(values[2], whole, 1e-11)
     degree = {"logdet": 0.0, "function_trace": 1.0, "slq_trace": 1.0}.get(name, 2.0)
     if degree:
         close(values[2], values[0] * 3**degree, 1e-9)
