@@ -9,8 +9,9 @@ import lineax as lx
 import numpy as np
 import pytest
 
+import traceax as tx
 from tests.helpers import close
-from traceax._core.operator import by_code, operator_code
+from traceax._core.operator import by_code, layout_wished, operator_code
 
 STRUCTURE = jax.ShapeDtypeStruct((5,), float)
 MATRICES = [jnp.eye(5) * (i + 1.0) for i in range(2)]
@@ -106,3 +107,10 @@ def test_promises_are_kept() -> None:
         for holds in (lx.is_positive_semidefinite, lx.is_negative_semidefinite):
             assert holds(one) == holds(two)
         assert lx.is_symmetric(two)
+
+
+@pytest.mark.parametrize("layout", [*tx.Layout, None])
+def test_the_layout_that_was_wished_is_kept(layout: tx.Layout | None) -> None:
+    one = lx.FunctionLinearOperator(scanned(0), STRUCTURE, [layout] if layout else [])
+    one = 2.0 * one
+    assert layout_wished(by_code(one, operator_code(one))) == layout

@@ -238,14 +238,15 @@ def operator_code(operator: lx.AbstractLinearOperator) -> Coded:
 
 
 def by_code(operator: lx.AbstractLinearOperator, code: Coded) -> lx.AbstractLinearOperator:
-    """What `code` applies, with the operator's promises."""
+    """What `code` applies, with the operator's promises and its wish."""
     promises = {
         lx.symmetric_tag: lx.is_symmetric,
         lx.positive_semidefinite_tag: is_positive,
         lx.negative_semidefinite_tag: is_negative,
     }
     kept = [] if _has_tangent(operator) else promises.items()
-    tags = frozenset(tag for tag, holds in kept if holds(operator))
+    layout = layout_wished(operator)
+    tags = [tag for tag, holds in kept if holds(operator)] + ([layout] if layout else [])
     structure = operator.in_structure()
     return lx.FunctionLinearOperator(code, structure, tags, closure_convert=False)
 
