@@ -1,5 +1,6 @@
 """What is compiled as one: once for all functions that do the same, and only for those."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +11,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import close, compilations
-from traceax._core.coded import Unknown, algorithm_by_value, coded, coded_operator
+from traceax._core.coded import Unknown, algorithm_by_value, coded, coded_operator, static
 
 N, KEY = 70, jax.random.key(0)
 SPACE = jax.ShapeDtypeStruct((N,), float)
@@ -19,6 +20,8 @@ PSD = lx.positive_semidefinite_tag
 COUNTS: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
 CALLS = {
     "hutchinson_trace": lambda a, fn: tx.hutchinson_trace(a, KEY, 8),
+    "in batches": lambda a, fn: tx.hutchinson_trace(a, KEY, 8, batch_size=3),
+    "exact": lambda a, fn: tx.hutchinson_trace(a, KEY, N),
     "xtrace": lambda a, fn: tx.xtrace(a, KEY, 12),
     "xnystrace": lambda a, fn: tx.xnystrace(a, KEY, 12),
     "hutchpp_trace": lambda a, fn: tx.hutchpp_trace(a, KEY, 12),
@@ -92,6 +95,27 @@ def test_algorithms_that_decide_for_themselves_are_not_compiled() -> None:
     for algorithm in (Method().run, lambda *_: name, [].append):
         with pytest.raises(Unknown):
             algorithm_by_value(algorithm)
+
+
+def test_partial_functions_in_static_fields_are_equal_by_their_parts() -> None:
+    """Also what is inside of them; what holds arrays has no hash, and stays as it is."""
+
+    def power(x: Any, *, base: Any, exponent: float) -> Any:
+        return base(x) ** exponent
+
+    def made(exponent: float) -> Any:
+        return static(partial(power, base=partial(divmod, 7), exponent=exponent))
+
+    def times(factor: Any, x: Any) -> Any:
+        return factor * x
+
+    assert made(2.0) == made(2.0) != made(3.0)
+    assert hash(made(2.0)) == hash(made(2.0))
+    assert static(partial(times, 3))(2) == 6
+    holding = partial(times, jnp.ones(2))
+    assert static(holding) is holding
+    assert static(times) is times
+    assert static(None) is None
 
 
 def test_equal_text_is_not_enough() -> None:

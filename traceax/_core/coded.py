@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -127,3 +127,27 @@ def by_value(fn: Any) -> Any:
         return fn
     keywords = {name: by_value(value) for name, value in fn.keywords.items()}
     return Partial(by_value(fn.func), *map(by_value, fn.args), **keywords)
+
+
+class Static(NamedTuple):
+    """A partial function that is equal to another if their parts are."""
+
+    parts: tuple[Any, ...]
+    structure: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.structure, self.parts)(*args)
+
+
+def static(fn: Any) -> Any:
+    """`fn`, to be kept in a static field: there what is compiled for one partial function
+    would serve no other, though it does the same. One that holds arrays stays as it is."""
+    if not isinstance(fn, partial):
+        return fn
+    parts, structure = jax.tree.flatten(by_value(fn))
+    by_parts = Static(tuple(parts), structure)
+    try:
+        hash(by_parts)
+    except TypeError:
+        return fn
+    return by_parts

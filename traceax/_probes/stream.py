@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Int, Shaped
 
+from traceax._core.coded import static
 from traceax._core.operator import size, working_dtype
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class Stream(eqx.Module):
     """
 
     source: Columns | Shaped[Array, " samples"]
-    draw: Callable[[Any], Columns] | None = eqx.field(static=True)
+    draw: Callable[[Any], Columns] | None = eqx.field(static=True, converter=static)
     num_samples: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
     batch: int = eqx.field(static=True)
