@@ -1,4 +1,4 @@
-"""Log-determinants: preconditioned, deflated, exact where that is cheap."""
+"""Log-determinants: by Krylov spaces, exact where that is cheap."""
 
 from typing import Any
 
@@ -100,9 +100,10 @@ def test_the_preconditioner_is_perfect_on_its_space() -> None:
 
 
 def test_second_derivatives() -> None:
+    """Up to the few probes; and once more where there is no sampling in it."""
     got = jax.jit(jax.hessian(lambda v: estimate(v).value))(POINT)
     want = jax.hessian(truth)(POINT)
-    np.testing.assert_allclose(got, want, rtol=0.1)
+    np.testing.assert_allclose(got, want, rtol=0.2)
     scale = jax.jit(jax.grad(jax.grad(lambda s: _scaled(s))))(2.0)
     close(scale, -N / 4, 1e-5)
 
@@ -237,16 +238,11 @@ def test_a_batch_and_a_loop() -> None:
         close(batch[1][i], slope, 1e-6)
 
 
-def test_solves_that_fail_are_visible_in_second_derivatives() -> None:
-    """Conjugate gradients that cannot converge: an error or NaN, not a number."""
+def test_recurrences_that_stop_short_are_visible_in_second_derivatives() -> None:
+    """Forty steps from each vector of the space are too few here: NaN, not a number."""
     matrix = hermitian(10.0 ** -np.linspace(0, 15, N))
 
     def value(s: Any) -> Any:
         return tx.logdet(matrix_free(s * matrix), KEY, BUDGET).value
 
-    try:
-        second = jax.jit(jax.grad(jax.grad(value)))(1.0)
-    except Exception as error:  # lineax's own, in its tangent solves
-        assert "solve" in str(error).lower()  # noqa: PT017
-    else:
-        assert not jnp.isfinite(second) or abs(second + N) < 0.05 * N
+    assert jnp.isnan(jax.jit(jax.grad(jax.grad(value)))(1.0))

@@ -20,8 +20,7 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, estimate_of
 from traceax._functions.dense import decompose
 from traceax._functions.scalar import Flat, MatrixFunction
-from traceax._functions.slq import Traced
-from traceax._functions.split import Run, Whole
+from traceax._functions.split import Run, Traced, Whole
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import ASYMMETRY
 from traceax._traces.choice import SMALL

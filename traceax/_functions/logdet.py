@@ -14,18 +14,14 @@ from traceax._core.operator import (
     LinearMap,
     known_diagonal,
     prepare,
-    resolution,
     size,
     stores_matrix,
 )
-from traceax._core.rule import estimate_of
-from traceax._functions.deflation import draw_for, split
+from traceax._functions.block_quadrature import shape_for
 from traceax._functions.exact_functions import hermitian_or_nan
-from traceax._functions.function_trace import deflated_trace
+from traceax._functions.function_trace import block_trace
 from traceax._functions.scalar import scalar_function
-from traceax._functions.shifted import Shifted, preconditioned
 from traceax._functions.slq import real_dtype
-from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._traces.choice import SMALL
 
 # Up to this dimension the Cholesky factorisation of a matrix that is there takes a tenth of
@@ -39,7 +35,6 @@ def logdet(
     num_matvecs: int = 240,
     *,
     shift: float | Float[Array, "*shifts"] = 0.0,
-    reorthogonalise: bool = True,
 ) -> Estimate:
     """log det(A + shift I), A + shift I Hermitian positive definite.
 
@@ -120,22 +115,9 @@ def logdet(
         spent = 0 if stores_matrix(operator) else n
         matrix = hermitian_or_nan(LinearMap(prepare(operator)).dense())
         return _exact(jnp.vectorize(partial(_cholesky, matrix))(shift), spent)
-    if shift.ndim:
-        fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
-        return deflated_trace(
-            "logdet", operator, fn, structure, key, num_matvecs, reorthogonalise
-        )
-    parts = split(num_matvecs, n, 2 / 3)
-    probes = draw_for("logdet", parts, key, operator)
-    subject = Shifted(LinearMap(prepare(operator)), shift)
-    algorithm = partial(
-        preconditioned,
-        parts=parts,
-        reorthogonalise=reorthogonalise,
-        noise=resolution(operator),
-    )
-    degrees = independent_degrees_of_freedom(parts.num_probes)
-    return estimate_of(subject, algorithm, probes, parts.num_matvecs, degrees)
+    fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
+    shape = shape_for(num_matvecs)
+    return block_trace("logdet", operator, fn, structure, key, shape)
 
 
 def _on_axis(shift: Float[Array, "*shifts"]) -> Float[Array, "*shifts 1"]:

@@ -24,13 +24,21 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, estimate_of
 from traceax._functions.dense import Eigen, decompose
 from traceax._functions.scalar import MatrixFunction, scalar_function
-from traceax._functions.split import FromStarts, Run, at_nodes, read, slopes_at, weighed
+from traceax._functions.split import (
+    FromRows,
+    Run,
+    Traced,
+    at_nodes,
+    read,
+    slopes_at,
+    weighed,
+)
 from traceax._linalg.jackknife import (
     both_errors,
     independent_degrees_of_freedom,
     standard_error,
 )
-from traceax._linalg.krylov import Krylov, lanczos, truncated
+from traceax._linalg.krylov import lanczos, truncated
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
@@ -149,15 +157,6 @@ def _slq(
     return Outcome(jnp.sum(sampled.terms, axis=1), error, readout)
 
 
-class Traced(eqx.Module):
-    """The readout of runs."""
-
-    runs: tuple[Run, ...]
-
-    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
-        return read(subject, self.runs)
-
-
 class Again(eqx.Module):
     """The readout of the same runs, made batch by batch of the subject, frozen."""
 
@@ -216,18 +215,11 @@ def sample(
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     whole, half = decompose_with_half(krylov.projection, num_steps // 2)
-    coefficients, first = _read_at(krylov, scale)
-    run = Run(krylov.basis, whole, coefficients, FromStarts(first, num_steps))
+    coefficients = (scale * krylov.length**2)[:, None]
+    run = Run(krylov.basis, whole, coefficients, FromRows(krylov.basis, 1, num_steps))
     values = at_nodes(subject.fn, whole.values), at_nodes(subject.fn, half.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
     return _sampled(coefficients, whole, half, *values, slopes), run
-
-
-@jax.jit
-def _read_at(
-    krylov: Krylov, scale: Float[Array, " N"]
-) -> tuple[Float[Array, "N 1"], Inexact[Array, "N n"]]:
-    return (scale * krylov.length**2)[:, None], krylov.basis[:, 0]
 
 
 @jax.jit

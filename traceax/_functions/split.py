@@ -33,28 +33,42 @@ from traceax._core.operator import LinearMap
 from traceax._core.rule import settled
 from traceax._functions.dense import Eigen, columns, decompose
 from traceax._functions.scalar import Factor, Flat, MatrixFunction, Slope, moving, softening
+from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import lanczos
 
 Vectors = Inexact[Array, "p s n"]
+
+# How well a recurrence must give blocks again that it is to be differentiated for.
+TOLERANCE = 0.1
 
 
 class Run(eqx.Module):
     """N projections T_i of A, Hermitian, on orthonormal rows, read at the first of them:
 
-        tr f(A) = E sum over i and j <= count of c_ij f(T_i)_jj,    c the `coefficients`.
+        tr f(A) = E sum over i of tr(C_i f(T_i)[:count, :count]),
 
+    the `coefficients` C_i being Hermitian matrices, or the diagonals of diagonal ones.
     `again` makes basis and projections from the operator once more, to be differentiated.
     """
 
     basis: Inexact[Array, "N m n"]
     eigen: Eigen
-    coefficients: Float[Array, "N count"]
+    coefficients: Inexact[Array, "N count *count"]
     again: Callable[[LinearMap], tuple[Array, Array]]
 
-    def samples(self, fn: Flat, eigen: Eigen | None = None) -> Inexact[Array, "p N"]:
-        """Sum_j c_ij f(T_i)_jj; by a coarser T, if its `eigen` is given."""
-        eigen = self.eigen if eigen is None else eigen
-        return weighed(self.coefficients, eigen, at_nodes(fn, eigen.values))
+    @property
+    def count(self) -> int:
+        return self.coefficients.shape[1]
+
+    def samples(self, fn: Flat) -> Inexact[Array, "p N"]:
+        return weighed(self.coefficients, self.eigen, at_nodes(fn, self.eigen.values))
+
+    def weigh(self, rows: Inexact[Array, "p N*count n"]) -> Inexact[Array, "p N*count n"]:
+        """C_i times the rows that belong to T_i."""
+        each = rows.reshape(rows.shape[0], -1, self.count, rows.shape[-1])
+        if self.coefficients.ndim == 2:
+            return (self.coefficients[None, ..., None] * each).reshape(rows.shape)
+        return jnp.einsum("Nab,pNbn->pNan", self.coefficients, each).reshape(rows.shape)
 
 
 def at_nodes(fn: Flat, nodes: Float[Array, "N m"]) -> Inexact[Array, "N m p"]:
@@ -64,7 +78,7 @@ def at_nodes(fn: Flat, nodes: Float[Array, "N m"]) -> Inexact[Array, "N m p"]:
 def slopes_at(
     fn: Flat, nodes: Float[Array, "N m"], values: Inexact[Array, "N m p"]
 ) -> Float[Array, "N m p"]:
-    """|f'|, by which the rounding of nodes moves `values`, those of f. Where it is infinite
+    """|f'|, by which the rounding of nodes moves `values`, those of f. Where it is large
     (that of a square root at 0) what matters is how far f rises within the rounding."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
     step = 4 * jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
@@ -80,20 +94,34 @@ def _finite(
 ) -> Float[Array, "N m p"]:
     step = step[..., None]
     secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)
-    secants = jnp.where(jnp.isfinite(secants), secants, 0)
     # A value that is not finite itself shows by itself.
-    return jnp.where(jnp.isfinite(slopes), slopes, secants)
+    secants = jnp.where(jnp.isfinite(secants), secants, 0)
+    return jnp.where(jnp.isfinite(slopes), jnp.minimum(slopes, secants), secants)
 
 
 @jax.jit
 def weighed(
-    coefficients: Float[Array, "N count"], eigen: Eigen, values: Inexact[Array, "N m p"]
+    coefficients: Inexact[Array, "N count *count"],
+    eigen: Eigen,
+    values: Inexact[Array, "N m p"],
 ) -> Inexact[Array, "p N"]:
     """A node of no weight does not count, even where its value is infinite."""
     rows = eigen.vectors[:, : coefficients.shape[1]]
-    squares = (rows * rows.conj()).real
-    weights = jnp.sum(coefficients[..., None] * squares, axis=1)[..., None]
+    if coefficients.ndim == 2:
+        mixed = coefficients[..., None] * rows
+    else:
+        mixed = coefficients @ rows
+    weights = jnp.sum((rows.conj() * mixed).real, axis=1)[..., None]
     return jnp.sum(weights * jnp.where(weights == 0, 0, values), axis=1).T
+
+
+class Traced(eqx.Module):
+    """The readout of runs."""
+
+    runs: tuple[Run, ...]
+
+    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
+        return read(subject, self.runs)
 
 
 @eqx.filter_custom_jvp
@@ -126,16 +154,15 @@ def _pair(subject: MatrixFunction, run: Run, tangent: Any) -> Inexact[Array, " p
     """The sum of c (g1(A) v)* dA (g2(A) v)."""
     each = jax.vmap(partial(softening, subject.fn))
     soft = jax.lax.stop_gradient(each(run.eigen.values))
-    count = run.coefficients.shape[1]
-    blocks = _vectors(subject.fn, soft, run.basis, None, run.eigen, count)
-    left, right = settled(blocks, _Again(run.again, soft, run.coefficients.size), subject)
+    blocks = _vectors(subject.fn, soft, run.basis, None, run.eigen, run.count)
+    num_starts = run.count * run.basis.shape[0]
+    left, right = settled(blocks, _Again(run.again, soft, num_starts, blocks[1]), subject)
     p, s, n = right.shape
     block = right.reshape(p * s, n).T
     _, image = eqx.filter_jvp(lambda a: a(block), (subject.linear_map,), (tangent,))
     if image is None:
         return jnp.zeros(p, right.dtype)
-    weighted = run.coefficients.reshape(s)[None, :, None] * left.conj()
-    return jnp.sum(weighted * image.T.reshape(p, s, n), axis=(1, 2))
+    return jnp.sum(run.weigh(left.conj()) * image.T.reshape(p, s, n), axis=(1, 2))
 
 
 class _Again(eqx.Module):
@@ -144,13 +171,23 @@ class _Again(eqx.Module):
     again: Callable[[LinearMap], tuple[Array, Array]]
     softening: Float[Array, "N p"]
     num_starts: int = eqx.field(static=True)
+    expected: Vectors
 
     def __call__(self, subject: MatrixFunction) -> tuple[Vectors, Vectors]:
+        """NaN if the second block is far from what is `expected` of it: then so are
+        derivatives."""
+        left, right = self._blocks(subject)
+        missed = magnitude(jax.lax.stop_gradient(right) - self.expected)
+        passed = jnp.where(missed < TOLERANCE * magnitude(self.expected), 1, jnp.nan)
+        return passed * left, passed * right
+
+    def _blocks(self, subject: MatrixFunction) -> tuple[Vectors, Vectors]:
         basis, projection = self.again(subject.linear_map)
         eigen = jax.lax.stop_gradient(decompose(projection))
         # One start for each, or all from one basis.
         count = self.num_starts // basis.shape[0]
-        return _vectors(subject.fn, self.softening, basis, projection, eigen, count)
+        soft = jnp.repeat(self.softening, basis.shape[0] // self.softening.shape[0], axis=0)
+        return _vectors(subject.fn, soft, basis, projection, eigen, count)
 
 
 def _vectors(
@@ -176,14 +213,17 @@ def _vectors(
     return all_of(True), all_of(False)
 
 
-class FromStarts(eqx.Module):
-    """A Lanczos recurrence of its own from each start."""
+class FromRows(eqx.Module):
+    """A Lanczos recurrence of its own from each of the first `count` rows of bases."""
 
-    starts: Inexact[Array, "s n"]
+    basis: Inexact[Array, "N m n"]
+    count: int = eqx.field(static=True)
     num_steps: int = eqx.field(static=True)
 
     def __call__(self, linear_map: LinearMap) -> tuple[Array, Array]:
-        krylov = lanczos(linear_map, self.starts, self.num_steps, differentiable=True)
+        starts = self.basis[:, : self.count].reshape(-1, self.basis.shape[-1])
+        num_steps = min(self.num_steps, starts.shape[1])
+        krylov = lanczos(linear_map, starts, num_steps, differentiable=True)
         return krylov.basis, krylov.projection
 
 

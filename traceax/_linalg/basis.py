@@ -109,7 +109,7 @@ def _householder(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Facto
 
 def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
     n, k = block.shape
-    mixed = _mixing(k, block.real.dtype)
+    mixed = mixing(k, block.real.dtype)
     triangle = lapack.triangle(_signed_sums(block, 3 * k // 2 + 10) @ mixed)
     sizes = jnp.abs(diagonal(triangle))
     margin = 4 * k**0.5 * floor  # rounding of what is no column: up to 4.2 floors at k = 20
@@ -149,7 +149,7 @@ def _hash(index: Array) -> UInt32[Array, ...]:
     return (word ^ (word >> 15)) | 1
 
 
-def _mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
+def mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
     """A rotation that has nothing to do with any block: always the same, hence a constant
     of the program. One by Hartley's transform fails on graded columns."""
     normal = np.random.default_rng(k).normal(size=(k, k))

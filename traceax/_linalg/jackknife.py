@@ -81,6 +81,28 @@ def both_errors(
     return jnp.hypot(spread, bias)
 
 
+def quadrature_error(
+    changes: Float[Array, "levels *values"], unresolved: bool
+) -> Float[Array, "*values"]:
+    """What a rule is wrong by, from how much the latest refinements have changed it, the
+    last one first; `unresolved` if there is none though there should be.
+
+    Errors that fall by a factor r at each refinement go on to change by last r/(1 - r).
+    Many fall as a power, as those of square roots do, for which the ratio of the last two
+    changes says too little: its square root has room for that. Where the last change is the
+    larger one, the rules of even and odd order differ. And no less than the last change
+    itself, for rules stand still before they go on.
+    """
+    if changes.shape[0] == 0:
+        return jnp.full(changes.shape[1:], jnp.inf if unresolved else 0.0)
+    last = changes[0]
+    if changes.shape[0] == 1:
+        return last
+    larger = jnp.maximum(jnp.max(changes[:2], axis=0), jnp.finfo(last.dtype).tiny)
+    root = jnp.sqrt(jnp.minimum(jnp.min(changes[:2], axis=0) / larger, 0.8))
+    return last * jnp.maximum(1, root / (1 - root))
+
+
 def jackknife_error(
     replicates: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:

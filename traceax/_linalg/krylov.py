@@ -154,31 +154,6 @@ def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m
     return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
 
 
-def radau(projection: Float[Array, "m m"], bound: float) -> Float[Array, "m m"]:
-    """T with its last entry such that `bound` is an eigenvalue: the Gauss-Radau rule,
-
-        T_mm = bound + b_{m-1}^2 / d_{m-1},   d_j = T_jj - bound - b_{j-1}^2 / d_{j-1}
-
-    (Golub and Meurant 2010, section 6.2.2, by the pivots of T - bound I, which are positive
-    for a bound below the spectrum). For functions with derivatives of alternating sign, as
-    log, it errs to the other side than Gauss's rule.
-    """
-    alphas, betas = jnp.diagonal(projection), jnp.diagonal(projection, 1)
-
-    def pivot(last: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
-        alpha, beta = pair
-        coupled = jnp.where(beta > 0, beta**2 / jnp.where(beta > 0, last, 1), 0)
-        return alpha - bound - coupled, None
-
-    before = jnp.concatenate([jnp.zeros_like(alphas[:1]), betas[:-1]])[: betas.size]
-    last, _ = jax.lax.scan(pivot, jnp.ones_like(alphas[0]), (alphas[:-1], before))
-    if not betas.size:
-        return jnp.full_like(projection, bound)
-    beta = betas[-1]
-    corner = bound + jnp.where(beta > 0, beta**2 / jnp.where(beta > 0, last, 1), 0)
-    return projection.at[-1, -1].set(corner)
-
-
 class BlockKrylov(NamedTuple):
     """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
     Z_next, the block that would follow. Columns that breakdown left empty are zero."""
@@ -211,9 +186,9 @@ def block_krylov(
         residual, inside = without(basis, product / scale)
         residual, again = without(basis, residual)
         following = orthonormalise(residual)
-        # What is below sqrt(eps) has lost half its digits, and adds only its square.
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
-        keep = following.sizes * following.scale > eps**0.5 * longest
+        noise = 10 * eps * n**0.5 + eps**0.75 * longest
+        keep = following.sizes * following.scale > noise
         new, _ = without(basis, jnp.where(keep[None, :], following.columns, 0))
         lengths = jnp.sqrt(column_norms_squared(new))
         new = new / jnp.where(lengths > 0, lengths, 1)[None, :]

@@ -52,6 +52,14 @@ def qr(block: Inexact[Array, "n k"]) -> tuple[Inexact[Array, "n k"], Inexact[Arr
 
 
 @_one_by_one
+def complete_qr(
+    block: Inexact[Array, "n k"],
+) -> tuple[Inexact[Array, "n n"], Inexact[Array, "n k"]]:
+    columns, triangle = jnp.linalg.qr(block, mode="complete")
+    return columns, triangle
+
+
+@_one_by_one
 def triangle(block: Inexact[Array, "n k"]) -> Inexact[Array, "k k"]:
     """R of the QR decomposition."""
     return jnp.linalg.qr(block, mode="r")
