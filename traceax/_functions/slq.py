@@ -36,6 +36,7 @@ from traceax._functions.split import (
 from traceax._linalg.jackknife import (
     both_errors,
     independent_degrees_of_freedom,
+    quadrature_error,
     standard_error,
 )
 from traceax._linalg.krylov import lanczos, truncated
@@ -88,9 +89,9 @@ def slq_trace(
       your own still draw all probes together.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
-    covers sampling and quadrature, the latter by comparison with half the steps, which
-    can miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or
-    one step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
+    covers sampling and quadrature, the latter by comparison with fewer steps, which can
+    miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or one
+    step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, a count or `batch_size` not a
@@ -154,7 +155,7 @@ def _slq(
         sampled = probes.collect(lambda z: again.sample(subject, z)[0])
         readout = again
     error = sampled.error(subject.linear_map, num_steps)
-    return Outcome(jnp.sum(sampled.terms, axis=1), error, readout)
+    return Outcome(jnp.sum(sampled.levels[0], axis=1), error, readout)
 
 
 class Again(eqx.Module):
@@ -178,11 +179,10 @@ class Again(eqx.Module):
 
 
 class Sampled(eqx.Module):
-    """What each probe says: a term of the estimate; the same by half of the steps; sizes
-    of f and its slope, and of the largest node, by which rounding is judged."""
+    """What each probe says: a term of the estimate, and the same by fewer steps; sizes of f
+    and its slope, and of the largest node, by which rounding is judged."""
 
-    terms: Inexact[Array, "p N"]
-    coarse: Inexact[Array, "p N"]
+    levels: Inexact[Array, "levels p N"]
     sizes: Float[Array, "p N"]
     slopes: Float[Array, "p N"]
     largest: Float[Array, " N"]
@@ -196,10 +196,8 @@ class Sampled(eqx.Module):
 @partial(jax.jit, static_argnums=(1, 2))
 def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]:
     """The rounding error is that of f at nodes known to within eps of the largest."""
-    terms = sampled.terms
-    quadrature = jnp.abs(jnp.sum(terms - sampled.coarse, axis=1))
-    if unresolved:
-        quadrature = jnp.full_like(quadrature, jnp.inf)
+    terms, values = sampled.levels[0], jnp.sum(sampled.levels, axis=-1)
+    quadrature = quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
     inexact = jnp.max(sampled.largest) * jnp.sum(sampled.slopes, axis=1)
     rounding = 4 * eps * (jnp.sum(sampled.sizes, axis=1) + inexact)
     return both_errors(standard_error(terms * terms.shape[1], rounding), quadrature)
@@ -214,37 +212,36 @@ def sample(
 ) -> tuple[Sampled, Run]:
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
-    whole, half = decompose_with_half(krylov.projection, num_steps // 2)
+    eigen = _by_levels(krylov.projection)
     coefficients = (scale * krylov.length**2)[:, None]
+    whole = Eigen(*(x[0] for x in eigen))
     run = Run(krylov.basis, whole, coefficients, FromRows(krylov.basis, 1, num_steps))
-    values = at_nodes(subject.fn, whole.values), at_nodes(subject.fn, half.values)
+    values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
-    return _sampled(coefficients, whole, half, *values, slopes), run
+    return _sampled(coefficients, eigen, values, slopes), run
 
 
 @jax.jit
 def _sampled(
     coefficients: Float[Array, "N count"],
-    whole: Eigen,
-    half: Eigen,
-    values: Inexact[Array, "N m p"],
-    by_half: Inexact[Array, "N m p"],
+    eigen: Eigen,
+    values: Inexact[Array, "levels N m p"],
     slopes: Inexact[Array, "N m p"],
 ) -> Sampled:
+    whole = Eigen(*(x[0] for x in eigen))
     return Sampled(
-        weighed(coefficients, whole, values),
-        weighed(coefficients, half, by_half),
-        weighed(coefficients, whole, jnp.abs(values)),
+        jax.vmap(partial(weighed, coefficients))(eigen, values),
+        weighed(coefficients, whole, jnp.abs(values[0])),
         weighed(coefficients, whole, jnp.abs(slopes)),
         jnp.max(jnp.abs(whole.values), axis=1),
     )
 
 
-@partial(jax.jit, static_argnames="size")
-def decompose_with_half(
-    projection: Inexact[Array, "N m m"], size: int
-) -> tuple[Eigen, Eigen]:
-    """Of T, and of T when it had `size` rows: in one batch, which is one LAPACK call."""
-    half = jax.vmap(partial(truncated, size=max(size, 1)))(projection)
-    both = decompose(jnp.stack([projection, half]))
-    return Eigen(*(x[0] for x in both)), Eigen(*(x[1] for x in both))
+@jax.jit
+def _by_levels(projection: Inexact[Array, "N m m"]) -> Eigen:
+    """Of T, and of T when it had a quarter of its rows less, and two quarters."""
+    num_steps = projection.shape[1]
+    stride = max(1, num_steps // 4)
+    sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
+    levels = [jax.vmap(partial(truncated, size=size))(projection) for size in sizes]
+    return decompose(jnp.stack(levels))
