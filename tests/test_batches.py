@@ -71,7 +71,6 @@ CASES: dict[str, Callable[..., Any]] = {
     ),
     "diagonal, exact": of("hutchinson_diagonal", 100),
     "slq_trace": quadrature(lambda a, *x, **y: tx.slq_trace(a, jnp.log, *x, **y)),
-    "schatten_norm": quadrature(lambda a, *x, **y: tx.schatten_norm(a, 1.5, *x, **y)),
     "spectral_density": quadrature(
         lambda a, *x, **y: tx.spectral_density(a, jnp.linspace(0.0, 9.0, 5), *x, **y)
     ),

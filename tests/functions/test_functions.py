@@ -15,7 +15,7 @@ import pytest
 import scipy.stats
 
 import traceax as tx
-from tests.helpers import EVERY, PSD, close, function, general, hermitian, leaks_checked
+from tests.helpers import EVERY, close, function, general, hermitian, leaks_checked
 
 KEY = jax.random.key(11)
 N = 70  # no front door is exact for it
@@ -430,51 +430,6 @@ def test_arnoldi_of_what_is_not_hermitian() -> None:
     assert estimate.value.dtype == np.float64
     want = jnp.trace(matrix @ jax.scipy.linalg.expm(matrix))
     np.testing.assert_allclose(slope, want, atol=6 * float(estimate.standard_error))
-
-
-@pytest.mark.parametrize("p", [1.0, 3.0])
-@pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
-def test_schatten_norms(shape: tuple[int, int], p: float) -> None:
-    """Rectangular, and with derivatives in the operator and in p."""
-    matrix = jnp.asarray(np.random.default_rng(0).normal(size=shape))
-    singular = jnp.linalg.svd(matrix, compute_uv=False)
-
-    def norm(matrix: Any, p: Any) -> Any:
-        structure = jax.ShapeDtypeStruct(shape[1:], matrix.dtype)
-        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
-        return tx.schatten_norm(operator, p, KEY, num_probes=12, num_steps=12)
-
-    def truth(matrix: Any, p: Any) -> Any:
-        return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False) ** p) ** (1 / p)
-
-    def run(s: Any, p: Any) -> Any:
-        estimate = norm(s * matrix, p)
-        return estimate.value, estimate
-
-    (by_scale, by_p), estimate = jax.jit(jax.grad(run, (0, 1), has_aux=True))(1.0, p)
-    low, high = estimate.interval(0.999)
-    assert low < jnp.sum(singular**p) ** (1 / p) < high
-    assert estimate.num_matvecs == 2 * 12 * 12 + 1
-    close(by_scale, estimate.value, 1e-10)  # homogeneous of degree one
-    want = jax.grad(lambda p: truth(matrix, p))(p)
-    np.testing.assert_allclose(by_p, want, rtol=0.1)
-
-
-def test_schatten_norms_of_special_operators() -> None:
-    flat = lx.TaggedLinearOperator(function(jnp.diag((jnp.arange(N) < 9) * 2.0)), PSD)
-    norm = tx.schatten_norm(flat, 1, KEY, num_probes=200, num_steps=2)
-    assert norm.interval(0.999)[0] < 18 < norm.interval(0.999)[1]
-    assert norm.num_matvecs == 401
-
-    @jax.jit
-    def nuclear(s: Any) -> Any:
-        operator = function(s * jnp.diag((jnp.arange(N) < 9) * 1.0))
-        return tx.schatten_norm(operator, 1, KEY, num_probes=3, num_steps=3).value
-
-    assert nuclear(0.0) == 0
-    for unit in (1e-200, 1e200):  # whose squares are out of range
-        close(nuclear(unit) / unit, nuclear(1.0), 1e-10)
-    assert jnp.isfinite(jax.grad(nuclear)(1.0))  # those that are 0 have no part in it
 
 
 def test_spectral_density_of_a_known_spectrum() -> None:

@@ -246,3 +246,56 @@ def test_recurrences_that_stop_short_are_visible_in_second_derivatives() -> None
         return tx.logdet(matrix_free(s * matrix), KEY, BUDGET).value
 
     assert jnp.isnan(jax.jit(jax.grad(jax.grad(value)))(1.0))
+
+
+def test_diagonal_shifts() -> None:
+    """Noise of each observation its own: values and gradients, of arrays and pytrees, and
+    where it is exact."""
+    noise = jnp.asarray(np.random.default_rng(1).uniform(0.5, 5.0, N)) * 1e-2
+
+    def dense(v: Any, noise: Any) -> Any:
+        return jnp.linalg.slogdet(kernel(v) + jnp.diag(noise))[1]
+
+    def got(v: Any, noise: Any, make: Any = matrix_free) -> Any:
+        shift = lx.DiagonalLinearOperator(noise)
+        result = tx.logdet(make(kernel(v)), KEY, BUDGET, shift=shift)
+        return result.value, result
+
+    both = jax.jit(jax.value_and_grad(got, (0, 1), has_aux=True))
+    (value, result), slopes = both(POINT[0], noise)
+    low, high = result.interval(0.999)
+    assert low < dense(POINT[0], noise) < high
+    want = jax.grad(dense, (0, 1))(POINT[0], noise)
+    close(slopes[0], want[0], 0.05)
+    close(jnp.sum(slopes[1] * noise), jnp.sum(want[1] * noise), 0.02)
+    exact, _ = got(POINT[0], noise, lx.MatrixLinearOperator)
+    close(exact, dense(POINT[0], noise), 1e-12)
+    halves = {"a": jnp.ones(N // 2), "b": jnp.ones(N - N // 2)}
+    parted = lx.DiagonalLinearOperator(halves) * 2.0
+    split = lx.DiagonalLinearOperator({"a": noise[: N // 2], "b": noise[N // 2 :]})
+    close(tx.logdet(parted, KEY, shift=split).value, jnp.sum(jnp.log(2 + noise)), 1e-12)
+    for wrong, kind in (
+        (lx.DiagonalLinearOperator(noise[1:]), ValueError),
+        (1j, TypeError),
+    ):
+        with pytest.raises(kind, match=r"logdet\(shift=.*must"):
+            tx.logdet(matrix_free(kernel(0.0)), KEY, shift=wrong)
+
+
+def test_single_precision_at_any_condition() -> None:
+    """Of condition 2e8: finite, and within the error bar, with the noise known or not."""
+    i = np.arange(1.0, N + 1)
+    spectra = {"power": np.maximum(i**-3.6, 5e-9), "geometric": np.geomspace(1, 5e-9, N)}
+    for eigenvalues in spectra.values():
+        whole = hermitian(eigenvalues)
+        for shift in (0.0, 5e-9):
+            matrix = jnp.asarray(whole - shift * jnp.eye(N), np.float32)
+
+            @jax.jit
+            def run(key: Any, matrix: Any = matrix, shift: float = shift) -> Any:
+                return tx.logdet(matrix_free(matrix), key, BUDGET, shift=shift).interval()
+
+            low, high = jax.lax.map(run, jax.random.split(KEY, 4))
+            assert jnp.all(
+                (low < np.log(eigenvalues).sum()) & (np.log(eigenvalues).sum() < high)
+            )

@@ -152,7 +152,11 @@ def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
         )
 
 
-def check_shift(name: str, operator: lx.AbstractLinearOperator, shift: ArrayLike) -> None:
+def check_shift(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    shift: ArrayLike | lx.DiagonalLinearOperator,
+) -> None:
     """Of log det(A + shift I), which A must not be known to make impossible."""
     if is_negative(operator):
         raise ValueError(
@@ -160,11 +164,34 @@ def check_shift(name: str, operator: lx.AbstractLinearOperator, shift: ArrayLike
             "because the logarithm of a negative number is not real, but got a "
             f"{type(operator).__name__} that is. Negate it: log det(-A) is what there is."
         )
+    if isinstance(shift, lx.DiagonalLinearOperator):
+        _check_noise(name, operator, shift)
+        return
     dtype = getattr(shift, "dtype", None)
     if not (isinstance(shift, int | float) or dtype is not None) or jnp.iscomplexobj(shift):
         raise TypeError(
-            f"traceax.{name}(shift=...) must be real, a number or an array of them, "
-            f"because A + shift I must be Hermitian, but got {shift!r}. Take its real part."
+            f"traceax.{name}(shift=...) must be real, a number, an array of them or an "
+            "lx.DiagonalLinearOperator, because A + shift I must be Hermitian, but got "
+            f"{shift!r}. Take its real part, or the operator's diagonal."
+        )
+
+
+def _check_noise(
+    name: str, operator: lx.AbstractLinearOperator, shift: lx.DiagonalLinearOperator
+) -> None:
+    leaves = jax.tree.leaves(shift.diagonal)
+    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
+        raise TypeError(
+            f"traceax.{name}(shift=...) must be real, because A + shift must be Hermitian, "
+            "but got a complex diagonal. Take its real part."
+        )
+    shapes = jax.tree.map(jnp.shape, shift.diagonal)
+    expected = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
+    if shapes != expected:
+        raise ValueError(
+            f"traceax.{name}(shift=...) must act on the operator's space, of shapes "
+            f"{expected}, but got a diagonal of shapes {shapes}. Give an entry for each of "
+            "the operator's dimensions."
         )
 
 

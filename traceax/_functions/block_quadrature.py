@@ -18,11 +18,12 @@ make S_i up to the first q blocks (`left_out`) and J the identity on these,
 The nodes of the quadrature are the eigenvalues of T, and each sample e_i is a weight for
 each node. The derivative is that of the split rule, with Z M Z* for the probes.
 
-The samples share their probes, so their spread understates: by 0.5 to 1.9, rarely more than
-sqrt(2), which is what parts of two probes each can do (`shared_error`). Where few directions
-are left that matter the samples are as skewed as can be, and theory has the last word, as
-in XTrace (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r follows from
-the length of f(A) r. The quadrature error shows by what T without its last blocks says.
+The samples share their probes, so their spread understates: by 0.5 to 1.9, rarely more
+than sqrt(2), which is what parts of two probes each can do (`shared_error`). Where few
+directions are left that matter the samples are as skewed as can be, and theory has the last
+word, as in XTrace (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r
+follows from the length of f(A) r. The quadrature error shows by what T without its last
+blocks says.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ class Shape(NamedTuple):
 
     @property
     def inner(self) -> int:
-        """Two blocks, or a fifth of them, are left to quadrature."""
-        return max(1, min(self.depth - 2, round(0.8 * self.depth)))
+        """Two blocks, or a fifth of them, are left to quadrature; but the first block alone
+        is no space, since nothing has been applied for it."""
+        inner = min(self.depth - 2, round(0.8 * self.depth))
+        return max(1, min(2, self.depth - 1), inner)
 
     @property
     def num_matvecs(self) -> int:
@@ -98,7 +101,8 @@ def block_quadrature(
 ) -> Outcome:
     space = block_krylov(subject.linear_map, probes, depth)
     rule = quadrature(space, probes, depth, inner)
-    is_open = jnp.any(space.filled[(depth - 1) * probes.shape[1] : rule.eigen.values.shape[1]])
+    k = probes.shape[1]
+    is_open = jnp.any(space.filled[(depth - 1) * k : depth * k])
     rule, slopes = _defined(rule, subject.fn, is_open)
     eps = resolution(subject.linear_map.operator)
     unresolved = depth == 1 and size(subject.linear_map.operator) > 1
@@ -151,7 +155,8 @@ def quadrature(
     square = jnp.where(jnp.diag(~filled), square[0, 0], square)
     starts = space.basis[:, :k].conj().T @ probes
     spaces = left_out(square[:rank, :rank], filled[:rank], starts)
-    coarser = [truncated(square, (depth - less) * k) for less in range(1, min(depth, 3))]
+    sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
+    coarser = [truncated(square, size) for size in sizes]
     eigen = decompose(jnp.stack([square, *coarser]))
     inside = jnp.where(filled[None, :rank, None], eigen.vectors[:, :rank], 0)
     outside = _outside(spaces, n)

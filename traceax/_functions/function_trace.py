@@ -1,4 +1,4 @@
-"""The front door to traces of functions: deflated quadrature."""
+"""The front door to traces of functions."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def function_trace(
 ) -> Estimate:
     """The trace of a function of a Hermitian operator, by the best means there is for it.
 
-    Half of the budget builds a block Krylov space of A, of orthonormal columns Q, which
-    contains the eigenvectors that matter most to smooth functions. Then, for any Q,
+    One block Krylov run of k probes w_i. The space S_i of all probes but w_i contains what
+    matters most to smooth functions, and is independent of w_i; so with its projector P_i
 
-        tr f(A) = tr(Q* f(A) Q) + E[c d* f(A) d],    d = (I - Q Q*) w,
+        tr f(A) = E[tr(P_i f(A) P_i) + c_i r_i* f(A) r_i],    r_i = (I - P_i) w_i,
 
-    c restoring the length that d should have. The first term is read off the space itself,
-    the second is quadrature from the rest of the probes. Where few eigenvalues have most
-    of the sum (exp of a graph, log of a kernel) it is better by orders of magnitude than
-    `slq_trace`; on flat spectra it is at most 1.5 times worse.
+    c_i restoring the length that r_i should have, for each i. All of it is read off the one
+    run, so every application works twice. Where few eigenvalues have most of the sum (exp
+    of a graph, log of a kernel) it is better than `slq_trace` by orders of magnitude, on
+    flat spectra not worse.
 
     Exact, by an eigendecomposition, from n applications where `num_matvecs` reaches n, for
     n <= 64, and without any for operators that store their matrix up to n = 1024. Exact
@@ -65,12 +65,13 @@ def function_trace(
     dimension; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    unbiased but for quadrature: by the split rule, deflated like the value; one matvec-VJP
-    for each column of Q, each probe and each entry of the value. Second derivatives
-    differentiate a Lanczos recurrence from each.
+    unbiased but for quadrature: by the split rule, with the same spaces; at most
+    0.8 num_matvecs matvec-VJPs for each entry of the value. Second derivatives
+    differentiate a Lanczos recurrence from each, and are NaN where that falls short.
 
-    **Cost**: at most `num_matvecs` applications; with r of them for Q, 4 n r^2 flops to
-    keep it orthonormal, and blocks of n x r.
+    **Cost**: at most `num_matvecs` applications, in blocks of k, about 1.5 times the root
+    of `num_matvecs`; 8 n num_matvecs^2 flops for an orthonormal basis of as many vectors,
+    which is what has to fit.
 
     **Example**
 
@@ -86,9 +87,10 @@ def function_trace(
 
     ```
 
-    **Reference**: Chen and Hallman (2023), Krylov-aware stochastic trace estimation, SIAM
-    Journal on Matrix Analysis and Applications 44(3), doi:10.1137/22M1494257; the
-    derivative is derived in `traceax/_functions/split.py`.
+    **Reference**: derived in `traceax/_functions/block_quadrature.py`. Compare Epperly,
+    Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Chen
+    and Hallman (2023), Krylov-aware stochastic trace estimation, SIAM Journal on Matrix
+    Analysis and Applications 44(3), doi:10.1137/22M1494257, for reading f(A) off the space.
     """
     check_request("function_trace", operator, key, num_matvecs, 6)
     fn, structure = scalar_function("function_trace", fn, real_dtype(operator))

@@ -11,11 +11,23 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from traceax._core.checks import check_function_request, check_power
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, gram, is_negative, is_positive, prepare
-from traceax._functions.slq import slq_trace
+from traceax._core.operator import (
+    LinearMap,
+    gram,
+    is_negative,
+    is_positive,
+    prepare,
+    size,
+    stores_matrix,
+)
+from traceax._functions.block_quadrature import Shape
+from traceax._functions.exact_functions import STORED, exact_function_trace, is_cheap
+from traceax._functions.function_trace import block_trace
+from traceax._functions.scalar import scalar_function
+from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import magnitude
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, sphere
+from traceax._probes.samplers import sphere
 
 
 def schatten_norm(
@@ -25,17 +37,17 @@ def schatten_norm(
     *,
     num_probes: int,
     num_steps: int,
-    sampler: Sampler = sphere,
-    reorthogonalise: bool = True,
-    batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
-    tr |B|^p by `slq_trace`: of x -> |x|^p on B itself where it is tagged semidefinite, else
-    of x -> x^(p/2) on B* B or B B*, whichever is smaller. p = 1 is the nuclear norm, p = 2
-    the Frobenius norm (of which `frobenius_norm_squared` knows more); large p approach the
-    spectral norm. Not unbiased, because the root is not linear: low by about
-    standard_error^2 (p - 1) / (2 value).
+    tr |B|^p by the engine of `function_trace`: of x -> |x|^p on B itself where it is tagged
+    semidefinite, else of x -> x^(p/2) on B* B or B B*, whichever is smaller. p = 1 is the
+    nuclear norm, p = 2 the Frobenius norm (of which `frobenius_norm_squared` knows more);
+    large p approach the spectral norm. Not unbiased, because the root is not linear: low by
+    about standard_error^2 (p - 1) / (2 value).
+
+    Exact where num_probes * num_steps reaches the smaller dimension or that is at most 64,
+    and for operators that store their matrix up to 1024.
 
     **Arguments**
 
@@ -45,31 +57,24 @@ def schatten_norm(
     - `p`: a positive number, or an array of shape `()`.
     - `key`: a JAX random key.
     - `num_probes`: how many probes, a Python int of at least 1.
-    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
-      the dimension are taken.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`.
-    - `reorthogonalise`: as in `slq_trace`.
-    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
-      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
-      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
-      your own still draw all probes together.
+    - `num_steps`: how many steps of the one block Lanczos run that all of them share, a
+      Python int of at least 1. About as many as probes, or half as many, are best.
 
     **Returns** an `Estimate` of shape `()`, real. `standard_error` is that of the trace,
     covering sampling and quadrature, carried through the root; `inf` for one probe or one
-    step.
+    step; 0 where the value is exact.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
     count not a Python int, `p` not real; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if a count or `batch_size` is below 1; if `p` is not
-    positive and finite; if the sampler draws dependent probes.
+    leaves, or has no dimension; if a count is below 1; if `p` is not positive and finite.
 
-    **Derivatives**: forward and reverse, in the operator and in `p`, as of `slq_trace`, of
-    which this is a root. Where singular values are 0 and p < 2, that of the others. NaN at
-    the zero operator, where the norm has none.
+    **Derivatives**: forward and reverse, in the operator and in `p`, as of
+    `function_trace`, of which this is a root. Where singular values are 0 and p < 2, that
+    of the others. NaN at the zero operator, where the norm has none.
 
     **Cost**: 2 num_probes * num_steps applications (half of them of the adjoint), or half
-    as many if the operator is tagged semidefinite; and one to see its scale.
+    as many if the operator is tagged semidefinite; and one to see its scale. An orthonormal
+    basis of num_probes * num_steps vectors.
 
     **Example**
 
@@ -85,32 +90,40 @@ def schatten_norm(
 
     **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
     Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4), section 6.2,
-    doi:10.1137/16M1104974.
+    doi:10.1137/16M1104974, for the norm as such a trace.
     """
     name = "schatten_norm"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     check_function_request(name, operator, key, counts, square=False)
     check_power(name, p)
-    semidefinite = is_positive(operator) or is_negative(operator)
     unit = _unit(name, operator, key)
     scaled = prepare(operator) / unit
-    traced = slq_trace(
-        scaled if semidefinite else gram(scaled),
-        _power(p if semidefinite else p / 2),
-        key,
-        sampler=sampler,
-        reorthogonalise=reorthogonalise,
-        batch_size=batch_size,
-        **counts,
-    )
+    if is_positive(operator) or is_negative(operator):
+        target, exponent, cost = scaled, p, 1
+    else:
+        target, exponent, cost = _square(scaled), p / 2, 2
+    fn, structure = scalar_function(name, _power(exponent), real_dtype(target))
+    shape = Shape(num_probes, num_steps)
+    if is_cheap(target, shape.num_matvecs):
+        traced = exact_function_trace(target, fn, structure)
+    else:
+        traced = block_trace(name, target, fn, structure, key, shape)
     unit = unit.astype(traced.value.dtype)
     value = unit * traced.value ** (1 / p)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
     rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
     error = unit * (traced.standard_error * rate)
-    spent = traced.num_matvecs * (1 if semidefinite else 2) + 1
+    spent = traced.num_matvecs * cost + 1
     return Estimate(value, error, spent, traced.degrees_of_freedom)
+
+
+def _square(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    square = gram(operator)
+    if not stores_matrix(operator) or size(square) > STORED:
+        return square
+    matrix = LinearMap(square).dense()
+    return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
 
 
 def _unit(

@@ -82,7 +82,7 @@ def both_errors(
 
 
 def quadrature_error(
-    changes: Float[Array, "levels *values"], unresolved: bool
+    changes: Float[Array, "levels ..."], unresolved: bool
 ) -> Float[Array, "*values"]:
     """What a rule is wrong by, from how much the latest refinements have changed it, the
     last one first; `unresolved` if there is none though there should be.

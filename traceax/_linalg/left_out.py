@@ -48,6 +48,10 @@ def left_out(
     """`projection` is T, r = q k; `starts` the w_i in the coordinates of the first block;
     coordinates that are not `filled` are none."""
     r, k = projection.shape[0], starts.shape[0]
+    if k == 1:
+        whole = jnp.diag(filled.astype(starts.dtype))
+        first = jnp.pad(starts, ((0, r - k), (0, 0))).T
+        return LeftOut(whole[None], first, jnp.zeros(1, starts.real.dtype))
     filled = filled.reshape(r // k, k)
     scale = magnitude(projection)
     square = jnp.where(filled.reshape(r), projection / scale, 0)

@@ -1,0 +1,107 @@
+"""Schatten norms: rectangular, special, exact."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import PSD, close, function
+
+KEY = jax.random.key(11)
+
+
+def map_of(matrix: Any) -> lx.AbstractLinearOperator:
+    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
+    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
+
+
+def norm(matrix: Any, p: Any, probes: int = 12, steps: int = 6) -> tx.Estimate:
+    return tx.schatten_norm(map_of(matrix), p, KEY, num_probes=probes, num_steps=steps)
+
+
+def truth(matrix: Any, p: Any) -> Any:
+    return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False) ** p) ** (1 / p)
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0])
+@pytest.mark.parametrize("shape", [(90, 150), (150, 90)])
+def test_rectangular(shape: tuple[int, int], p: float) -> None:
+    """With derivatives in the operator and in p."""
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+
+    def run(s: Any, p: Any) -> Any:
+        estimate = norm(s * matrix, p)
+        return estimate.value, estimate
+
+    (by_scale, by_p), estimate = jax.jit(jax.grad(run, (0, 1), has_aux=True))(1.0, p)
+    low, high = estimate.interval(0.999)
+    assert low < truth(matrix, p) < high
+    assert estimate.num_matvecs == 2 * 12 * 6 + 1
+    close(by_scale, estimate.value, 1e-9)  # homogeneous of degree one
+    want = jax.grad(lambda p: truth(matrix, p))(p)
+    np.testing.assert_allclose(by_p, want, rtol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["budget", "small", "stored"])
+def test_exact_where_exact_is_cheap(kind: str) -> None:
+    """From the smaller dimension on; for small and stored operators at any budget."""
+    shape, probes = ((150, 90), 18) if kind == "budget" else ((90, 40), 4)
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=shape))
+    make = lx.MatrixLinearOperator if kind == "stored" else map_of
+
+    @jax.jit
+    @jax.value_and_grad
+    def both(matrix: Any) -> Any:
+        operator = make(matrix)
+        return tx.schatten_norm(operator, 1.5, KEY, num_probes=probes, num_steps=5).value
+
+    value, slope = both(matrix)
+    close(value, truth(matrix, 1.5), 1e-12)
+    u, _, v = jnp.linalg.svd(matrix, full_matrices=False)
+    sizes = jnp.linalg.svd(matrix, compute_uv=False)
+    want = (u * sizes**0.5) @ v * value ** (1 - 1.5)
+    close(slope, want, 1e-9)
+    estimate = tx.schatten_norm(make(matrix), 1.5, KEY, num_probes=probes, num_steps=5)
+    assert estimate.standard_error == 0
+    spent = {"budget": 2 * 90 + 1, "small": 2 * 40 + 1, "stored": 1}
+    assert estimate.num_matvecs == spent[kind]
+
+
+def test_special_operators() -> None:
+    flat = lx.TaggedLinearOperator(function(jnp.diag((jnp.arange(70) < 9) * 2.0)), PSD)
+    few = tx.schatten_norm(flat, 1, KEY, num_probes=20, num_steps=3)
+    close(few.value, 18.0, 1e-10)  # the space has all of it
+    assert few.num_matvecs == 61
+
+    @jax.jit
+    def nuclear(s: Any) -> Any:
+        operator = function(s * jnp.diag((jnp.arange(70) < 9) * 1.0))
+        return tx.schatten_norm(operator, 1, KEY, num_probes=3, num_steps=3).value
+
+    assert nuclear(0.0) == 0
+    for unit in (1e-200, 1e200):  # whose squares are out of range
+        close(nuclear(unit) / unit, nuclear(1.0), 1e-10)
+    assert jnp.isfinite(jax.grad(nuclear)(1.0))  # those that are 0 have no part in it
+
+
+@pytest.mark.slow
+def test_intervals_hold_on_what_decays() -> None:
+    """A blur, of which plain quadrature at this cost is wrong by a tenth."""
+    i = np.arange(1.0, 301.0)
+    sizes = jnp.asarray(np.exp(-i / 20) + 1e-3 / i)
+    operator = function(jnp.diag(sizes))
+    want = float(jnp.sum(sizes))
+
+    @jax.jit
+    def run(key: Any) -> Any:
+        estimate = tx.schatten_norm(operator, 1, key, num_probes=15, num_steps=8)
+        low, high = estimate.interval(0.95)
+        return estimate.value, (low <= want) & (want <= high)
+
+    values, held = jax.lax.map(run, jax.random.split(KEY, 100))
+    assert jnp.mean(held) >= 0.9 - 2.33 * (0.9 * 0.1 / 100) ** 0.5
+    assert jnp.sqrt(jnp.mean((values / want - 1) ** 2)) < 6e-3
