@@ -19,11 +19,13 @@ The nodes of the quadrature are the eigenvalues of T, and each sample e_i is a w
 each node. The derivative is that of the split rule, with Z M Z* for the probes.
 
 The samples share their probes, so their spread understates: by 0.5 to 1.9, rarely more
-than sqrt(2), which is what parts of two probes each can do (`shared_error`). Where few
-directions are left that matter the samples are as skewed as can be, and theory has the last
-word, as in XTrace (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r
-follows from the length of f(A) r. The quadrature error shows by what T without its last
-blocks says.
+than sqrt(2), which is what parts of two probes each can do (`shared_error`). Where as many
+directions matter as there are probes, all samples are low together, and it takes the
+jackknife (`two_left_out`) to see that; it counts parts of many probes as often as they have
+probes, and half of it was enough in every spectrum measured. Where few directions are left
+that matter the samples are as skewed as can be, and theory says what they could be
+(`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r follows from the
+length of f(A) r. The quadrature error shows by what T without its last blocks says.
 """
 
 from __future__ import annotations
@@ -45,12 +47,14 @@ from traceax._functions.split import FromRows, Run, Traced, at_nodes, slopes_at
 from traceax._linalg.columns import magnitude, mean, squared_modulus
 from traceax._linalg.jackknife import (
     both_errors,
+    jackknife_error,
     no_less_than_theory,
     quadrature_error,
     shared_error,
 )
 from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
 from traceax._linalg.left_out import LeftOut, left_out
+from traceax._linalg.two_left_out import replicates
 
 
 class Shape(NamedTuple):
@@ -81,19 +85,22 @@ def shape_for(num_matvecs: int) -> Shape:
 
 class Quadrature(eqx.Module):
     """Nodes, and for each sample the weight of each; for T and for T without its last
-    blocks. `mixture` is M; `outside` what is needed to judge the samples."""
+    blocks. `mixture` is M; `outside`, and `inside`, the first rows of T's eigenvectors, are
+    what is needed to judge the samples."""
 
     eigen: Eigen
     weights: Float[Array, "levels k m"]
     mixture: Inexact[Array, "r r"]
     outside: Outside
+    inside: Inexact[Array, "r m"]
 
 
 class Outside(eqx.Module):
-    """The part of a probe outside of its space, sqrt(c_i) r_i, and N_i."""
+    """The part of a probe outside of its space, sqrt(c_i) r_i; N_i; and n - dim S_i."""
 
     remainder: Inexact[Array, "k r"]
     missing: Inexact[Array, "k r p"]
+    dimension: Float[Array, " k"]
 
 
 def block_quadrature(
@@ -163,13 +170,15 @@ def quadrature(
     weights = jax.vmap(partial(_weights, outside))(inside)
     # What LAPACK makes of NaN need not be NaN.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    return Quadrature(eigen, weights, _mixture(outside, filled[:rank]), outside)
+    mixture = _mixture(outside, filled[:rank])
+    return Quadrature(eigen, weights, mixture, outside, inside[0])
 
 
 def _outside(spaces: LeftOut, n: int) -> Outside:
     squares = jnp.sum(squared_modulus(spaces.remainder), axis=1)
-    factor = jnp.sqrt((n - spaces.rank) / jnp.where(squares > 0, squares, 1))
-    return Outside(factor[:, None] * spaces.remainder, spaces.missing)
+    left = n - spaces.rank
+    factor = jnp.sqrt(left / jnp.where(squares > 0, squares, 1))
+    return Outside(factor[:, None] * spaces.remainder, spaces.missing, left)
 
 
 def _weights(outside: Outside, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
@@ -203,17 +212,25 @@ def _judged(
     sizes = _read(jnp.mean(rule.weights[0], axis=0)[None], jnp.abs(values[0]) + slopes)
     error = shared_error(samples, 4 * eps * sizes[:, 0])
     if samples.shape[-1] > 1:
-        error = jnp.maximum(error, _theory(rule, values[0]))
+        used = jnp.any(rule.weights[0] != 0, axis=0)[:, None]
+        known = jnp.where(used, values[0], 0)
+        scale = jax.vmap(magnitude, in_axes=1)(known)
+        least = _least_error(rule, known / scale, samples / scale[:, None])
+        error = jnp.maximum(error, scale * least)
     return mean(samples), both_errors(error, gap)
 
 
-def _theory(rule: Quadrature, values: Inexact[Array, "m p"]) -> Float[Array, " p"]:
-    used = jnp.any(rule.weights[0] != 0, axis=0)[:, None]
-    values = jnp.where(used, values, 0)
-    scale = jax.vmap(magnitude, in_axes=1)(values)
-    variances = _variances(rule, values / scale)
+def _least_error(
+    rule: Quadrature, values: Inexact[Array, "m p"], samples: Inexact[Array, "p k"]
+) -> Float[Array, " p"]:
+    """What the spread of samples must not be below: half the jackknife, and theory."""
+    outside, inside = rule.outside, rule.inside
+    depth = inside.shape[0] // samples.shape[1]
+    missing = outside.missing[..., :depth]
+    pairs = missing, outside.remainder, outside.dimension, inside, values, samples
+    half = jackknife_error(replicates(*pairs), jnp.zeros(samples.shape[0])) / 2
     real = not jnp.iscomplexobj(rule.mixture)
-    return scale * no_less_than_theory(jnp.zeros_like(scale), variances, real=real)
+    return no_less_than_theory(half, _variances(rule, values), real=real)
 
 
 def _read(

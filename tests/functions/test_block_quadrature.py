@@ -1,0 +1,174 @@
+"""Traces of functions by Krylov spaces that leave one probe out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close, function, hermitian
+from traceax._core.operator import LinearMap
+from traceax._functions.block_quadrature import Shape, block_quadrature, shape_for
+from traceax._functions.function_trace import block_trace
+from traceax._functions.scalar import MatrixFunction, scalar_function
+
+KEY = jax.random.key(2)
+N, SHAPE = 70, Shape(4, 5)
+BUDGET = 36
+
+
+def left_out_projectors(matrix: Any, block: Any, depth: int) -> list[Any]:
+    """On K(A, block without column i) for every i, by an SVD of the Krylov matrix."""
+    found = []
+    for i in range(block.shape[1]):
+        blocks = [np.delete(block, i, axis=1)]
+        for _ in range(depth - 1):
+            product = matrix @ blocks[-1]
+            blocks.append(product / np.linalg.norm(product, axis=0).max())
+        columns, sizes, _ = np.linalg.svd(np.hstack(blocks), full_matrices=False)
+        kept = columns[:, sizes > 1e-10 * sizes[0]]
+        found.append(kept @ kept.conj().T)
+    return found
+
+
+def by_definition(matrix: Any, block: Any, values_of: Any) -> Any:
+    """The mean of tr(P f P) + c r* f r, with f(A) itself."""
+    theta, u = np.linalg.eigh(matrix)
+    f = (u * values_of(theta)) @ u.conj().T
+    samples = []
+    for i, p in enumerate(left_out_projectors(matrix, block, SHAPE.inner)):
+        r = block[:, i] - p @ block[:, i]
+        c = (matrix.shape[0] - np.trace(p).real) / np.vdot(r, r).real
+        samples.append(np.trace(p @ f).real + c * np.vdot(r, f @ r).real)
+    return np.mean(samples)
+
+
+def probes(dtype: Any) -> Any:
+    return tx.sphere(KEY, jax.ShapeDtypeStruct((N,), dtype), SHAPE.width).T
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_polynomials_are_as_defined(dtype: Any) -> None:
+    """Up to degree 2 (d - q) + 1 there is no quadrature error in it."""
+    matrix = hermitian(np.linspace(-1, 2, N), dtype)
+
+    def fn(x: Any) -> Any:
+        return jnp.stack([x**j for j in range(6)])
+
+    converted, _ = scalar_function("test", fn, jnp.dtype(float))
+    algorithm = block_outcome(converted)
+    value = jax.jit(algorithm)(matrix, probes(dtype))
+    assert 2 * (SHAPE.depth - SHAPE.inner) + 1 == 5
+    for power in range(6):
+        want = by_definition(
+            np.asarray(matrix), np.asarray(probes(dtype)), lambda x, p=power: x**p
+        )
+        close(value[power], want, 1e-10, N)
+
+
+def block_outcome(fn: Any) -> Any:
+    def value(matrix: Any, block: Any) -> Any:
+        subject = MatrixFunction(LinearMap(function(matrix)), fn)
+        shape = {"depth": SHAPE.depth, "inner": SHAPE.inner}
+        return block_quadrature(subject, block, **shape).value
+
+    return value
+
+
+def test_unbiased() -> None:
+    """Over many keys, a function that quadrature has exactly; the gradient in what it
+    depends on is as unbiased."""
+    matrix = hermitian(1 / np.arange(1.0, N + 1))
+    direction = hermitian(np.linspace(-1, 1, N), seed=5)
+
+    def value(t: Any, key: Any) -> Any:
+        operator = function(matrix + t * direction)
+        fn, structure = scalar_function("test", lambda x: x**3, jnp.dtype(float))
+        return block_trace("test", operator, fn, structure, key, SHAPE).value
+
+    keys = jax.random.split(KEY, 400)
+    values, slopes = jax.jit(
+        lambda keys: jax.lax.map(lambda key: jax.value_and_grad(value)(0.0, key), keys)
+    )(keys)
+    for found, want in (
+        (values, jnp.trace(matrix @ matrix @ matrix)),
+        (slopes, 3 * jnp.sum((matrix @ matrix) * direction)),
+    ):
+        off = jnp.mean(found) - want
+        assert abs(off) < 4.5 * jnp.std(found) / 20
+
+
+RANKS = {
+    "rank 5 + 1": np.append([1000.0, 200, 30, 4, 2], np.ones(N - 5)),
+    "one": np.full(N, 2.0),
+    "four and one": np.where(np.arange(N) < 4, 1.0, 1e-3),
+    "star": np.append([-8.0, 8.0], np.zeros(N - 2)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-200, 1e200])
+@pytest.mark.parametrize("rank", RANKS)
+def test_exhausted_spaces_are_exact(rank: str, scale: float) -> None:
+    """To rounding, with an error bar that says so."""
+    matrix = hermitian(RANKS[rank])
+    fn = jax.nn.softplus if rank == "star" else jnp.log
+
+    @jax.jit
+    def run(matrix: Any) -> tx.Estimate:
+        return tx.function_trace(function(scale * matrix), lambda x: fn(x / scale), KEY, 60)
+
+    estimate = run(matrix)
+    want = float(jnp.sum(jax.vmap(fn)(jnp.asarray(RANKS[rank]))))
+    close(estimate.value, want, 1e-10, N)
+    assert estimate.standard_error < 1e-8 * N
+    low, high = estimate.interval(0.999)
+    assert low <= want <= high
+
+
+def test_budgets_become_shapes() -> None:
+    for budget in range(6, 2000):
+        shape = shape_for(budget)
+        assert 0.9 * budget - 4 <= shape.num_matvecs <= budget
+        assert shape.width >= 2
+        assert shape.depth >= 3
+        assert 2 <= shape.inner < shape.depth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kernel", "graph", "step", "flat", "indefinite"])
+def test_error_bars_are_honest(name: str) -> None:
+    """Intervals hold, and the root mean square error is between 0.4 and 1.2 of what the
+    standard error says."""
+    i = np.arange(1.0, 201.0)
+    spectrum, fn = {
+        "kernel": (np.exp(-i / 8) + 1e-2, jnp.log),
+        "graph": (np.append(np.linspace(-3, 3, 198), [9.0, 14.0]), jnp.exp),
+        "step": (np.where(i <= 12, 1.0, 1e-3), jnp.exp),
+        "flat": (np.linspace(1, 3, 200), jnp.log),
+        "indefinite": ((-1) ** i / i, jnp.abs),
+    }[name]
+    want = float(jnp.sum(jax.vmap(fn)(jnp.asarray(spectrum))))
+    operator = function(jnp.diag(jnp.asarray(spectrum)))
+
+    @jax.jit
+    def run(key: Any) -> Any:
+        estimate = tx.function_trace(operator, fn, key, 120)
+        low, high = estimate.interval(0.95)
+        return estimate.value, estimate.standard_error, (low <= want) & (want <= high)
+
+    values, errors, held = jax.lax.map(run, jax.random.split(KEY, 100))
+    assert jnp.mean(held) >= 0.9 - 2.33 * (0.9 * 0.1 / 100) ** 0.5
+    ratio = jnp.sqrt(jnp.mean((values - want) ** 2) / jnp.mean(errors**2))
+    assert 0.4 < ratio < 1.2
+
+
+def test_better_than_plain_quadrature_where_few_eigenvalues_have_the_sum() -> None:
+    eigenvalues = np.append(np.linspace(-3, 3, N - 2), [14.0, 20.0])
+    operator = function(hermitian(eigenvalues))
+    truth = np.exp(eigenvalues).sum()
+    ours = tx.function_trace(operator, jnp.exp, KEY, BUDGET).value
+    plain = tx.slq_trace(operator, jnp.exp, KEY, num_probes=6, num_steps=6).value
+    assert abs(ours - truth) < 1e-3 * truth
+    assert abs(plain - truth) > 20 * abs(ours - truth)

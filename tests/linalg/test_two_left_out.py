@@ -1,0 +1,69 @@
+"""Samples with two probes left out, against spaces that are made without both."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import close, hermitian
+from traceax._linalg.krylov import block_krylov
+from traceax._linalg.left_out import left_out
+from traceax._linalg.two_left_out import replicates
+
+N, WIDTH, DEPTH, INNER = 30, 4, 4, 2
+
+
+def projector(matrix: Any, starts: Any) -> Any:
+    blocks = [starts]
+    for _ in range(INNER - 1):
+        blocks.append(matrix @ blocks[-1])
+    columns, _ = np.linalg.qr(np.hstack(blocks))
+    return columns @ columns.conj().T
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_replicates(dtype: Any) -> None:
+    matrix = hermitian(np.linspace(-1, 2, N), dtype)
+    rng = np.random.default_rng(3)
+    block = rng.standard_normal((N, WIDTH)).astype(dtype)
+    if dtype is complex:
+        block += 1j * rng.standard_normal((N, WIDTH))
+    rank = WIDTH * INNER
+    space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), DEPTH)
+    z, t = np.asarray(space.basis[:, :-WIDTH]), np.asarray(space.projection[:-WIDTH])
+    theta, v = np.linalg.eigh((t + t.conj().T) / 2)
+    coordinates = jnp.asarray(z[:, :WIDTH].conj().T @ block)
+    spaces = left_out(jnp.asarray(t[:rank, :rank]), space.filled[:rank], coordinates)
+    f = (z @ (v * np.exp(theta))) @ (z @ v).conj().T
+
+    def sample(tested: int, others: Any) -> Any:
+        p = projector(np.asarray(matrix), block[:, others])
+        r = block[:, tested] - p @ block[:, tested]
+        c = (N - np.trace(p).real) / np.vdot(r, r).real
+        return np.trace(p @ f).real + c * np.vdot(r, f @ r).real
+
+    everyone = range(WIDTH)
+    samples = [sample(i, [j for j in everyone if j != i]) for i in everyone]
+    want = [
+        np.mean(
+            [
+                sample(j, [m for m in everyone if m not in (i, j)])
+                for j in everyone
+                if j != i
+            ]
+        )
+        for i in everyone
+    ]
+    squares = jnp.sum(abs(spaces.remainder) ** 2, axis=1)
+    scaled = spaces.remainder * jnp.sqrt((N - spaces.rank) / squares)[:, None]
+    got = jax.jit(replicates)(
+        spaces.missing[..., :INNER],
+        scaled,
+        N - spaces.rank,
+        jnp.asarray(v[:rank]),
+        jnp.exp(jnp.asarray(theta))[:, None],
+        jnp.asarray(samples)[None],
+    )
+    close(got[0], np.array(want), 1e-9)
