@@ -40,7 +40,7 @@ from traceax._linalg.jackknife import (
     quadrature_error,
     standard_error,
 )
-from traceax._linalg.krylov import lanczos, truncated
+from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
@@ -219,7 +219,7 @@ def sample(
 ) -> tuple[Sampled, Run]:
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
-    eigen = _by_levels(krylov.projection)
+    eigen = decompose(by_levels(krylov.projection))
     coefficients = (scale * krylov.length**2)[:, None]
     whole = Eigen(*(x[0] for x in eigen))
     run = Run(krylov.basis, whole, coefficients, FromRows(krylov.basis, 1, num_steps))
@@ -242,13 +242,3 @@ def _sampled(
         weighed(coefficients, whole, jnp.abs(slopes)),
         jnp.max(jnp.abs(whole.values), axis=1),
     )
-
-
-@jax.jit
-def _by_levels(projection: Inexact[Array, "N m m"]) -> Eigen:
-    """Of T, and of T when it had a quarter of its rows less, and two quarters."""
-    num_steps = projection.shape[1]
-    stride = max(1, num_steps // 4)
-    sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
-    levels = [jax.vmap(partial(truncated, size=size))(projection) for size in sizes]
-    return decompose(jnp.stack(levels))
