@@ -26,18 +26,20 @@ from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare, resolution, size, working_dtype
 from traceax._core.rule import Outcome, estimate_of, settled
-from traceax._functions.modes import Modes, modes_with_half
+from traceax._functions.exact_general import exact_general_trace
+from traceax._functions.modes import Modes, modes_by_levels, refuse_second
 from traceax._functions.scalar import MatrixFunction, Slope, scalar_function
 from traceax._functions.split import at_nodes
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
     both_errors,
     independent_degrees_of_freedom,
+    quadrature_error,
     standard_error,
 )
 from traceax._linalg.krylov import norm
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, check_independent, sphere
+from traceax._probes.samplers import Sampler, check_independent, rademacher
 
 
 def arnoldi_trace(
@@ -47,13 +49,14 @@ def arnoldi_trace(
     *,
     num_probes: int,
     num_steps: int,
-    sampler: Sampler = sphere,
+    sampler: Sampler = rademacher,
 ) -> Estimate:
     """Estimate tr f(A) of any square operator by Arnoldi's process, symmetry not needed.
 
     As `slq_trace`, which is cheaper, more accurate and better differentiated for Hermitian
     operators. Exact for polynomials of degree num_steps - 1 (Lanczos: 2 num_steps - 1) but
     for sampling. Ill-conditioned eigenvectors cost digits, which `standard_error` knows.
+    Exact, by all eigenvalues, where num_probes * num_steps reaches n.
 
     **Arguments**
 
@@ -63,16 +66,15 @@ def arnoldi_trace(
       close over parameters, or be an `eqx.Module`.
     - `key`: a JAX random key.
     - `num_probes`: how many probes, a Python int of at least 1.
-    - `num_steps`: how many Arnoldi steps for each, a Python int of at least 1; no more than
-      n are taken.
+    - `num_steps`: how many Arnoldi steps for each, a Python int of at least 1.
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`.
+      `rademacher`, with which the diagonal of A costs nothing.
 
     **Returns** an `Estimate` with the structure of what `fn` returns; real where the
     operator is, and `fn` of a real number is; then NaN where an eigenvalue lies on a branch
     cut of `fn` (a negative one under log). `standard_error` covers sampling, quadrature
-    (by comparison with half the steps) and the conditioning of eigenvectors; `inf` for one
-    probe or one step.
+    (by comparison with fewer steps) and the conditioning of eigenvectors; `inf` for one
+    probe or one step; 0 where the value is exact.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, a count not a Python int;
@@ -82,9 +84,12 @@ def arnoldi_trace(
 
     **Derivatives**: first ones, forward and reverse, in the operator and in whatever `fn`
     depends on: one matvec-VJP for each probe and entry of the value, by v* dA f'(A) v.
+    Where the value is exact so are they, tr f'(A) dA by n matvec-VJPs; a matrix without a
+    basis of eigenvectors costs half of their digits.
 
     **Cost**: num_probes * num_steps applications, none of the adjoint, in num_steps
-    batches; num_probes blocks of n x num_steps. Eigenvalues of non-symmetric matrices, on
+    batches; num_probes blocks of n x num_steps. Where the value is exact, n applications,
+    none of operators that store their matrix. Eigenvalues of non-symmetric matrices, on
     which it stands, exist on the CPU; on other devices as far as JAX has them there.
 
     **Example**
@@ -113,13 +118,18 @@ def arnoldi_trace(
     fn, structure = convert(np.result_type(dtype, np.complex64))
     _, on_reals = convert(dtype)
     structure = jax.tree.map(_narrower, structure, on_reals)
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
-    num_steps = min(num_steps, size(operator))
-    probes = draw(name, sampler, key, operator, num_probes)
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
+    spent = num_probes * num_steps
+    if spent >= size(operator):
+        return exact_general_trace(operator, fn, structure, real=is_real)
+    is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
+    spent = num_probes * num_steps
+    if spent >= size(operator):
+        return exact_general_trace(operator, fn, structure, real=is_real)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    probes = draw(name, sampler, key, operator, num_probes)
     algorithm = partial(_arnoldi_trace, num_steps=num_steps, real=is_real)
     degrees = independent_degrees_of_freedom(num_probes)
-    spent = num_probes * num_steps
     return estimate_of(subject, algorithm, probes, spent, degrees, structure)
 
 
@@ -134,38 +144,33 @@ def _arnoldi_trace(
 ) -> Outcome:
     starts = probes.T
     run = jax.vmap(partial(_arnoldi, subject.linear_map, num_steps=num_steps))
-    modes, coarse = modes_with_half(starts, *run(starts), num_steps // 2)
-
-    values = at_nodes(subject.fn, modes.nodes), at_nodes(subject.fn, coarse.nodes)
+    levels = modes_by_levels(starts, *run(starts))
+    values = [at_nodes(subject.fn, modes.nodes) for modes in levels]
     eps = resolution(subject.linear_map.operator)
-    unresolved = num_steps == 1 and starts.shape[1] > 1
-    value, error = _judge(modes, coarse, *values, eps, real, unresolved)
-    return Outcome(value, error, _Readout(starts, modes))
+    value, error = _judge(levels, values, eps, real)
+    return Outcome(value, error, _Readout(starts, levels[0]))
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6))
+@partial(jax.jit, static_argnums=(2, 3))
 def _judge(
-    modes: Modes,
-    coarse: Modes,
-    values: Inexact[Array, "N m p"],
-    by_half: Inexact[Array, "N m p"],
+    levels: list[Modes],
+    values: list[Inexact[Array, "N m p"]],
     eps: float,
     real: bool,
-    unresolved: bool,
 ) -> tuple[Inexact[Array, " p"], Float[Array, " p"]]:
-    """Value and standard error from the function at the nodes, and at those of half the
-    steps."""
-    terms = modes.weighed(values)
-    rest = terms - coarse.weighed(by_half)
-    sizes = modes._replace(weights=jnp.abs(modes.weights)).weighed(jnp.abs(values)).real
+    """Value and standard error from the function at the nodes of all steps and of fewer."""
+    pairs = zip(levels, values, strict=True)
+    terms = jnp.stack([modes.weighed(at) for modes, at in pairs])
+    modes = levels[0]._replace(weights=jnp.abs(levels[0].weights))
+    sizes = modes.weighed(jnp.abs(values[0])).real
     if real:
         # Conjugate eigenvalues have conjugate values, but not across a branch cut.
-        crossed = jnp.abs(terms.imag) > 1e-3 * sizes
-        terms, rest = jnp.where(crossed, jnp.nan, terms.real), rest.real
-    gap = jnp.abs(mean(rest))
-    gap = jnp.full_like(gap, jnp.inf) if unresolved else gap
+        crossed = jnp.abs(terms[0].imag) > 1e-3 * sizes
+        terms = jnp.where(crossed, jnp.nan, terms.real)
+    means = mean(terms)
+    quadrature = quadrature_error(jnp.abs(means[:-1] - means[1:]), unresolved=True)
     rounding = 4 * eps * mean(sizes)
-    return mean(terms), both_errors(standard_error(terms, rounding), gap)
+    return means[0], both_errors(standard_error(terms[0], rounding), quadrature)
 
 
 @eqx.filter_jit
@@ -219,7 +224,7 @@ def _read_jvp(
     subject, readout = primals
     tangent, _ = tangents
     value = _read(subject, readout)
-    modes = settled(readout.modes, _refuse, subject.linear_map)
+    modes = settled(readout.modes, refuse_second, subject.linear_map)
     moved = jnp.zeros_like(value)
     if jax.tree.leaves(tangent.fn):
         _, moved = eqx.filter_jvp(
@@ -237,12 +242,3 @@ def _read_jvp(
             left = (readout.starts.conj() / number).astype(image.dtype)
             moved = moved + jnp.einsum("Nn,pNn->p", left, image).astype(moved.dtype)
     return value, moved.astype(value.dtype)
-
-
-def _refuse(linear_map: LinearMap) -> Modes:
-    raise NotImplementedError(
-        "traceax.arnoldi_trace must not be differentiated twice in its operator, because "
-        "the eigenvectors that its derivative is read from would have to be "
-        "differentiated, which is not stable, but got a second derivative. Use "
-        "traceax.slq_trace or traceax.function_trace if the operator is Hermitian."
-    )

@@ -56,7 +56,7 @@ def spectral_density(
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
     `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
-    one step.
+    one step; 0 where the value is exact: where num_probes * num_steps reaches n^2.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
     count or `batch_size` not a Python int; `ValueError` if `operator` is not square, mixes
@@ -66,7 +66,8 @@ def spectral_density(
     **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
     so differentiate on coarse grids.
 
-    **Cost**: num_probes * num_steps applications.
+    **Cost**: num_probes * num_steps applications; where the value is exact n, or none of
+    operators that store their matrix.
 
     **Example**
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact
 
+from traceax._core.operator import LinearMap
 from traceax._functions.scalar import Flat
 from traceax._functions.split import at_nodes
 from traceax._linalg import lapack
-from traceax._linalg.krylov import norm, truncated
+from traceax._linalg.krylov import by_levels, norm
 
 
 class Modes(NamedTuple):
@@ -36,37 +36,31 @@ class Modes(NamedTuple):
         return jnp.einsum("Nap,Nan->pNn", values, self.vectors)
 
 
-def _decompose(
-    projection: Inexact[Array, "2 N m m"],
-) -> list[tuple[Inexact[Array, "N m"], Inexact[Array, "N m m"], Inexact[Array, "N m"]]]:
-    """Eigenvalues, eigenvectors V and V^{-1} e_1, of both in one batch."""
-    nodes, vectors = lapack.eig(_diagonalisable(projection))
-    first = jnp.zeros((*nodes.shape, 1), nodes.dtype).at[..., 0, 0].set(1)
-    inverse = lapack.solve((vectors, first))[..., 0]
-    return list(zip(nodes, vectors, inverse, strict=True))
-
-
-@partial(jax.jit, static_argnums=3)
-def modes_with_half(
+@jax.jit
+def modes_by_levels(
     starts: Inexact[Array, "N n"],
     basis: Inexact[Array, "N m n"],
     projection: Inexact[Array, "N m m"],
-    size: int,
-) -> tuple[Modes, Modes]:
-    half = jax.vmap(partial(truncated, size=max(size, 1)))(projection)
-    whole, coarse = _decompose(jnp.stack([projection, half]))
-    return _modes(starts, basis, whole), _modes(starts, basis, coarse)
+) -> list[Modes]:
+    """Of all steps first, then of fewer, all decomposed in one batch."""
+    levels = by_levels(projection)
+    # Moved by as much as rounding has.
+    rounding = perturbation(levels, float(jnp.finfo(levels.dtype).eps))
+    nodes, vectors = lapack.eig(levels + rounding)
+    first = jnp.zeros((*nodes.shape, 1), nodes.dtype).at[..., 0, 0].set(1)
+    inverse = lapack.solve((vectors, first))[..., 0]
+    parts = zip(nodes, vectors, inverse, strict=True)
+    return [_modes(starts, basis, part) for part in parts]
 
 
-def _diagonalisable(matrix: Inexact[Array, "... m m"]) -> Inexact[Array, "... m m"]:
-    """The matrix moved by as much as rounding has. A nilpotent one has no basis of
-    eigenvectors; next to it almost every matrix has, and half of the digits."""
+def perturbation(matrix: Inexact[Array, "... m m"], share: float) -> Inexact[Array, ...]:
+    """A dense matrix of that `share` of the largest entry. A nilpotent matrix has no basis
+    of eigenvectors; next to it almost every matrix has."""
     m = matrix.shape[-1]
     noise = np.random.default_rng(m).normal(size=(m, m)) / m**0.5
     noise = noise.reshape((1,) * (matrix.ndim - 2) + (m, m))
     largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
-    eps = float(jnp.finfo(matrix.dtype).eps)
-    return matrix + eps * largest * jnp.asarray(noise, matrix.dtype)
+    return share * largest * jnp.asarray(noise, matrix.dtype)
 
 
 def _modes(
@@ -80,3 +74,12 @@ def _modes(
     weights = lengths**2 * vectors[:, 0] * inverse
     actions = (lengths * inverse)[..., None] * jnp.einsum("Nma,Nmn->Nan", vectors, basis)
     return Modes(nodes, weights, actions)
+
+
+def refuse_second(linear_map: LinearMap) -> Any:
+    raise NotImplementedError(
+        "traceax.arnoldi_trace must not be differentiated twice in its operator, because "
+        "the eigenvectors that its derivative is read from would have to be "
+        "differentiated, which is not stable, but got a second derivative. Use "
+        "traceax.slq_trace or traceax.function_trace if the operator is Hermitian."
+    )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_function_request
+from traceax._core.checks import check_batch_size, check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -23,6 +23,7 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, estimate_of
 from traceax._functions.dense import Eigen, decompose
+from traceax._functions.exact_functions import exact_function_trace
 from traceax._functions.scalar import MatrixFunction, scalar_function
 from traceax._functions.split import (
     FromRows,
@@ -39,7 +40,7 @@ from traceax._linalg.jackknife import (
     quadrature_error,
     standard_error,
 )
-from traceax._linalg.krylov import lanczos, truncated
+from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
@@ -61,8 +62,9 @@ def slq_trace(
         value = mean over probes v of |v|^2 e_1* f(T) e_1,    T the Lanczos matrix of v
 
     Unbiased but for the quadrature error, which falls geometrically with `num_steps` where
-    f is smooth on the spectrum, and is 0 from n steps on. `function_trace` does better
-    where few eigenvalues have most of the sum, `logdet` for log-determinants.
+    f is smooth on the spectrum. `function_trace` does better where few eigenvalues have
+    most of the sum, `logdet` for log-determinants. Exact, by an eigendecomposition, where
+    num_probes * num_steps reaches n^2: then n steps from n probes would be.
 
     **Arguments**
 
@@ -91,7 +93,8 @@ def slq_trace(
     **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
     covers sampling and quadrature, the latter by comparison with fewer steps, which can
     miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or one
-    step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
+    step; 0 where the value is exact. Where fn is not defined at a Ritz value (the log of a
+    negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, a count or `batch_size` not a
@@ -107,6 +110,7 @@ def slq_trace(
 
     **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
     of n x num_steps (with `reorthogonalise=False`, for the value alone, three vectors).
+    Where the value is exact, n applications, none of operators that store their matrix.
 
     **Example**
 
@@ -130,6 +134,9 @@ def slq_trace(
     check_function_request("slq_trace", operator, key, counts)
     check_independent("slq_trace", sampler)
     fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
+    check_batch_size("slq_trace", batch_size, 1)
+    if num_probes * num_steps >= size(operator) ** 2:
+        return exact_function_trace(operator, fn, structure)
     subject = MatrixFunction(LinearMap(prepare(operator)), fn)
     num_steps = min(num_steps, size(operator))
     probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
@@ -212,7 +219,7 @@ def sample(
 ) -> tuple[Sampled, Run]:
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
-    eigen = _by_levels(krylov.projection)
+    eigen = decompose(by_levels(krylov.projection))
     coefficients = (scale * krylov.length**2)[:, None]
     whole = Eigen(*(x[0] for x in eigen))
     run = Run(krylov.basis, whole, coefficients, FromRows(krylov.basis, 1, num_steps))
@@ -235,13 +242,3 @@ def _sampled(
         weighed(coefficients, whole, jnp.abs(slopes)),
         jnp.max(jnp.abs(whole.values), axis=1),
     )
-
-
-@jax.jit
-def _by_levels(projection: Inexact[Array, "N m m"]) -> Eigen:
-    """Of T, and of T when it had a quarter of its rows less, and two quarters."""
-    num_steps = projection.shape[1]
-    stride = max(1, num_steps // 4)
-    sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
-    levels = [jax.vmap(partial(truncated, size=size))(projection) for size in sizes]
-    return decompose(jnp.stack(levels))

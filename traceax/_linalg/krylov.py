@@ -154,6 +154,18 @@ def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m
     return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
 
 
+@jax.jit
+def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m m"]:
+    """As they are, as they were when they had a quarter of their rows less, and two
+    quarters: fewer levels where there are not so many rows."""
+    num_steps = projection.shape[1]
+    stride = max(1, num_steps // 4)
+    sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
+    return jnp.stack(
+        [jax.vmap(partial(truncated, size=size))(projection) for size in sizes]
+    )
+
+
 class BlockKrylov(NamedTuple):
     """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
     Z_next, the block that would follow. Columns that breakdown left empty are zero."""

@@ -88,6 +88,11 @@ def eig(
 
 
 @_one_by_one
+def eigvals(matrix: Inexact[Array, "... k k"]) -> Inexact[Array, "... k"]:
+    return jnp.linalg.eigvals(matrix)
+
+
+@_one_by_one
 def solve(
     equations: tuple[Inexact[Array, "... k k"], Inexact[Array, "... k p"]],
 ) -> Inexact[Array, "... k p"]:
