@@ -27,9 +27,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import traceax as tx
-from traceax._functions.block_quadrature import Shape, shape_for
 from traceax._functions.function_trace import block_trace
-from traceax._functions.scalar import scalar_function
+from traceax._quadrature.block_quadrature import Shape, shape_for
+from traceax._quadrature.scalar import scalar_function
 
 N = 600
 STEPS = (8, 15, 30)

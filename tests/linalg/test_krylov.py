@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers import close, general, hermitian
 from traceax._core.operator import LinearMap
-from traceax._functions.dense import columns, decompose
-from traceax._functions.scalar import ScalarFunction
 from traceax._linalg.krylov import block_krylov, lanczos
+from traceax._quadrature.dense import columns, decompose
+from traceax._quadrature.scalar import ScalarFunction
 
 N, STEPS = 24, 8
 rng = np.random.default_rng(1)

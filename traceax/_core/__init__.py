@@ -10,7 +10,8 @@ The tour of the house. Arrows run downwards only; a test draws them and fails ot
               _functions   traces and diagonals of f(A), log-determinants
     floor 4   _diagonals   diagonals and norms
     floor 3   _traces      traces
-    floor 2   _probes      random vectors: samplers, and how a budget becomes probes
+    floor 2   _quadrature  f(A) on a Krylov space, and its derivative
+              _probes      random vectors: samplers, and how a budget becomes probes
     floor 1   _linalg      small dense linear algebra of tall blocks
               _core        operators, the rule, estimates, checks
               _command     matrix files and tables, for `python -m traceax`

@@ -27,9 +27,6 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare, resolution, size, working_dtype
 from traceax._core.rule import Outcome, estimate_of, settled
 from traceax._functions.exact_general import exact_general_trace
-from traceax._functions.modes import Modes, modes_by_levels, refuse_second
-from traceax._functions.scalar import MatrixFunction, Slope, scalar_function
-from traceax._functions.split import at_nodes
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
     both_errors,
@@ -40,6 +37,9 @@ from traceax._linalg.jackknife import (
 from traceax._linalg.krylov import norm
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, rademacher
+from traceax._quadrature.modes import Modes, modes_by_levels, refuse_second
+from traceax._quadrature.scalar import MatrixFunction, Slope, scalar_function
+from traceax._quadrature.split import at_nodes
 
 
 def arnoldi_trace(

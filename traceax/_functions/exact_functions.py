@@ -18,11 +18,11 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import Outcome, estimate_of
-from traceax._functions.dense import decompose
-from traceax._functions.scalar import Flat, MatrixFunction
-from traceax._functions.split import Run, Traced, Whole
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import ASYMMETRY
+from traceax._quadrature.dense import decompose
+from traceax._quadrature.scalar import Flat, MatrixFunction
+from traceax._quadrature.split import Run, Traced, Whole
 from traceax._traces.choice import SMALL
 
 # Up to this dimension the eigendecomposition of a matrix that is there takes less than a

@@ -32,10 +32,10 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import Outcome, estimate_of, settled
-from traceax._functions.modes import perturbation, refuse_second
-from traceax._functions.scalar import Flat, MatrixFunction, Slope
-from traceax._functions.split import at_nodes
 from traceax._linalg import lapack
+from traceax._quadrature.modes import perturbation, refuse_second
+from traceax._quadrature.scalar import Flat, MatrixFunction, Slope
+from traceax._quadrature.split import at_nodes
 
 
 def exact_general_trace(

@@ -22,15 +22,15 @@ from traceax._core.operator import (
 )
 from traceax._diagonals.hutchinson import hutchinson_diagonal
 from traceax._diagonals.xdiag import xdiag
-from traceax._functions.dense import columns, decompose
 from traceax._functions.exact_functions import hermitian_or_nan, is_cheap
-from traceax._functions.function_operator import FunctionOfOperator
-from traceax._functions.scalar import ScalarFunction, scalar_function
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, probes_a_sample, rademacher
+from traceax._quadrature.dense import columns, decompose
+from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.scalar import ScalarFunction, scalar_function
 
 # How many probes see the quadrature error.
 _TESTS = 4

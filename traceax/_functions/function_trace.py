@@ -12,12 +12,12 @@ from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare
 from traceax._core.rule import estimate_of
-from traceax._functions.block_quadrature import Shape, block_quadrature, shape_for
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
-from traceax._functions.scalar import MatrixFunction, scalar_function
 from traceax._functions.slq import real_dtype
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
+from traceax._quadrature.block_quadrature import Shape, block_quadrature, shape_for
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 
 def function_trace(
@@ -87,7 +87,7 @@ def function_trace(
 
     ```
 
-    **Reference**: derived in `traceax/_functions/block_quadrature.py`. Compare Epperly,
+    **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
     Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Chen
     and Hallman (2023), Krylov-aware stochastic trace estimation, SIAM Journal on Matrix
     Analysis and Applications 44(3), doi:10.1137/22M1494257, for reading f(A) off the space.

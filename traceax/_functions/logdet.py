@@ -21,11 +21,11 @@ from traceax._core.operator import (
     stores_matrix,
     working_dtype,
 )
-from traceax._functions.block_quadrature import shape_for
 from traceax._functions.exact_functions import hermitian_or_nan
 from traceax._functions.function_trace import block_trace
-from traceax._functions.scalar import scalar_function
 from traceax._functions.slq import real_dtype
+from traceax._quadrature.block_quadrature import shape_for
+from traceax._quadrature.scalar import scalar_function
 from traceax._traces.choice import SMALL
 
 # Up to this dimension the Cholesky factorisation of a matrix that is there takes a tenth of
@@ -97,7 +97,7 @@ def logdet(
 
     ```
 
-    **Reference**: derived in `traceax/_functions/block_quadrature.py`. Compare Epperly,
+    **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
     Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Chen
     and Hallman (2023), Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257.
     """

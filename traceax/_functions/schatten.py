@@ -20,14 +20,14 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._functions.block_quadrature import Shape
 from traceax._functions.exact_functions import STORED, exact_function_trace, is_cheap
 from traceax._functions.function_trace import block_trace
-from traceax._functions.scalar import scalar_function
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import magnitude
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
+from traceax._quadrature.block_quadrature import Shape
+from traceax._quadrature.scalar import scalar_function
 
 
 def schatten_norm(

@@ -22,18 +22,7 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._core.rule import Outcome, estimate_of
-from traceax._functions.dense import Eigen, decompose
 from traceax._functions.exact_functions import exact_function_trace
-from traceax._functions.scalar import MatrixFunction, scalar_function
-from traceax._functions.split import (
-    FromRows,
-    Run,
-    Traced,
-    at_nodes,
-    read,
-    slopes_at,
-    weighed,
-)
 from traceax._linalg.jackknife import (
     both_errors,
     independent_degrees_of_freedom,
@@ -44,6 +33,17 @@ from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
+from traceax._quadrature.dense import Eigen, decompose
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.split import (
+    FromRows,
+    Run,
+    Traced,
+    at_nodes,
+    read,
+    slopes_at,
+    weighed,
+)
 
 
 def slq_trace(
@@ -128,7 +128,7 @@ def slq_trace(
 
     **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
     Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4),
-    doi:10.1137/16M1104974; the derivative is derived in `traceax/_functions/split.py`.
+    doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/split.py`.
     """
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     check_function_request("slq_trace", operator, key, counts)

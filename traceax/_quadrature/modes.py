@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from traceax._core.operator import LinearMap
-from traceax._functions.scalar import Flat
-from traceax._functions.split import at_nodes
 from traceax._linalg import lapack
 from traceax._linalg.krylov import by_levels, norm
+from traceax._quadrature.scalar import Flat
+from traceax._quadrature.split import at_nodes
 
 
 class Modes(NamedTuple):

@@ -31,10 +31,17 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
 from traceax._core.rule import settled
-from traceax._functions.dense import Eigen, columns, decompose
-from traceax._functions.scalar import Factor, Flat, MatrixFunction, Slope, moving, softening
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import lanczos
+from traceax._quadrature.dense import Eigen, columns, decompose
+from traceax._quadrature.scalar import (
+    Factor,
+    Flat,
+    MatrixFunction,
+    Slope,
+    moving,
+    softening,
+)
 
 Vectors = Inexact[Array, "p s n"]
 

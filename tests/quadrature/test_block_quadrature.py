@@ -10,9 +10,9 @@ import pytest
 import traceax as tx
 from tests.helpers import close, function, hermitian
 from traceax._core.operator import LinearMap
-from traceax._functions.block_quadrature import Shape, block_quadrature, shape_for
 from traceax._functions.function_trace import block_trace
-from traceax._functions.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.block_quadrature import Shape, block_quadrature, shape_for
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 KEY = jax.random.key(2)
 N, SHAPE = 70, Shape(4, 5)

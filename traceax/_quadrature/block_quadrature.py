@@ -41,9 +41,6 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import resolution, size
 from traceax._core.rule import Outcome
-from traceax._functions.dense import Eigen, decompose
-from traceax._functions.scalar import Flat, MatrixFunction
-from traceax._functions.split import FromRows, Run, Traced, at_nodes, slopes_at
 from traceax._linalg.columns import magnitude, mean, squared_modulus
 from traceax._linalg.jackknife import (
     both_errors,
@@ -55,6 +52,9 @@ from traceax._linalg.jackknife import (
 from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
 from traceax._linalg.left_out import LeftOut, left_out
 from traceax._linalg.two_left_out import replicates
+from traceax._quadrature.dense import Eigen, decompose
+from traceax._quadrature.scalar import Flat, MatrixFunction
+from traceax._quadrature.split import FromRows, Run, Traced, at_nodes, slopes_at
 
 
 class Shape(NamedTuple):

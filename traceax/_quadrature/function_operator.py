@@ -16,9 +16,9 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._core.rule import settled
-from traceax._functions.dense import columns, decompose
-from traceax._functions.scalar import ScalarFunction
 from traceax._linalg.krylov import lanczos
+from traceax._quadrature.dense import columns, decompose
+from traceax._quadrature.scalar import ScalarFunction
 
 
 class FunctionOfOperator(lx.AbstractLinearOperator):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact
 
-from traceax._functions.scalar import Flat, Slope, moving
 from traceax._linalg import lapack
+from traceax._quadrature.scalar import Flat, Slope, moving
 
 # Nodes and weights of three-point Gauss-Legendre quadrature on [0, 1].
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
