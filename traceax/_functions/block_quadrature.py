@@ -38,6 +38,7 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import resolution, size
 from traceax._core.rule import Outcome
+from traceax._functions.combination import combined
 from traceax._functions.dense import Eigen, decompose
 from traceax._functions.scalar import Flat, MatrixFunction
 from traceax._functions.split import FromRows, Run, Traced, at_nodes, slopes_at
@@ -98,13 +99,18 @@ def block_quadrature(
 ) -> Outcome:
     space = block_krylov(subject.linear_map, probes, depth)
     rule = quadrature(space, probes, depth, inner)
-    is_open = jnp.any(space.filled[(depth - 1) * probes.shape[1] : rule.eigen.values.shape[1]])
+    is_open = jnp.any(
+        space.filled[(depth - 1) * probes.shape[1] : rule.eigen.values.shape[1]]
+    )
     rule, slopes = _defined(rule, subject.fn, is_open)
     eps = resolution(subject.linear_map.operator)
     unresolved = depth == 1 and size(subject.linear_map.operator) > 1
-    values = at_nodes(subject.fn, rule.eigen.values)
-    value, error = _judged(rule, values, slopes, eps, unresolved)
-    return Outcome(value, error, Traced((run_of(space, rule, depth),)))
+    values = jnp.swapaxes(at_nodes(subject.fn, rule.eigen.values), -1, -2)
+    sizes = jnp.abs(values[0]) + slopes.T
+    samples = _read(rule.weights[0], values[0])
+    judged = combined(subject.combine, mean(samples), samples)
+    error = _error(rule, judged.values(values), judged.sizes(sizes), eps, unresolved)
+    return judged.outcome(error, Traced((run_of(space, rule, depth),)), eps)
 
 
 def _defined(
@@ -184,48 +190,48 @@ def _mixture(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _judged(
+def _error(
     rule: Quadrature,
-    values: Inexact[Array, "levels m p"],
-    slopes: Float[Array, "m p"],
+    values: Inexact[Array, "levels p m"],
+    sizes: Float[Array, "p m"],
     eps: float,
     unresolved: bool,
-) -> tuple[Inexact[Array, " p"], Float[Array, " p"]]:
-    """Value and standard error from f at the nodes."""
+) -> Float[Array, " p"]:
+    """The standard error from f at the nodes, and from what rounding is judged by."""
     levels = jax.vmap(_read)(rule.weights, values)
     samples = levels[0]
     gap = quadrature_error(jnp.abs(mean(levels[:-1] - levels[1:])), unresolved)
-    sizes = _read(jnp.mean(rule.weights[0], axis=0)[None], jnp.abs(values[0]) + slopes)
-    error = shared_error(samples, 4 * eps * sizes[:, 0])
+    rounding = _read(jnp.mean(rule.weights[0], axis=0)[None], sizes)[:, 0]
+    error = shared_error(samples, 4 * eps * rounding)
     if samples.shape[-1] > 1:
         error = jnp.maximum(error, _theory(rule, values[0]))
-    return mean(samples), both_errors(error, gap)
+    return both_errors(error, gap)
 
 
-def _theory(rule: Quadrature, values: Inexact[Array, "m p"]) -> Float[Array, " p"]:
-    used = jnp.any(rule.weights[0] != 0, axis=0)[:, None]
+def _theory(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
+    used = jnp.any(rule.weights[0] != 0, axis=0)
     values = jnp.where(used, values, 0)
-    scale = jax.vmap(magnitude, in_axes=1)(values)
-    variances = _variances(rule, values / scale)
+    scale = jax.vmap(magnitude)(values)
+    variances = _variances(rule, values / scale[:, None])
     real = not jnp.iscomplexobj(rule.mixture)
     return scale * no_less_than_theory(jnp.zeros_like(scale), variances, real=real)
 
 
 def _read(
-    weights: Float[Array, "k m"], values: Inexact[Array, "m p"]
+    weights: Float[Array, "k m"], values: Inexact[Array, "p m"]
 ) -> Inexact[Array, "p k"]:
     """A node of no weight does not count, even where its value is infinite."""
-    used = jnp.any(weights != 0, axis=0)[:, None]
-    return (weights @ jnp.where(used, values, 0)).T
+    used = jnp.any(weights != 0, axis=0)
+    return (weights @ jnp.where(used, values, 0).T).T
 
 
-def _variances(rule: Quadrature, values: Inexact[Array, "m p"]) -> Float[Array, "p k"]:
+def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
     """|B w - w w* B w/|w|^2|^2, w what S_i leaves of probe i, B what it leaves of f(A)."""
     remainder, missing = rule.outside.remainder, rule.outside.missing
     vectors = rule.eigen.vectors[0]
     r = remainder.shape[1]
     turned = remainder @ vectors[:r].conj()
-    image = jnp.einsum("km,mp,rm->pkr", turned, values, vectors)
+    image = jnp.einsum("km,pm,rm->pkr", turned, values, vectors)
     inner = jnp.einsum("krs,pkr->pks", missing.conj(), image[..., :r])
     squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
     squares += jnp.sum(squared_modulus(inner), axis=-1)

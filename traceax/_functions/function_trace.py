@@ -13,8 +13,9 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare
 from traceax._core.rule import estimate_of
 from traceax._functions.block_quadrature import Shape, block_quadrature, shape_for
+from traceax._functions.combination import combination
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
-from traceax._functions.scalar import MatrixFunction, scalar_function
+from traceax._functions.scalar import MatrixFunction, ScalarFunction, scalar_function
 from traceax._functions.slq import real_dtype
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
@@ -25,6 +26,8 @@ def function_trace(
     fn: Callable[[Float[Array, ""]], PyTree[Array]],
     key: PRNGKeyArray,
     num_matvecs: int = 240,
+    *,
+    combine: Callable[[PyTree[Array]], PyTree[Array]] | None = None,
 ) -> Estimate:
     """The trace of a function of a Hermitian operator, by the best means there is for it.
 
@@ -92,10 +95,11 @@ def function_trace(
     """
     check_request("function_trace", operator, key, num_matvecs, 6)
     fn, structure = scalar_function("function_trace", fn, real_dtype(operator))
+    combined, structure = combination("function_trace", combine, fn, structure)
     if is_cheap(operator, num_matvecs):
-        return exact_function_trace(operator, fn, structure)
+        return exact_function_trace(operator, fn, structure, combined)
     shape = shape_for(num_matvecs)
-    return block_trace("function_trace", operator, fn, structure, key, shape)
+    return block_trace("function_trace", operator, fn, structure, key, shape, combined)
 
 
 def block_trace(
@@ -105,8 +109,9 @@ def block_trace(
     structure: PyTree,
     key: PRNGKeyArray,
     shape: Shape,
+    combine: ScalarFunction | None = None,
 ) -> Estimate:
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn, combine)
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth, inner=shape.inner)
     degrees = float(max(shape.width - 1, 1))

@@ -101,7 +101,8 @@ def schatten_norm(
         sampler=sampler,
         reorthogonalise=reorthogonalise,
         batch_size=batch_size,
-        **counts,
+        num_probes=num_probes,
+        num_steps=num_steps,
     )
     unit = unit.astype(traced.value.dtype)
     value = unit * traced.value ** (1 / p)

@@ -21,7 +21,8 @@ from traceax._core.operator import (
     size,
     working_dtype,
 )
-from traceax._core.rule import Outcome, estimate_of
+from traceax._core.rule import Outcome, Readout, estimate_of
+from traceax._functions.combination import combination, combined
 from traceax._functions.dense import Eigen, decompose
 from traceax._functions.scalar import MatrixFunction, scalar_function
 from traceax._functions.split import (
@@ -55,6 +56,7 @@ def slq_trace(
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
+    combine: Callable[[PyTree[Array]], PyTree[Array]] | None = None,
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian operator by stochastic Lanczos quadrature.
 
@@ -130,7 +132,8 @@ def slq_trace(
     check_function_request("slq_trace", operator, key, counts)
     check_independent("slq_trace", sampler)
     fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    together, structure = combination("slq_trace", combine, fn, structure)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn, together)
     num_steps = min(num_steps, size(operator))
     probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
     algorithm = partial(_slq, num_steps=num_steps, reorthogonalise=reorthogonalise)
@@ -154,8 +157,7 @@ def _slq(
     else:
         sampled = probes.collect(lambda z: again.sample(subject, z)[0])
         readout = again
-    error = sampled.error(subject.linear_map, num_steps)
-    return Outcome(jnp.sum(sampled.levels[0], axis=1), error, readout)
+    return sampled.outcome(subject, num_steps, readout)
 
 
 class Again(eqx.Module):
@@ -187,10 +189,16 @@ class Sampled(eqx.Module):
     slopes: Float[Array, "p N"]
     largest: Float[Array, " N"]
 
-    def error(self, linear_map: LinearMap, num_steps: int) -> Float[Array, " p"]:
+    def outcome(self, subject: MatrixFunction, num_steps: int, readout: Readout) -> Outcome:
         """The quadrature error of one step cannot be told, unless n = 1."""
-        unresolved = num_steps == 1 and size(linear_map.operator) > 1
-        return _error(self, resolution(linear_map.operator), unresolved)
+        operator, terms = subject.linear_map.operator, self.levels[0]
+        unresolved = num_steps == 1 and size(operator) > 1
+        eps = resolution(operator)
+        samples = terms * terms.shape[1]
+        judged = combined(subject.combine, jnp.sum(terms, axis=1), samples)
+        sizes = judged.sizes(self.sizes), judged.sizes(self.slopes)
+        sampled = Sampled(judged.values(self.levels), *sizes, self.largest)
+        return judged.outcome(_error(sampled, eps, unresolved), readout, eps)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
