@@ -85,18 +85,14 @@ class Combined(eqx.Module):
     slope: Inexact[Array, "q p"]
 
     def values(self, x: Inexact[Array, "*levels p m"]) -> Inexact[Array, "*levels q m"]:
-        """What the values of f become; those that the combination does not depend on may
-        be what they will."""
-        parts = _real_parts(x)
-        finite = jnp.isfinite(parts)
-        image = self.slope @ jnp.where(finite, parts, 0).astype(self.slope.dtype)
-        counts = (self.slope != 0).astype(parts.dtype) @ (~finite).astype(parts.dtype)
-        return jnp.where(counts > 0, jnp.nan, image)
+        """What the values of f become."""
+        parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+        return _through(self.slope, jnp.concatenate(parts, axis=-2))
 
     def sizes(self, x: Float[Array, "p m"]) -> Float[Array, "q m"]:
         """What bounds of them become."""
         count = self.slope.shape[1] // x.shape[0]
-        return jnp.abs(self.slope) @ jnp.concatenate([x] * count)
+        return _through(jnp.abs(self.slope), jnp.concatenate([x] * count))
 
     def outcome(self, error: Float[Array, " q"], readout: Readout, eps: float) -> Outcome:
         readout = CombinedReadout(readout, self.away)
@@ -173,8 +169,14 @@ def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Arra
     return jax.vmap(along, out_axes=1)(units)
 
 
-def _real_parts(x: Inexact[Array, "*levels p m"]) -> Float[Array, "*levels parts m"]:
-    return jnp.concatenate([x.real, x.imag], axis=-2) if jnp.iscomplexobj(x) else x
+def _through(
+    slope: Inexact[Array, "q p"], x: Float[Array, "*levels p m"]
+) -> Inexact[Array, "*levels q m"]:
+    """The product. Traces that the combination does not depend on may be undefined."""
+    finite = jnp.isfinite(x)
+    image = slope @ jnp.where(finite, x, 0).astype(slope.dtype)
+    lost = (slope != 0).astype(x.dtype) @ (~finite).astype(x.dtype)
+    return jnp.where(lost > 0, jnp.nan, image)
 
 
 def exactly(

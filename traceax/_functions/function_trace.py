@@ -56,14 +56,20 @@ def function_trace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
       least 6, or n. Default 240.
+    - `combine`: a function of the traces, a pytree like what `fn` returns, that returns an
+      array or a pytree of arrays: an energy tr(A e^-bA) / tr(e^-bA), a free energy
+      -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
+      derivatives are then those of the combination. It may close over parameters, or be an
+      `eqx.Module`. Default `None`, the traces.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
-    covers sampling and quadrature, the latter by comparison with fewer steps; 0 where the
+    **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
+    `standard_error` covers sampling and quadrature, the latter by comparison with fewer steps; 0 where the
     value is exact. Where fn is not defined at a Ritz value (the log of a negative one),
     NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, `num_matvecs` not a Python int;
+    `fn` not a function of a scalar that returns arrays, `combine` not a function of the
+    traces that returns arrays, `num_matvecs` not a Python int;
     `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
     dimension; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
 
@@ -85,6 +91,18 @@ def function_trace(
     >>> estimate = tx.function_trace(operator, jax.numpy.exp, jax.random.key(0), 120)
     >>> low, high = estimate.interval()
     >>> bool(low < jax.numpy.exp(spectrum).sum() < high)
+    True
+
+    The mean energy at a temperature, numerator and denominator of one run:
+
+    >>> def boltzmann(x):
+    ...     return x * jax.numpy.exp(-x), jax.numpy.exp(-x)
+    >>> energy = tx.function_trace(
+    ...     operator, boltzmann, jax.random.key(0), 120, combine=lambda t: t[0] / t[1]
+    ... )
+    >>> weights = jax.numpy.exp(-spectrum)
+    >>> low, high = energy.interval()
+    >>> bool(low < (spectrum * weights).sum() / weights.sum() < high)
     True
 
     ```

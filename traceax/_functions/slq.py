@@ -89,15 +89,20 @@ def slq_trace(
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
       the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
       your own still draw all probes together.
+    - `combine`: a function of the traces, a pytree like what `fn` returns, that returns an
+      array or a pytree of arrays: an energy tr(A e^-bA) / tr(e^-bA), a free energy
+      -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
+      derivatives are then those of the combination. It may close over parameters, or be an
+      `eqx.Module`. Default `None`, the traces.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
-    covers sampling and quadrature, the latter by comparison with fewer steps, which can
+    **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
+    `standard_error` covers sampling and quadrature, the latter by comparison with fewer steps, which can
     miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or one
     step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, a count or `batch_size` not a
-    Python int; `ValueError` if `operator` is not square, mixes real and complex leaves, or
+    `fn` not a function of a scalar that returns arrays, `combine` not a function of the
+    traces that returns arrays, a count or `batch_size` not a Python int; `ValueError` if `operator` is not square, mixes real and complex leaves, or
     has no dimension; if a count or `batch_size` is below 1; if the sampler draws dependent
     probes.
 
