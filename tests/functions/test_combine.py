@@ -36,7 +36,7 @@ TRACES: dict[str, Callable[..., tx.Estimate]] = {"function_trace": block, "slq_t
 every_trace = pytest.mark.parametrize("name", TRACES)
 
 LARGER: dict[str, Callable[..., tx.Estimate]] = {
-    "function_trace": partial(block, budget=60),
+    "function_trace": partial(block, budget=120),
     "slq_trace": partial(slq, counts=(12, 14)),
 }
 """Of the spin ring."""
@@ -109,7 +109,7 @@ def test_error_bars_of_thermal_means(name: str) -> None:
         estimate = thermal_estimate(name, AT, key)
         return estimate, estimate.interval(0.95)
 
-    keys = jax.random.split(jax.random.key(1), 120)
+    keys = jax.random.split(jax.random.key(1), 240)
     estimates, (low, high) = jax.lax.map(run, keys)
     want = thermal_truth(AT)
     for of in ("energy", "free"):

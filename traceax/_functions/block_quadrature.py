@@ -18,11 +18,12 @@ make S_i up to the first q blocks (`left_out`) and J the identity on these,
 The nodes of the quadrature are the eigenvalues of T, and each sample e_i is a weight for
 each node. The derivative is that of the split rule, with Z M Z* for the probes.
 
-The samples share their probes, so their spread understates: by 0.5 to 1.9, rarely more than
-sqrt(2), which is what parts of two probes each can do (`shared_error`). Where few directions
-are left that matter the samples are as skewed as can be, and theory has the last word, as
-in XTrace (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r follows from
-the length of f(A) r. The quadrature error shows by what T without its last blocks says.
+The samples share their probes, so their spread understates: by 0.5 to 1.9, rarely more
+than sqrt(2), which is what parts of two probes each can do (`shared_error`). Where few
+directions are left that matter the samples are as skewed as can be, and theory has the last
+word, as in XTrace (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r
+follows from the length of f(A) r. The quadrature error shows by what T without its last
+blocks says.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _defined(
     zero = 0 if eps < 1e-10 else eps * largest
     nodes = jnp.where(moved, jnp.where(is_open, eps * largest, zero), nodes)
     values = at_nodes(fn, nodes[:1])
-    slopes = largest[0] * slopes_at(fn, nodes[:1], values)[0]
+    slopes = largest[:1] * slopes_at(fn, nodes[:1], values)[0]
     spans = jnp.abs(values[0] - at_nodes(fn, eps * nodes[:1])[0]) / (4 * eps)
     slopes = jnp.where(moved[0][:, None], spans, slopes)
     return eqx.tree_at(lambda r: r.eigen, rule, Eigen(nodes, rule.eigen.vectors)), slopes
@@ -177,7 +178,7 @@ def _weights(outside: Outside, inside: Inexact[Array, "r m"]) -> Float[Array, "k
     """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
     missing = jnp.einsum("krp,rm->kpm", outside.missing.conj(), inside)
     own = squared_modulus(outside.remainder.conj() @ inside)
-    whole = jnp.sum(squared_modulus(inside), axis=0)
+    whole = jnp.sum(squared_modulus(inside), axis=0, keepdims=True)
     return jnp.maximum(whole - jnp.sum(squared_modulus(missing), axis=1) + own, 0)
 
 
@@ -237,4 +238,4 @@ def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, 
     squares += jnp.sum(squared_modulus(inner), axis=-1)
     along = squared_modulus(jnp.einsum("kr,pkr->pk", remainder.conj(), image[..., :r]))
     lengths = jnp.sum(squared_modulus(remainder), axis=1)
-    return jnp.maximum(squares - along / jnp.where(lengths > 0, lengths, 1), 0)
+    return jnp.maximum(squares - along / jnp.where(lengths > 0, lengths, 1)[None], 0)

@@ -27,7 +27,7 @@ def function_trace(
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,
-    combine: Callable[[PyTree[Array]], PyTree[Array]] | None = None,
+    combine: Callable | None = None,
 ) -> Estimate:
     """The trace of a function of a Hermitian operator, by the best means there is for it.
 
@@ -63,20 +63,20 @@ def function_trace(
       `eqx.Module`. Default `None`, the traces.
 
     **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
-    `standard_error` covers sampling and quadrature, the latter by comparison with fewer steps; 0 where the
-    value is exact. Where fn is not defined at a Ritz value (the log of a negative one),
-    NaN.
+    `standard_error` covers sampling and quadrature, the latter by comparison with fewer
+    steps; 0 where the value is exact. Where fn is not defined at a Ritz value (the log of a
+    negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, `combine` not a function of the
-    traces that returns arrays, `num_matvecs` not a Python int;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
+    traces that returns arrays, `num_matvecs` not a Python int; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 6 and n.
 
-    **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    unbiased but for quadrature: by the split rule, deflated like the value; one matvec-VJP
-    for each column of Q, each probe and each entry of the value. Second derivatives
-    differentiate a Lanczos recurrence from each.
+    **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
+    depend on, unbiased but for quadrature (and for what a combination's bends leave): by
+    the split rule, deflated like the value; one matvec-VJP for each column of Q, each probe
+    and each trace. Second derivatives differentiate a Lanczos recurrence from each.
 
     **Cost**: at most `num_matvecs` applications; with r of them for Q, 4 n r^2 flops to
     keep it orthonormal, and blocks of n x r.

@@ -56,7 +56,7 @@ def slq_trace(
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
-    combine: Callable[[PyTree[Array]], PyTree[Array]] | None = None,
+    combine: Callable | None = None,
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian operator by stochastic Lanczos quadrature.
 
@@ -96,21 +96,23 @@ def slq_trace(
       `eqx.Module`. Default `None`, the traces.
 
     **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
-    `standard_error` covers sampling and quadrature, the latter by comparison with fewer steps, which can
-    miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or one
-    step. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
+    `standard_error` covers sampling and quadrature, the latter by comparison with fewer
+    steps, which can miss eigenvalues that no step has seen: give enough steps. `inf` for
+    one probe or one step. Where fn is not defined at a Ritz value (the log of a negative
+    one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, `combine` not a function of the
-    traces that returns arrays, a count or `batch_size` not a Python int; `ValueError` if `operator` is not square, mixes real and complex leaves, or
-    has no dimension; if a count or `batch_size` is below 1; if the sampler draws dependent
-    probes.
+    traces that returns arrays, a count or `batch_size` not a Python int; `ValueError` if
+    `operator` is not square, mixes real and complex leaves, or has no dimension; if a count
+    or `batch_size` is below 1; if the sampler draws dependent probes.
 
-    **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    unbiased but for quadrature: by the split rule, one matvec-VJP for each probe and entry
-    of the value, nothing differentiated through Lanczos. Second derivatives differentiate
-    the recurrence (num_steps matvec-JVPs a probe). Gradients need more steps than values:
-    give twice as many as make `standard_error` small.
+    **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
+    depend on, unbiased but for quadrature (and for what a combination's bends leave): by
+    the split rule, one matvec-VJP for each probe and trace, nothing differentiated through
+    Lanczos. Second derivatives differentiate the recurrence (num_steps matvec-JVPs a
+    probe). Gradients need more steps than values: give twice as many as make
+    `standard_error` small.
 
     **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
     of n x num_steps (with `reorthogonalise=False`, for the value alone, three vectors).
