@@ -28,7 +28,13 @@ CALLS = {
     "logdet": lambda a, fn: tx.logdet(a, KEY, 40),
     "function_trace": lambda a, fn: tx.function_trace(a, fn, KEY, 40),
     "slq_trace": lambda a, fn: tx.slq_trace(a, fn, KEY, **COUNTS),
+    "combined": lambda a, fn: tx.function_trace(a, fn, KEY, 40, combine=squared()),
 }
+
+
+def squared() -> Any:
+    weight = jnp.ones(())
+    return lambda t: weight * t**2
 
 
 def made_anew(numbers: Any, power: float) -> tuple[lx.AbstractLinearOperator, Any]:

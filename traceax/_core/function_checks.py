@@ -87,3 +87,24 @@ def check_scalar_values(name: str, structure: object) -> None:
             f"traceax.{name}(fn=...) must return one real number, because there is one "
             f"diagonal, but it returned {show(structure)}. Call it once for each."
         )
+
+
+def check_combine(name: str, combine: object) -> None:
+    if not callable(combine):
+        raise TypeError(
+            f"traceax.{name}(combine=...) must be a function of the traces, because their "
+            f"combination is what is estimated, but got {type(combine).__name__}. Pass a "
+            "function of what fn returns, lambda t: t['a'] / t['b'], say."
+        )
+
+
+def check_combined(name: str, result: object) -> None:
+    """The structure of what `combine` returns."""
+    leaves = jax.tree.leaves(result)
+    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if not leaves or not all(k and jnp.issubdtype(k, jnp.number) for k in kinds):
+        raise TypeError(
+            f"traceax.{name}(combine=...) must return an array, or a pytree of arrays of "
+            "numbers, because that is the value of the estimate, but it returned "
+            f"{result!r}. Return what depends on the traces, and leave out the rest."
+        )

@@ -114,8 +114,13 @@ def unflatten(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Arra
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1].tolist()
     parts = jnp.split(column, ends) if ends else [column]
     pairs = zip(parts, leaves, strict=True)
-    leaves = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in pairs]
+    leaves = [_rounded(part, leaf.dtype).reshape(leaf.shape) for part, leaf in pairs]
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _rounded(part: Array, dtype: jnp.dtype) -> Array:
+    is_real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (part.real if is_real and jnp.iscomplexobj(part) else part).astype(dtype)
 
 
 @eqx.filter_jit

@@ -104,5 +104,6 @@ def spectral_density(
         sampler=sampler,
         reorthogonalise=reorthogonalise,
         batch_size=batch_size,
-        **counts,
+        num_probes=num_probes,
+        num_steps=num_steps,
     )

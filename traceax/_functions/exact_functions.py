@@ -20,8 +20,9 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, estimate_of
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import ASYMMETRY
+from traceax._quadrature.combination import exactly
 from traceax._quadrature.dense import decompose
-from traceax._quadrature.scalar import Flat, MatrixFunction
+from traceax._quadrature.scalar import Flat, MatrixFunction, ScalarFunction
 from traceax._quadrature.split import Run, Traced, Whole
 from traceax._traces.choice import SMALL
 
@@ -40,14 +41,17 @@ def is_cheap(operator: lx.AbstractLinearOperator, num_matvecs: int) -> bool:
 
 
 def exact_function_trace(
-    operator: lx.AbstractLinearOperator, fn: Flat, structure: Structure
+    operator: lx.AbstractLinearOperator,
+    fn: Flat,
+    structure: Structure,
+    combine: ScalarFunction | None = None,
 ) -> Estimate:
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn, combine)
     if lx.is_diagonal(operator):
         known = known_diagonal(operator)
         if known is not None:
-            return _of_diagonal(*known, fn, structure)
+            return _of_diagonal(*known, subject, structure)
     spent = 0 if stores_matrix(operator) else size(operator)
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
     return estimate_of(subject, _exact, None, spent, float(size(operator)), structure)
 
 
@@ -64,13 +68,18 @@ def _exact(subject: MatrixFunction, _: None) -> Outcome:
     basis = jnp.eye(n, dtype=matrix.dtype)[None]
     run = Run(basis, decompose(matrix[None]), ones, Whole())
     value = jnp.sum(jax.vmap(subject.fn)(run.eigen.values[0]), axis=0)
-    return Outcome(value, jnp.zeros_like(value.real), Traced((run,)))
+    return exactly(subject.combine, value, Traced((run,)))
 
 
 def _of_diagonal(
-    diagonal: Inexact[Array, " n"], spent: int, fn: Flat, structure: Structure
+    diagonal: Inexact[Array, " n"],
+    spent: int,
+    subject: MatrixFunction,
+    structure: Structure,
 ) -> Estimate:
     imaginary = jnp.max(jnp.abs(jnp.imag(diagonal)))
     real = jnp.where(imaginary > ASYMMETRY * magnitude(diagonal), jnp.nan, diagonal.real)
-    value = as_result(jnp.sum(jax.vmap(fn)(real), axis=0), structure)
+    total = jnp.sum(jax.vmap(subject.fn)(real), axis=0)
+    total = total if subject.combine is None else subject.combine(total)
+    value = as_result(total, structure)
     return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)

@@ -17,7 +17,8 @@ from traceax._functions.slq import real_dtype
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import Shape, block_quadrature, shape_for
-from traceax._quadrature.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.combination import combination
+from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
 
 def function_trace(
@@ -25,6 +26,8 @@ def function_trace(
     fn: Callable[[Float[Array, ""]], PyTree[Array]],
     key: PRNGKeyArray,
     num_matvecs: int = 240,
+    *,
+    combine: Callable | None = None,
 ) -> Estimate:
     """The trace of a function of a Hermitian operator, by the best means there is for it.
 
@@ -53,21 +56,28 @@ def function_trace(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
       least 6, or n. Default 240.
+    - `combine`: a function of the traces, a pytree like what `fn` returns, that returns an
+      array or a pytree of arrays: an energy tr(A e^-bA) / tr(e^-bA), a free energy
+      -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
+      derivatives are then those of the combination. It may close over parameters, or be an
+      `eqx.Module`. Default `None`, the traces.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
-    covers sampling and quadrature, the latter by comparison with fewer steps; 0 where the
-    value is exact. Where fn is not defined at a Ritz value (the log of a negative one),
-    NaN.
+    **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
+    `standard_error` covers sampling and quadrature, the latter by comparison with fewer
+    steps; 0 where the value is exact. Where fn is not defined at a Ritz value (the log of a
+    negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, `num_matvecs` not a Python int;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
+    `fn` not a function of a scalar that returns arrays, `combine` not a function of the
+    traces that returns arrays, `num_matvecs` not a Python int; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 6 and n.
 
-    **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    unbiased but for quadrature: by the split rule, with the same spaces; at most
-    0.8 num_matvecs matvec-VJPs for each entry of the value. Second derivatives
-    differentiate a Lanczos recurrence from each, and are NaN where that falls short.
+    **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
+    depend on, unbiased but for quadrature (and for what a combination's bends leave): by
+    the split rule, with the same spaces; at most 0.8 num_matvecs matvec-VJPs for each
+    trace. Second derivatives differentiate a Lanczos recurrence from each, and are NaN
+    where that falls short.
 
     **Cost**: at most `num_matvecs` applications, in blocks of k, about 1.5 times the root
     of `num_matvecs`; 8 n num_matvecs^2 flops for an orthonormal basis of as many vectors,
@@ -85,6 +95,18 @@ def function_trace(
     >>> bool(low < jax.numpy.exp(spectrum).sum() < high)
     True
 
+    The mean energy at a temperature, numerator and denominator of one run:
+
+    >>> def boltzmann(x):
+    ...     return x * jax.numpy.exp(-x), jax.numpy.exp(-x)
+    >>> energy = tx.function_trace(
+    ...     operator, boltzmann, jax.random.key(0), 120, combine=lambda t: t[0] / t[1]
+    ... )
+    >>> weights = jax.numpy.exp(-spectrum)
+    >>> low, high = energy.interval()
+    >>> bool(low < (spectrum * weights).sum() / weights.sum() < high)
+    True
+
     ```
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
@@ -94,10 +116,11 @@ def function_trace(
     """
     check_request("function_trace", operator, key, num_matvecs, 6)
     fn, structure = scalar_function("function_trace", fn, real_dtype(operator))
+    combined, structure = combination("function_trace", combine, fn, structure)
     if is_cheap(operator, num_matvecs):
-        return exact_function_trace(operator, fn, structure)
+        return exact_function_trace(operator, fn, structure, combined)
     shape = shape_for(num_matvecs)
-    return block_trace("function_trace", operator, fn, structure, key, shape)
+    return block_trace("function_trace", operator, fn, structure, key, shape, combined)
 
 
 def block_trace(
@@ -107,8 +130,9 @@ def block_trace(
     structure: PyTree,
     key: PRNGKeyArray,
     shape: Shape,
+    combine: ScalarFunction | None = None,
 ) -> Estimate:
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn, combine)
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth, inner=shape.inner)
     # Less skewed than samples of plain quadrature, of which a third count.

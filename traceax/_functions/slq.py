@@ -21,7 +21,7 @@ from traceax._core.operator import (
     size,
     working_dtype,
 )
-from traceax._core.rule import Outcome, estimate_of
+from traceax._core.rule import Outcome, Readout, estimate_of
 from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg.jackknife import (
     both_errors,
@@ -33,6 +33,7 @@ from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
+from traceax._quadrature.combination import combination, combined
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 from traceax._quadrature.split import (
@@ -56,6 +57,7 @@ def slq_trace(
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
+    combine: Callable | None = None,
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian operator by stochastic Lanczos quadrature.
 
@@ -89,24 +91,30 @@ def slq_trace(
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
       the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
       your own still draw all probes together.
+    - `combine`: a function of the traces, a pytree like what `fn` returns, that returns an
+      array or a pytree of arrays: an energy tr(A e^-bA) / tr(e^-bA), a free energy
+      -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
+      derivatives are then those of the combination. It may close over parameters, or be an
+      `eqx.Module`. Default `None`, the traces.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns. `standard_error`
-    covers sampling and quadrature, the latter by comparison with fewer steps, which can
-    miss eigenvalues that no step has seen: give enough steps. `inf` for one probe or one
-    step; 0 where the value is exact. Where fn is not defined at a Ritz value (the log of a
-    negative one), NaN.
+    **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
+    `standard_error` covers sampling and quadrature, the latter by comparison with fewer
+    steps, which can miss eigenvalues that no step has seen: give enough steps. `inf` for
+    one probe or one step; 0 where the value is exact. Where fn is not defined at a Ritz
+    value (the log of a negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, a count or `batch_size` not a
-    Python int; `ValueError` if `operator` is not square, mixes real and complex leaves, or
-    has no dimension; if a count or `batch_size` is below 1; if the sampler draws dependent
-    probes.
+    `fn` not a function of a scalar that returns arrays, `combine` not a function of the
+    traces that returns arrays, a count or `batch_size` not a Python int; `ValueError` if
+    `operator` is not square, mixes real and complex leaves, or has no dimension; if a count
+    or `batch_size` is below 1; if the sampler draws dependent probes.
 
-    **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    unbiased but for quadrature: by the split rule, one matvec-VJP for each probe and entry
-    of the value, nothing differentiated through Lanczos. Second derivatives differentiate
-    the recurrence (num_steps matvec-JVPs a probe). Gradients need more steps than values:
-    give twice as many as make `standard_error` small.
+    **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
+    depend on, unbiased but for quadrature (and for what a combination's bends leave): by
+    the split rule, one matvec-VJP for each probe and trace, nothing differentiated through
+    Lanczos. Second derivatives differentiate the recurrence (num_steps matvec-JVPs a
+    probe). Gradients need more steps than values: give twice as many as make
+    `standard_error` small.
 
     **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
     of n x num_steps (with `reorthogonalise=False`, for the value alone, three vectors).
@@ -135,9 +143,10 @@ def slq_trace(
     check_independent("slq_trace", sampler)
     fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
     check_batch_size("slq_trace", batch_size, 1)
+    together, structure = combination("slq_trace", combine, fn, structure)
     if num_probes * num_steps >= size(operator) ** 2:
-        return exact_function_trace(operator, fn, structure)
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+        return exact_function_trace(operator, fn, structure, together)
+    subject = MatrixFunction(LinearMap(prepare(operator)), fn, together)
     num_steps = min(num_steps, size(operator))
     probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
     algorithm = partial(_slq, num_steps=num_steps, reorthogonalise=reorthogonalise)
@@ -161,8 +170,7 @@ def _slq(
     else:
         sampled = probes.collect(lambda z: again.sample(subject, z)[0])
         readout = again
-    error = sampled.error(subject.linear_map, num_steps)
-    return Outcome(jnp.sum(sampled.levels[0], axis=1), error, readout)
+    return sampled.outcome(subject, num_steps, readout)
 
 
 class Again(eqx.Module):
@@ -194,10 +202,16 @@ class Sampled(eqx.Module):
     slopes: Float[Array, "p N"]
     largest: Float[Array, " N"]
 
-    def error(self, linear_map: LinearMap, num_steps: int) -> Float[Array, " p"]:
+    def outcome(self, subject: MatrixFunction, num_steps: int, readout: Readout) -> Outcome:
         """The quadrature error of one step cannot be told, unless n = 1."""
-        unresolved = num_steps == 1 and size(linear_map.operator) > 1
-        return _error(self, resolution(linear_map.operator), unresolved)
+        operator, terms = subject.linear_map.operator, self.levels[0]
+        unresolved = num_steps == 1 and size(operator) > 1
+        eps = resolution(operator)
+        samples = terms * terms.shape[1]
+        judged = combined(subject.combine, jnp.sum(terms, axis=1), samples)
+        sizes = judged.sizes(self.sizes), judged.sizes(self.slopes)
+        sampled = Sampled(judged.values(self.levels), *sizes, self.largest)
+        return judged.outcome(_error(sampled, eps, unresolved), readout, eps)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

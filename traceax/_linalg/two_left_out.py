@@ -73,8 +73,9 @@ def _projected(
     """U* F U for all pairs."""
     diagonal = jnp.einsum("piiab->piab", blocks)
     cross = jnp.einsum("ijab,pijac->pijbc", overlaps.conj(), blocks)
+    cross += jnp.einsum("pjiab,ijbc->pijac", blocks, overlaps)
     turned = jnp.einsum("ijab,piac,ijcd->pijbd", overlaps.conj(), diagonal, overlaps)
-    return diagonal[:, None] - cross - jnp.moveaxis(cross, -1, -2).conj() + turned
+    return diagonal[:, None] - cross + turned
 
 
 def _inverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*batch q q"]:

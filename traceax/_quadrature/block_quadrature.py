@@ -52,6 +52,7 @@ from traceax._linalg.jackknife import (
 from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
 from traceax._linalg.left_out import LeftOut, left_out
 from traceax._linalg.two_left_out import replicates
+from traceax._quadrature.combination import combined
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.scalar import Flat, MatrixFunction
 from traceax._quadrature.split import FromRows, Run, Traced, at_nodes, slopes_at
@@ -113,9 +114,12 @@ def block_quadrature(
     rule, slopes = _defined(rule, subject.fn, is_open)
     eps = resolution(subject.linear_map.operator)
     unresolved = depth == 1 and size(subject.linear_map.operator) > 1
-    values = at_nodes(subject.fn, rule.eigen.values)
-    value, error = _judged(rule, values, slopes, eps, unresolved)
-    return Outcome(value, error, Traced((run_of(space, rule, depth),)))
+    values = jnp.swapaxes(at_nodes(subject.fn, rule.eigen.values), -1, -2)
+    sizes = jnp.abs(values[0]) + slopes.T
+    samples = _read(rule.weights[0], values[0])
+    judged = combined(subject.combine, mean(samples), samples)
+    error = _error(rule, judged.values(values), judged.sizes(sizes), eps, unresolved)
+    return judged.outcome(error, Traced((run_of(space, rule, depth),)), eps)
 
 
 def _defined(
@@ -136,7 +140,7 @@ def _defined(
     zero = 0 if eps < 1e-10 else eps * largest
     nodes = jnp.where(moved, jnp.where(is_open, eps * largest, zero), nodes)
     values = at_nodes(fn, nodes[:1])
-    slopes = largest[0] * slopes_at(fn, nodes[:1], values)[0]
+    slopes = largest[:1] * slopes_at(fn, nodes[:1], values)[0]
     spans = jnp.abs(values[0] - at_nodes(fn, eps * nodes[:1])[0]) / (4 * eps)
     slopes = jnp.where(moved[0][:, None], spans, slopes)
     return eqx.tree_at(lambda r: r.eigen, rule, Eigen(nodes, rule.eigen.vectors)), slopes
@@ -185,7 +189,7 @@ def _weights(outside: Outside, inside: Inexact[Array, "r m"]) -> Float[Array, "k
     """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
     missing = jnp.einsum("krp,rm->kpm", outside.missing.conj(), inside)
     own = squared_modulus(outside.remainder.conj() @ inside)
-    whole = jnp.sum(squared_modulus(inside), axis=0)
+    whole = jnp.sum(squared_modulus(inside), axis=0, keepdims=True)
     return jnp.maximum(whole - jnp.sum(squared_modulus(missing), axis=1) + own, 0)
 
 
@@ -198,59 +202,59 @@ def _mixture(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
 
 
 @partial(jax.jit, static_argnums=(3, 4))
-def _judged(
+def _error(
     rule: Quadrature,
-    values: Inexact[Array, "levels m p"],
-    slopes: Float[Array, "m p"],
+    values: Inexact[Array, "levels p m"],
+    sizes: Float[Array, "p m"],
     eps: float,
     unresolved: bool,
-) -> tuple[Inexact[Array, " p"], Float[Array, " p"]]:
-    """Value and standard error from f at the nodes."""
+) -> Float[Array, " p"]:
+    """The standard error from f at the nodes, and from what rounding is judged by."""
     levels = jax.vmap(_read)(rule.weights, values)
     samples = levels[0]
     gap = quadrature_error(jnp.abs(mean(levels[:-1] - levels[1:])), unresolved)
-    sizes = _read(jnp.mean(rule.weights[0], axis=0)[None], jnp.abs(values[0]) + slopes)
-    error = shared_error(samples, 4 * eps * sizes[:, 0])
+    rounding = _read(jnp.mean(rule.weights[0], axis=0)[None], sizes)[:, 0]
+    error = shared_error(samples, 4 * eps * rounding)
     if samples.shape[-1] > 1:
-        used = jnp.any(rule.weights[0] != 0, axis=0)[:, None]
+        used = jnp.any(rule.weights[0] != 0, axis=0)
         known = jnp.where(used, values[0], 0)
-        scale = jax.vmap(magnitude, in_axes=1)(known)
-        least = _least_error(rule, known / scale, samples / scale[:, None])
-        error = jnp.maximum(error, scale * least)
-    return mean(samples), both_errors(error, gap)
+        scale = jax.vmap(magnitude)(known)[:, None]
+        least = _least_error(rule, known / scale, samples / scale)
+        error = jnp.maximum(error, scale[:, 0] * least)
+    return both_errors(error, gap)
 
 
 def _least_error(
-    rule: Quadrature, values: Inexact[Array, "m p"], samples: Inexact[Array, "p k"]
+    rule: Quadrature, values: Inexact[Array, "p m"], samples: Inexact[Array, "p k"]
 ) -> Float[Array, " p"]:
     """What the spread of samples must not be below: half the jackknife, and theory."""
     outside, inside = rule.outside, rule.inside
     depth = inside.shape[0] // samples.shape[1]
     missing = outside.missing[..., :depth]
-    pairs = missing, outside.remainder, outside.dimension, inside, values, samples
+    pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
     half = jackknife_error(replicates(*pairs), jnp.zeros(samples.shape[0])) / 2
     real = not jnp.iscomplexobj(rule.mixture)
     return no_less_than_theory(half, _variances(rule, values), real=real)
 
 
 def _read(
-    weights: Float[Array, "k m"], values: Inexact[Array, "m p"]
+    weights: Float[Array, "k m"], values: Inexact[Array, "p m"]
 ) -> Inexact[Array, "p k"]:
     """A node of no weight does not count, even where its value is infinite."""
-    used = jnp.any(weights != 0, axis=0)[:, None]
-    return (weights @ jnp.where(used, values, 0)).T
+    used = jnp.any(weights != 0, axis=0)
+    return (weights @ jnp.where(used, values, 0).T).T
 
 
-def _variances(rule: Quadrature, values: Inexact[Array, "m p"]) -> Float[Array, "p k"]:
+def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
     """|B w - w w* B w/|w|^2|^2, w what S_i leaves of probe i, B what it leaves of f(A)."""
     remainder, missing = rule.outside.remainder, rule.outside.missing
     vectors = rule.eigen.vectors[0]
     r = remainder.shape[1]
     turned = remainder @ vectors[:r].conj()
-    image = jnp.einsum("km,mp,rm->pkr", turned, values, vectors)
+    image = jnp.einsum("km,pm,rm->pkr", turned, values, vectors)
     inner = jnp.einsum("krs,pkr->pks", missing.conj(), image[..., :r])
     squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
     squares += jnp.sum(squared_modulus(inner), axis=-1)
     along = squared_modulus(jnp.einsum("kr,pkr->pk", remainder.conj(), image[..., :r]))
     lengths = jnp.sum(squared_modulus(remainder), axis=1)
-    return jnp.maximum(squares - along / jnp.where(lengths > 0, lengths, 1), 0)
+    return jnp.maximum(squares - along / jnp.where(lengths > 0, lengths, 1)[None], 0)

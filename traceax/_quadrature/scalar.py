@@ -16,19 +16,21 @@ from traceax._core.coded import Unknown, coded
 from traceax._core.operator import LinearMap, Structure
 
 Scalar = Inexact[Array, ""]
+Vector = Inexact[Array, " p"]
 Flat = Callable[[Scalar], Inexact[Array, " p"]]
 
 
 class ScalarFunction(eqx.Module):
-    """x -> the p values of a function's pytree, in one vector.
+    """x -> the p values of a function's pytree, in one vector; x a scalar, or, for a
+    combination of traces, all of these in one vector too.
 
     Whatever the function closes over has become a leaf, so it can be differentiated.
     """
 
-    function: Callable[[Scalar], PyTree[Array]]
+    function: Callable[[Any], PyTree[Array]]
     point: jax.ShapeDtypeStruct | None = eqx.field(static=True, default=None)
 
-    def __call__(self, x: Scalar) -> Inexact[Array, " p"]:
+    def __call__(self, x: Scalar | Vector) -> Inexact[Array, " p"]:
         leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(self.function(x))]
         with jax.numpy_dtype_promotion("standard"):
             common = jnp.result_type(jnp.real(x).dtype, *leaves)
@@ -54,26 +56,37 @@ def scalar_function(
             f"traceax.{name}(fn=...) must return an array, or a pytree of arrays, because "
             f"that is what is traced, but it returned {result!r}. Leave out the rest."
         )
+    return ScalarFunction(converted, point), inexact(result, dtype)
 
-    def inexact(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+
+def inexact(structure: Structure, dtype: jnp.dtype) -> Structure:
+    """What becomes of results: integers become numbers of `dtype`, or its real part's."""
+
+    def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         kind = leaf.dtype if is_inexact else jnp.finfo(dtype).dtype
         return jax.ShapeDtypeStruct(leaf.shape, kind)
 
-    return ScalarFunction(converted, point), jax.tree.map(inexact, result)
+    return jax.tree.map(described, structure)
 
 
 class MatrixFunction(eqx.Module):
-    """f(A), of which traces are estimated: a subject of the rule."""
+    """f(A), of which traces are estimated, and what is made of these: a subject of the
+    rule."""
 
     linear_map: LinearMap
     fn: Flat
+    combine: ScalarFunction | None = None
 
     def coded(self) -> MatrixFunction:
-        if not isinstance(self.fn, ScalarFunction):
-            raise Unknown
-        fn = ScalarFunction(coded(self.fn.function, self.fn.point), self.fn.point)
-        return MatrixFunction(self.linear_map.coded(), fn)
+        combine = None if self.combine is None else _coded(self.combine)
+        return MatrixFunction(self.linear_map.coded(), _coded(self.fn), combine)
+
+
+def _coded(fn: Flat) -> ScalarFunction:
+    if not isinstance(fn, ScalarFunction):
+        raise Unknown
+    return ScalarFunction(coded(fn.function, fn.point), fn.point)
 
 
 class Jacobian(eqx.Module):
