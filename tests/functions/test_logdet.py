@@ -274,10 +274,11 @@ def test_diagonal_shifts() -> None:
     parted = lx.DiagonalLinearOperator(halves) * 2.0
     split = lx.DiagonalLinearOperator({"a": noise[: N // 2], "b": noise[N // 2 :]})
     close(tx.logdet(parted, KEY, shift=split).value, jnp.sum(jnp.log(2 + noise)), 1e-12)
-    for wrong, kind in (
+    mistakes: Any = (
         (lx.DiagonalLinearOperator(noise[1:]), ValueError),
         (1j, TypeError),
-    ):
+    )
+    for wrong, kind in mistakes:
         with pytest.raises(kind, match=r"logdet\(shift=.*must"):
             tx.logdet(matrix_free(kernel(0.0)), KEY, shift=wrong)
 

@@ -51,10 +51,12 @@ def replicates(
     b = jnp.einsum("ijab,jb->ija", inverse, tests)
     lengths = jnp.einsum("ja,ija->ij", tests.conj(), b).real
     forms = jnp.einsum("ija,pijab,ijb->pij", b.conj(), new, b)
-    rank = jnp.sum(jnp.sum(squared_modulus(missing), axis=1) > 0.5, axis=1)
+    used = jnp.sum(squared_modulus(missing), axis=1) > 0.5
+    rank = jnp.sum(used.astype(dimensions.dtype), axis=1)
     factors = (dimensions[:, None] + rank[None, :]) / jnp.where(lengths > 0, lengths, 1)
     removed = jnp.einsum("ijab,pijba->pij", inverse, new)
-    pairs = whole[:, None, None] - own[:, :, None] - removed + factors * forms
+    forms = factors.astype(forms.real.dtype)[None] * forms
+    pairs = whole[:, None, None] - own[:, :, None] - removed + forms
     others = jnp.where(jnp.eye(k, dtype=bool), 0, pairs)
     return jnp.sum(others, axis=2) / (k - 1)
 
@@ -64,7 +66,7 @@ def _squares(overlaps: Inexact[Array, "k k q q"]) -> Inexact[Array, "k k q q"]:
     k, q = overlaps.shape[1:3]
     products = jnp.einsum("ijab,ijac->ijbc", overlaps.conj(), overlaps)
     same = jnp.eye(k, dtype=bool)[:, :, None, None]
-    return jnp.eye(q, dtype=overlaps.dtype) - jnp.where(same, 0, products)
+    return jnp.eye(q, dtype=overlaps.dtype)[None, None] - jnp.where(same, 0, products)
 
 
 def _projected(

@@ -232,7 +232,7 @@ def _least_error(
     depth = inside.shape[0] // samples.shape[1]
     missing = outside.missing[..., :depth]
     pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
-    half = jackknife_error(replicates(*pairs), jnp.zeros(samples.shape[0])) / 2
+    half = jackknife_error(replicates(*pairs), jnp.zeros_like(samples[:, 0].real)) / 2
     real = not jnp.iscomplexobj(rule.mixture)
     return no_less_than_theory(half, _variances(rule, values), real=real)
 
@@ -242,7 +242,7 @@ def _read(
 ) -> Inexact[Array, "p k"]:
     """A node of no weight does not count, even where its value is infinite."""
     used = jnp.any(weights != 0, axis=0)
-    return (weights @ jnp.where(used, values, 0).T).T
+    return (weights.astype(values.dtype) @ jnp.where(used, values, 0).T).T
 
 
 def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
