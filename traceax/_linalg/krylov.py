@@ -168,11 +168,13 @@ def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m
 
 class BlockKrylov(NamedTuple):
     """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
-    Z_next, the block that would follow. Columns that breakdown left empty are zero."""
+    Z_next, the block that would follow. Columns that breakdown left empty are zero. The
+    block itself is the first of Z times `starts`."""
 
     basis: Inexact[Array, "n r+b"]
     projection: Inexact[Array, "r+b r"]
     filled: Bool[Array, " r+b"]
+    starts: Inexact[Array, "b b"]
 
 
 @eqx.filter_jit
@@ -184,7 +186,8 @@ def block_krylov(
     n, width = block.shape
     total = (depth + 1) * width
     eps = float(jnp.finfo(block.dtype).eps)
-    first = orthonormalise(block, linear_map).columns
+    factors = orthonormalise(block, linear_map)
+    first = factors.columns
 
     def without(basis: Array, block: Array) -> tuple[Array, Array]:
         inside = basis.conj().T @ block
@@ -215,4 +218,5 @@ def block_krylov(
     square = projection[: depth * width]
     skew = jnp.max(jnp.abs(square - square.conj().T))
     projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
-    return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0))
+    starts = factors.scale * factors.factor
+    return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0), starts)

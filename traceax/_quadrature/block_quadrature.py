@@ -164,8 +164,7 @@ def quadrature(
     square = (square + square.conj().T) / 2
     # Columns that breakdown left empty: any Rayleigh quotient will do.
     square = jnp.where(jnp.diag(~filled), square[0, 0], square)
-    starts = space.basis[:, :k].conj().T @ probes
-    spaces = left_out(square[:rank, :rank], filled[:rank], starts)
+    spaces = left_out(square[:rank, :rank], filled[:rank], space.starts)
     sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
     coarser = [truncated(square, size) for size in sizes]
     eigen = decompose(jnp.stack([square, *coarser]))

@@ -29,10 +29,20 @@ class Eigen(NamedTuple):
 def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     """Eigenvalues that rounding cannot tell from zero are zero: so a logarithm of a
     singular matrix is infinite, not some number, and a square root of it not NaN."""
-    values, vectors = lapack.eigh(matrix)
+    values, vectors = _eigh(matrix)
     scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
     rounding = 4 * jnp.finfo(values.dtype).eps * scale
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
+
+
+def _eigh(
+    matrix: Inexact[Array, "... m m"],
+) -> tuple[Float[Array, "... m"], Inexact[Array, "... m m"]]:
+    """Each by itself: a batch in one call of LAPACK waits for threads that, on a mesh of
+    many devices, wait for it."""
+    if matrix.ndim == 2:
+        return lapack.eigh(matrix)
+    return jax.vmap(_eigh)(matrix)
 
 
 @jax.custom_jvp
