@@ -215,25 +215,26 @@ def _error(
     rounding = _read(jnp.mean(rule.weights[0], axis=0)[None], sizes)[:, 0]
     error = shared_error(samples, 4 * eps * rounding)
     if samples.shape[-1] > 1:
-        used = jnp.any(rule.weights[0] != 0, axis=0)
-        known = jnp.where(used, values[0], 0)
-        scale = jax.vmap(magnitude)(known)[:, None]
-        least = _least_error(rule, known / scale, samples / scale)
-        error = jnp.maximum(error, scale[:, 0] * least)
+        error = jnp.maximum(error, _least_error(rule, values[0]))
     return both_errors(error, gap)
 
 
-def _least_error(
-    rule: Quadrature, values: Inexact[Array, "p m"], samples: Inexact[Array, "p k"]
-) -> Float[Array, " p"]:
-    """What the spread of samples must not be below: half the jackknife, and theory."""
-    outside, inside = rule.outside, rule.inside
-    depth = inside.shape[0] // samples.shape[1]
-    missing = outside.missing[..., :depth]
+def _least_error(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
+    """What the spread of samples must not be below: half the jackknife, and theory.
+
+    Of f less a constant, whose trace is certain, or its rounding would count."""
+    outside, inside, weights = rule.outside, rule.inside, rule.weights[0]
+    centre = mean(_read(weights, values)) / jnp.mean(jnp.sum(weights, axis=1))
+    used = jnp.any(weights != 0, axis=0)
+    values = jnp.where(used, values - centre[:, None], 0)
+    scale = jax.vmap(magnitude)(values)
+    values = values / scale[:, None]
+    samples = _read(weights, values)
+    missing = outside.missing[..., : inside.shape[0] // samples.shape[1]]
     pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
     half = jackknife_error(replicates(*pairs), jnp.zeros_like(samples[:, 0].real)) / 2
     real = not jnp.iscomplexobj(rule.mixture)
-    return no_less_than_theory(half, _variances(rule, values), real=real)
+    return scale * no_less_than_theory(half, _variances(rule, values), real=real)
 
 
 def _read(
@@ -252,8 +253,11 @@ def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, 
     turned = remainder @ vectors[:r].conj()
     image = jnp.einsum("km,pm,rm->pkr", turned, values, vectors)
     inner = jnp.einsum("krs,pkr->pks", missing.conj(), image[..., :r])
-    squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
-    squares += jnp.sum(squared_modulus(inner), axis=-1)
-    along = squared_modulus(jnp.einsum("kr,pkr->pk", remainder.conj(), image[..., :r]))
+    w = jnp.einsum("krs,kr->ks", missing.conj(), remainder)
     lengths = jnp.sum(squared_modulus(remainder), axis=1)
-    return jnp.maximum(squares - along / jnp.where(lengths > 0, lengths, 1)[None], 0)
+    # Before squares are taken: of multiples of I nothing but rounding is left.
+    along = jnp.einsum("ks,pks->pk", w.conj(), inner)
+    along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)
+    inner = inner - along[..., None] * w
+    squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
+    return squares + jnp.sum(squared_modulus(inner), axis=-1)
