@@ -99,11 +99,15 @@ def test_the_preconditioner_is_perfect_on_its_space() -> None:
             assert jnp.linalg.eigvalsh(whole - p)[0] > -1e-10
 
 
+@pytest.mark.slow
 def test_second_derivatives() -> None:
-    """Up to the few probes; and once more where there is no sampling in it."""
+    """Up to the few probes."""
     got = jax.jit(jax.hessian(lambda v: estimate(v).value))(POINT)
     want = jax.hessian(truth)(POINT)
     np.testing.assert_allclose(got, want, rtol=0.2)
+
+
+def test_a_second_derivative_that_no_probe_matters_to() -> None:
     scale = jax.jit(jax.grad(jax.grad(lambda s: _scaled(s))))(2.0)
     close(scale, -N / 4, 1e-5)
 
