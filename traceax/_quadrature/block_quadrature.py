@@ -108,9 +108,18 @@ def block_quadrature(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, inner: int
 ) -> Outcome:
     space = block_krylov(subject.linear_map, probes, depth)
-    rule = quadrature(space, probes, depth, inner)
-    k = probes.shape[1]
-    is_open = jnp.any(space.filled[(depth - 1) * k : depth * k])
+    return read_off(space, subject, inner=inner)
+
+
+def read_off(
+    space: BlockKrylov, subject: MatrixFunction, *, inner: int, kept: int = 0
+) -> Outcome:
+    """The estimate from a space whose first `kept` starts are no probes: they are in every
+    S_i, which is independent of w_i as before."""
+    width = space.starts.shape[0]
+    depth = space.projection.shape[1] // width
+    rule = quadrature(space, depth, inner, kept)
+    is_open = jnp.any(space.filled[(depth - 1) * width : depth * width])
     rule, slopes = _defined(rule, subject.fn, is_open)
     eps = resolution(subject.linear_map.operator)
     unresolved = depth == 1 and size(subject.linear_map.operator) > 1
@@ -153,18 +162,16 @@ def run_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Run:
     return Run(basis, whole, rule.mixture[None], again)
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def quadrature(
-    space: BlockKrylov, probes: Inexact[Array, "n k"], depth: int, inner: int
-) -> Quadrature:
-    n, k = probes.shape
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Quadrature:
+    n, k = space.basis.shape[0], space.starts.shape[0]
     total, rank = k * depth, k * inner
     filled = space.filled[:total]
     square = space.projection[:total]
     square = (square + square.conj().T) / 2
     # Columns that breakdown left empty: any Rayleigh quotient will do.
     square = jnp.where(jnp.diag(~filled), square[0, 0], square)
-    spaces = left_out(square[:rank, :rank], filled[:rank], space.starts)
+    spaces = left_out(square[:rank, :rank], filled[:rank], space.starts, kept)
     sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
     coarser = [truncated(square, size) for size in sizes]
     eigen = decompose(jnp.stack([square, *coarser]))
@@ -233,6 +240,10 @@ def _least_error(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array
     missing = outside.missing[..., : inside.shape[0] // samples.shape[1]]
     pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
     half = jackknife_error(replicates(*pairs), jnp.zeros_like(samples[:, 0].real)) / 2
+    # Of spaces that lack more than they have blocks, for the rest of it is rounding, pairs
+    # say nothing.
+    exhausted = jnp.any(outside.missing[..., missing.shape[-1] :] != 0)
+    half = jnp.where(exhausted, 0, half)
     real = not jnp.iscomplexobj(rule.mixture)
     return scale * no_less_than_theory(half, _variances(rule, values), real=real)
 
