@@ -67,6 +67,13 @@ def squared(matrix: Any, key: Any) -> Any:
     return tx.unbiased_square(lambda k: tx.hutchinson_trace(operator(matrix), k, 4), key)
 
 
+def likelihood(matrix: Any, key: Any) -> Any:
+    """The sum of both, which is what it is for."""
+    both = tx.inv_quad_logdet(operator(matrix), matrix[0], key, 40, shift=0.5)
+    value = both.inv_quad.value + both.logdet.value
+    return tx.Estimate(value, both.logdet.standard_error, both.logdet.num_matvecs)
+
+
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
     "hutchinson_trace": budgeted(tx.hutchinson_trace, 6),
@@ -89,6 +96,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
         operator(matrix), logarithm, key, 40
     ),
     "logdet": budgeted(tx.logdet, 40),
+    "inv_quad_logdet": likelihood,
     "slq_trace": of_function(tx.slq_trace, logarithm),
     "arnoldi_trace": of_function(tx.arnoldi_trace, logarithm),
     "function_diagonal": of_function(tx.function_diagonal, logarithm),
@@ -103,10 +111,12 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 # What does not estimate.
 OTHERS = {
     "Estimate",
+    "InvQuadLogdet",
     "Layout",
     "colouring",
     "normal",
     "orthogonal",
+    "preconditioner",
     "probing",
     "rademacher",
     "sphere",

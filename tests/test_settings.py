@@ -60,6 +60,7 @@ def kept(name: str) -> Callable[[Any], tx.Estimate]:
         "deltashift": lambda k: tracker.update(shared, state, k)[0],  # pyright: ignore
         "function_trace": lambda k: tx.function_trace(shared, logarithm, k, 40),
         "logdet": lambda k: tx.logdet(shared, k, 40),
+        "inv_quad_logdet": lambda k: tx.inv_quad_logdet(shared, MATRIX[0], k, 40).logdet,
         "slq_trace": lambda k: tx.slq_trace(shared, logarithm, k, **counts),
         "arnoldi_trace": lambda k: tx.arnoldi_trace(shared, logarithm, k, **counts),
         "function_diagonal": lambda k: tx.function_diagonal(shared, logarithm, k, **counts),

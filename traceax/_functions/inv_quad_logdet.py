@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_request, check_rtol, check_shift
+from traceax._core.checks import check_request
+from traceax._core.equation_checks import check_rtol, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,

@@ -85,7 +85,8 @@ def likelihood(
     """The log-determinant and the quadratic form, in this order; the first `kept` of the
     vectors are in the run."""
     sizes = column_sizes(subject.vectors)
-    y = subject.vectors / sizes
+    units = sizes[None, :].astype(subject.vectors.dtype)
+    y = subject.vectors / units
     block = jnp.concatenate([y[:, :kept], probes], axis=1)
     space = block_krylov(subject.function.linear_map, block, shape.depth)
     traced = read_off(space, subject.function, inner=shape.inner, kept=kept)
@@ -99,7 +100,7 @@ def likelihood(
     rounding = 4 * resolution(subject.function.linear_map.operator)
     forms, errors = _judge(frame, y, solution, y - subject(solution), rounding)
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
-    solve = Solve(sizes * solution, frame, jnp.asarray(rtol, value.dtype), max_steps)
+    solve = Solve(units * solution, frame, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
     return Outcome(
         jnp.append(traced.value, value),

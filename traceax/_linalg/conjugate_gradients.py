@@ -66,24 +66,26 @@ def conjugate_gradients(
         curvature = column_dots(state.direction, image).real
         alpha = state.left / jnp.where(curvature > 0, curvature, jnp.nan)
         alpha = jnp.where(unsolved(state), alpha, 0)
-        solution = state.solution + alpha * state.direction
-        residual = state.residual - alpha * image
+        length = alpha.astype(image.dtype)[None, :]
+        solution = state.solution + length * state.direction
+        residual = state.residual - length * image
         direction = precondition(residual)
         left = column_dots(residual, direction).real
         ratio = left / jnp.where(state.left > 0, state.left, 1)
-        direction = direction + ratio * state.direction
+        direction = direction + ratio.astype(image.dtype)[None, :] * state.direction
         energy = state.energy + alpha * state.left
         return _State(solution, residual, direction, left, energy, state.num_steps + 1)
 
     sizes = column_sizes(residual)  # squares could leave the range
-    residual, energy = residual / sizes, energy / sizes / sizes
+    energy = jnp.asarray(energy, sizes.dtype) / sizes / sizes
+    residual = residual / sizes[None, :].astype(residual.dtype)
     direction = precondition(residual)
     left = column_dots(residual, direction).real
-    start = jnp.broadcast_to(jnp.asarray(energy, left.dtype), left.shape)
     zero = jnp.zeros_like(residual)
-    state = _State(zero, residual, direction, left, start, jnp.asarray(0))
+    state = _State(zero, residual, direction, left, energy, jnp.asarray(0))
     state = jax.lax.while_loop(goes_on, step, state)
-    return Solved(sizes * state.solution, state.num_steps)
+    solution = sizes[None, :].astype(residual.dtype) * state.solution
+    return Solved(solution, state.num_steps)
 
 
 class Solve(eqx.Module):

@@ -268,7 +268,7 @@ def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, 
     lengths = jnp.sum(squared_modulus(remainder), axis=1)
     # Before squares are taken: of multiples of I nothing but rounding is left.
     along = jnp.einsum("ks,pks->pk", w.conj(), inner)
-    along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)
-    inner = inner - along[..., None] * w
+    along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)[None]
+    inner = inner - along[..., None] * w[None]
     squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
     return squares + jnp.sum(squared_modulus(inner), axis=-1)
