@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,24 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
+from traceax._core.rule import estimate_of
 from traceax._diagonals.hutchinson import hutchinson_diagonal
-from traceax._diagonals.xdiag import xdiag
+from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import hermitian_or_nan, is_cheap
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, probes_a_sample, rademacher
+from traceax._probes.samplers import (
+    Sampler,
+    check_independent,
+    probes_a_sample,
+    rademacher,
+)
+from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.dense import columns, decompose
 from traceax._quadrature.function_operator import FunctionOfOperator
-from traceax._quadrature.scalar import ScalarFunction, scalar_function
+from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
 # How many probes see the quadrature error.
 _TESTS = 4
@@ -103,23 +111,37 @@ def function_diagonal(
     check_function_request(name, operator, key, counts)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
-    spent = (num_probes + _TESTS) * num_steps
-    if is_cheap(operator, spent):
+    if is_cheap(operator, num_probes * num_steps):
         return _exact(operator, converted)
-    num_steps = min(num_steps, size(operator))
-    subject = FunctionOfOperator(prepare(operator), converted, num_steps)
+    if probes_a_sample(sampler) > 1:
+        return _probed(operator, converted, key, num_probes, num_steps, sampler)
+    check_independent(name, sampler)
+    probes = draw(name, sampler, key, operator, num_probes)
+    subject = MatrixFunction(LinearMap(prepare(operator)), converted)
+    shape = Shape(num_probes, num_steps)
+    algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
+    degrees, leaves = max(num_probes - 1, 1), operator.in_structure()
+    return estimate_of(subject, algorithm, probes, shape.num_matvecs, degrees, leaves)
+
+
+def _probed(
+    operator: lx.AbstractLinearOperator,
+    fn: ScalarFunction,
+    key: PRNGKeyArray,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler,
+) -> Estimate:
+    """With probes made of colours, each by itself."""
+    subject = FunctionOfOperator(prepare(operator), fn, min(num_steps, size(operator)))
     key, test_key = jax.random.split(key)
-    few = num_probes < 6 or probes_a_sample(sampler) > 1
-    estimator = hutchinson_diagonal if few else xdiag
-    estimate = estimator(subject, key, num_probes, sampler=sampler)
-    quadrature = _quadrature_error(name, subject, test_key)
-    leaves = operator.in_structure()
-    quadrature = as_result(quadrature, leaves)
-    real = jax.tree.map(jnp.real, estimate.value)
+    estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
+    quadrature = _quadrature_error("function_diagonal", subject, test_key)
+    quadrature = as_result(quadrature, operator.in_structure())
     return Estimate(
-        real,
+        jax.tree.map(jnp.real, estimate.value),
         jax.tree.map(both_errors, estimate.standard_error, quadrature),
-        (estimate.num_matvecs + _TESTS) * num_steps,
+        (estimate.num_matvecs + _TESTS) * subject.num_steps,
         estimate.degrees_of_freedom,
     )
 
