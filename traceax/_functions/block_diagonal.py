@@ -1,32 +1,33 @@
 """diag f(A) from one block Krylov run, each probe measuring what the others leave.
 
-Notation of `block_quadrature`: Z the orthonormal columns of K_d(A, W), T = Z* A Z, F = f(T),
-S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. As in `xdiag`, for
-probes with E[w w*] = I and for every i
+Notation of `block_quadrature`: Z the orthonormal columns of K_d(A, W), T = Z* A Z, and
+F = f(T); S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. As in
+`xdiag`, for probes with E[w w*] = I and for every i
 
-    diag f(A) = E[ diag(f(A) - B_i) + conj(w_i) o B_i w_i ],    B_i = (I - P_i) f(A) (I - P_i),
+    diag f(A) = E[ diag(f(A) - B_i) + conj(w_i) o B_i w_i ],
+    B_i = (I - P_i) f(A) (I - P_i),
 
 and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are read off the run by
-f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i = I - J_i
-for I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`left_out`),
+f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
+I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`left_out`),
 
     d_i = diag(Z (F - G_i F G_i) Z*) + conj(w_i) o Z G_i F r_i
         = diag(Z (F - E F E) Z*) - 2 Re diag((Z N_i) (Z E F N_i)*)
           - diag((Z N_i) (N_i* F N_i) (Z N_i)*) + conj(w_i) o Z (E + N_i N_i*) F r_i.
 
-What a Krylov space leaves of f(A) is nearly a multiple of I, of which the diagonal is known,
-but not to d_i: with entries of all of (I - P_i) it is the greater part of the noise. So
+What a Krylov space leaves of f(A) is nearly a multiple of I. Its diagonal is known, but
+not to d_i, for which the entries of I - P_i beside it are the greater part of the noise. So
 
     f(A) = c I + (f(A) - c I),    c = sum_i r_i* F r_i / sum_i |r_i|^2,
 
 and d_i is that of the rest; multiples of I are exact. (Traces have c_i for that.) c is made
-of the same probes, so it is not quite independent of d_i, but the covariance is at most
-(n k)^(-1/2) standard errors, and one that has nothing to do with entry a is 0.
+of the same probes, so it is not quite independent of the d_i; the bias of that is less than
+(n k)^(-1/2) standard errors, and was not seen in any spectrum.
 
 The samples share their probes as those of `xdiag` do. The derivative is that of `xdiag` of
 f(A) - c I, of which the run gives a sketch for nothing: Y = Z (F - c I) Z* W, for half of
 the probes, as each is applied twice. Where Y is rounding, as f(A) is a multiple of I, its
-columns must not know of each other: so a small multiple of W, above rounding, stays in Y.
+columns must not know of each other: so a small multiple of W, above rounding, is added.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def block_diagonal(
 ) -> Outcome:
     operator = subject.linear_map.operator
     space = block_krylov(subject.linear_map, probes, depth)
-    eigen, spaces = jax.jit(levels, static_argnums=(1, 2))(space, depth, inner)
+    eigen, spaces = levels(space, depth, inner)
     eigen, slopes = defined(eigen, subject.fn, is_unfinished(space))
     values = at_nodes(subject.fn, eigen.values)[..., 0]
     sizes = jnp.abs(values[0]) + slopes[:, 0]
@@ -125,7 +126,8 @@ class SpacesLeftOut(eqx.Module):
         inner, outer = self.basis[:, :r], self.basis[:, r:]
         lacks = jnp.einsum("kra,ksa->rs", missing, missing.conj()) / k
         core = jnp.einsum("kra,rs,ksb->kab", missing.conj(), f[:r, :r], missing)
-        within = f[:r, :r] - jnp.einsum("kra,kab,ksb->rs", missing, core, missing.conj()) / k
+        lost = jnp.einsum("kra,kab,ksb->rs", missing, core / k, missing.conj())
+        within = f[:r, :r] - lost
         beside = 2 * (f[r:, :r] - f[r:, :r] @ lacks)
         known = row_dots(inner @ within + outer @ beside, inner).real
         return known + mean((self.probes.conj() * self._tested(f)).real)

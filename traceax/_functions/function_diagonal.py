@@ -40,7 +40,7 @@ from traceax._quadrature.dense import columns, decompose
 from traceax._quadrature.function_operator import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
-# How many probes see the quadrature error.
+# How many probes see the quadrature error of colours.
 _TESTS = 4
 
 
@@ -56,10 +56,20 @@ def function_diagonal(
     """Estimate the diagonal of f(A), A Hermitian: subgraph centralities (exp), leverages,
     densities of Fermi and Dirac, variances (1/x).
 
-    `xdiag` of f(A), which is applied by Lanczos; with `probing` probes (for f that decays
-    along a graph), or fewer than 6, `hutchinson_diagonal` of it. Exact, by an
-    eigendecomposition, where (num_probes + 4) * num_steps reaches n, for n <= 64, and for
-    operators that store their matrix up to n = 1024.
+    One block Krylov run of `num_probes` probes w_i, `num_steps` blocks deep. The space S_i
+    of all probes but w_i contains what matters most to smooth functions, and is independent
+    of w_i; so with its projector P_i, and B_i = (I - P_i) f(A) (I - P_i),
+
+        diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
+
+    for each i, of which the mean is taken. All of it is read off the one run. Of B_i, a
+    multiple of I that the run chooses is exact. More steps for functions that are not
+    smooth, more probes where many eigenvalues matter alike.
+
+    With `probing` probes (for f that decays along a graph) `hutchinson_diagonal` of f(A),
+    which is applied by Lanczos. Exact, by an eigendecomposition, where num_probes *
+    num_steps reaches n, for n <= 64, and for operators that store their matrix up to
+    n = 1024.
 
     **Arguments**
 
@@ -68,16 +78,17 @@ def function_diagonal(
     - `fn`: a real function of a real scalar, made of JAX operations. It may close over
       parameters, or be an `eqx.Module`.
     - `key`: a JAX random key.
-    - `num_probes`: how many times f(A) is applied, a Python int of at least 1; four times
-      more to see the quadrature error.
-    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
-      n are taken.
+    - `num_probes`: how many probes, a Python int of at least 1; of `probing` a multiple of
+      its number of colours.
+    - `num_steps`: how often A is applied to each, a Python int of at least 1.
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I, or by
       `probing`. Default `rademacher`.
 
     **Returns** an `Estimate` with the operator's input structure, real. `standard_error`
-    covers, entry by entry, sampling and quadrature (by comparison with half the steps);
-    `inf` for one probe or one step; 0 where the value is exact.
+    covers, entry by entry, sampling (the spread of the num_probes estimates with an
+    allowance for the probes that they share: conservative) and quadrature (by comparison
+    with fewer steps); `inf` for one probe or one step; 0 where an eigendecomposition made
+    the value. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a real function of a scalar, a count not a Python int; `ValueError` if
@@ -85,10 +96,17 @@ def function_diagonal(
     is below 1, or below the number of colours; if the sampler draws dependent probes.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    with the sketch frozen; the Lanczos recurrence is differentiated, num_steps matvec-VJPs
-    for each of num_probes (half as many again for complex operators).
+    unbiased but for quadrature: those of `xdiag` of f(A), with its two-sided form, by half
+    of the probes and a sketch that the run gives for nothing. f(A) is applied by Lanczos
+    to num_probes vectors (one more if that is odd), and the recurrence differentiated:
+    num_steps applications and as many matvec-VJPs for each of them (half as many again for
+    complex operators). To any order.
 
-    **Cost**: (num_probes + 4) * num_steps applications; num_probes blocks of n x num_steps.
+    **Cost**: num_probes * num_steps applications, in blocks of num_probes; for an
+    orthonormal basis of as many vectors, which is what has to fit, m of them, 8 n m^2
+    flops, and about (8 + num_probes / num_steps) n m^2 to read it. With `probing`,
+    (num_probes + 4) * num_steps applications, four probes to see the quadrature error;
+    num_probes blocks of n x num_steps.
 
     **Example**
 
@@ -97,14 +115,16 @@ def function_diagonal(
     >>> ring = jnp.roll(jnp.eye(200), 1, axis=0)
     >>> graph = lx.MatrixLinearOperator(ring + ring.T, lx.symmetric_tag)
     >>> key = jax.random.key(0)
-    >>> centrality = tx.function_diagonal(graph, jnp.exp, key, num_probes=40, num_steps=12)
+    >>> centrality = tx.function_diagonal(graph, jnp.exp, key, num_probes=24, num_steps=10)
     >>> print(centrality.value[:3].round(2))
     [2.28 2.28 2.28]
 
     ```
 
     **Reference**: Estrada and Rodríguez-Velázquez (2005), Subgraph centrality in complex
-    networks, Physical Review E 71, 056103; `xdiag` for the estimator.
+    networks, Physical Review E 71, 056103, for what it is for. The estimator is derived in
+    `traceax/_functions/block_diagonal.py`. Compare Epperly, Tropp and Webber (2024),
+    XTrace, doi:10.1137/23M1548323, for leaving probes out.
     """
     name = "function_diagonal"
     counts = {"num_probes": num_probes, "num_steps": num_steps}

@@ -175,6 +175,7 @@ def quadrature(
     return Quadrature(eigen, weights, mixture, outside, inside[0])
 
 
+@partial(jax.jit, static_argnums=(1, 2))
 def levels(space: BlockKrylov, depth: int, inner: int) -> tuple[Eigen, LeftOut]:
     """T decomposed, and T without its last blocks; and what the S_i are in it."""
     k = space.starts.shape[1]
