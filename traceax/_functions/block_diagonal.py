@@ -160,11 +160,12 @@ def _judge(
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n l"]]:
     """Value, standard error, and the sketch of f(A) - c I."""
     k, m = run.probes.shape[1], values.shape[1]
-    kept = jnp.arange(m) < m - k * jnp.arange(values.shape[0])[:, None]
-    kept &= space.filled[:m]
+    ends = m - k * jnp.arange(values.shape[0])
+    kept = (jnp.arange(m)[None, :] < ends[:, None]) & space.filled[None, :m]
     functions = jax.vmap(_function)(kept, eigen, values)
     level = jax.vmap(run.level)(functions)
-    rest = functions - level[:, None, None] * jnp.diag(space.filled[:m])
+    identity = jnp.diag(space.filled[:m].astype(functions.dtype))
+    rest = functions - level[:, None, None] * identity[None]
     samples = level[0] + run.samples(rest[0])
     changes = jax.vmap(run.mean)(rest[:-1] - rest[1:])
     changes = jnp.abs(changes + (level[:-1] - level[1:])[:, None])
@@ -185,7 +186,7 @@ def _function(
     values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
     # What LAPACK makes of NaN need not be NaN.
     values = jnp.where(jnp.isnan(eigen.values), jnp.nan, values)
-    return (vectors * values) @ vectors.conj().T
+    return (vectors * values[None, :]) @ vectors.conj().T
 
 
 def _sketch(
