@@ -179,10 +179,11 @@ def diagonal_row(case: Case, shape: Shape, keys: Array) -> str:
     operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
     converted, _ = scalar_function("function_diagonal", case.fn, jnp.dtype(float))
     applied = FunctionOfOperator(operator, converted, shape.depth)
-    counts = {"num_probes": shape.width, "num_steps": shape.depth}
 
     def one(key: Array) -> tuple[Array, ...]:
-        result = tx.function_diagonal(operator, case.fn, key, **counts)
+        result = tx.function_diagonal(
+            operator, case.fn, key, num_probes=shape.width, num_steps=shape.depth
+        )
         plain = tx.xdiag(applied, key, shape.width).value
         return result.value, result.standard_error, *result.interval(0.95), plain
 
