@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import pytest
 from jax import monitoring
 
 import traceax as tx
@@ -21,6 +22,11 @@ DRAWN = 1e-6 if "use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "") e
 
 Maker = Callable[[Any], lx.AbstractLinearOperator]
 PSD = lx.positive_semidefinite_tag
+
+
+def slow(*values: Any) -> Any:
+    """A parameter of the tests that `python -m pytest -m slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def row_norms(matrix: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import DRAWN, close, leaks_checked
+from tests.helpers import DRAWN, close, leaks_checked, slow
 
 N, K, KEY = 40, 23, jax.random.key(3)
 PSD = lx.positive_semidefinite_tag
@@ -99,8 +99,8 @@ def answer(name: str, batch_size: Any) -> Callable[[Any], Any]:
     ("dtype", "batch_size"),
     [
         (float, 5),
-        pytest.param(complex, 10, marks=pytest.mark.slow),
-        pytest.param(float, 1, marks=pytest.mark.slow),
+        slow(complex, 10),
+        slow(float, 1),
     ],
 )
 def test_batches_change_no_number(name: str, dtype: Any, batch_size: int) -> None:
@@ -118,6 +118,7 @@ def test_batches_change_no_number(name: str, dtype: Any, batch_size: int) -> Non
     assert parts.num_matvecs == whole.num_matvecs
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_batches() -> None:
     """d2/ds2 log det(s A) = -n/s^2."""
 

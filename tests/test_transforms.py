@@ -27,6 +27,7 @@ from tests.helpers import (
     close,
     flatten,
     function,
+    slow,
     suitable,
 )
 
@@ -125,9 +126,9 @@ def test_same_key_same_answer(entry: Entry) -> None:
     "adjoint",
     [
         diffrax.RecursiveCheckpointAdjoint(),
-        diffrax.BacksolveAdjoint(),
-        diffrax.DirectAdjoint(),
-        diffrax.ForwardMode(),
+        slow(diffrax.BacksolveAdjoint()),
+        slow(diffrax.DirectAdjoint()),
+        slow(diffrax.ForwardMode()),
     ],
     ids=lambda a: type(a).__name__,
 )
@@ -304,13 +305,8 @@ print("finished")
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pairs",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("threads", "large")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAITS)
 def test_batches_do_not_wait_for_ever(name: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(

@@ -17,7 +17,10 @@ from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
 from traceax._functions.density import spectral_density as spectral_density
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal
 from traceax._functions.function_trace import function_trace as function_trace
+from traceax._functions.inv_quad_logdet import InvQuadLogdet as InvQuadLogdet
+from traceax._functions.inv_quad_logdet import inv_quad_logdet as inv_quad_logdet
 from traceax._functions.logdet import logdet as logdet
+from traceax._functions.preconditioner import preconditioner as preconditioner
 from traceax._functions.schatten import schatten_norm as schatten_norm
 from traceax._functions.slq import slq_trace as slq_trace
 from traceax._probes.probing import colouring as colouring

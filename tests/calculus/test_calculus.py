@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import traceax as tx
-from tests.helpers import close, leaks_checked
+from tests.helpers import close, leaks_checked, slow
 
 KEY = jax.random.key(5)
 CALCULUS = {
@@ -477,7 +477,7 @@ def test_a_loss_of_squared_residuals_trains_to_the_solution() -> None:
     assert abs(train(biased)[0, 1]) < 0.2
 
 
-@pytest.mark.parametrize("adjoint", ["RecursiveCheckpoint", "Backsolve"])
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpoint", slow("Backsolve")])
 def test_a_flow(adjoint: str) -> None:
     """The divergence along a linear flow, dx/dt = M x: d log p/dM is the identity."""
     field = lambda t, x, m: jnp.tanh(m @ x)  # noqa: E731

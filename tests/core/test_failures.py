@@ -34,11 +34,23 @@ KEY = jax.random.key(3)
 # XDiag.
 EXECUTED = ("PyTree", "Jacobian", "nested")
 
+# The others, which share their rules with these, meet the classes in the slow tests.
+OFTEN = ("xtrace", "xdiag", "xnystrace", "row_norms_squared")
+
+
+SELDOM = [entry for entry in ALL + REST_ALL if entry.name not in OFTEN]
+
 
 def pairs(entries: list[Entry], kinds: Any, *dtypes: type) -> list[Any]:
     words = "-".join(dtype.__name__ for dtype in dtypes)
     return [
-        pytest.param(*dtypes, entry, kind, id=f"{entry.name}-{kind}-{words}".strip("-"))
+        pytest.param(
+            *dtypes,
+            entry,
+            kind,
+            id=f"{entry.name}-{kind}-{words}".strip("-"),
+            marks=[pytest.mark.slow] * (entry in SELDOM),
+        )
         for entry in entries
         for kind in kinds
     ]

@@ -15,7 +15,7 @@ import pytest
 import scipy.stats
 
 import traceax as tx
-from tests.helpers import EVERY, close, function, general, hermitian, leaks_checked
+from tests.helpers import EVERY, close, function, general, hermitian, leaks_checked, slow
 
 KEY = jax.random.key(11)
 N = 70  # no front door is exact for it
@@ -70,7 +70,7 @@ def enumerated(size: int, n: int, fn: Callable[[Any], Any]) -> Any:
     return jax.tree.map(lambda *results: np.mean(results, axis=0), *each)
 
 
-@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("dtype", [float, slow(complex)])
 def test_unbiased_by_enumeration(dtype: Any) -> None:
     """Over all signs the mean is the trace, and so are the derivatives: with n steps there
     is no other error. A second derivative needs the vectors' own."""

@@ -10,9 +10,6 @@ import pytest
 
 import traceax as tx
 from tests.helpers import PSD, close, hermitian
-from traceax._core.operator import LinearMap
-from traceax._functions.preconditioner import preconditioner
-from traceax._linalg.krylov import block_krylov
 
 KEY = jax.random.key(4)
 N, BUDGET = 200, 120
@@ -73,37 +70,15 @@ def test_better_than_plain_quadrature_by_far() -> None:
     assert np.mean(hits) >= 0.85
 
 
-def test_the_preconditioner_is_perfect_on_its_space() -> None:
-    """P Z = A Z, M W = W, and Galerkin's inverse; for a known shift and without."""
-    a = kernel(POINT[0])
-    block = jax.random.normal(KEY, (N, 3))
-    for shift, known in ((0.01, True), (0.0, False)):
-        matrix = a if known else a + 0.01 * jnp.eye(N)
-        space = block_krylov(LinearMap(matrix_free(matrix)), block, 8)
-        frame = preconditioner(space, jnp.asarray(shift))
-        assert bool(frame.is_below) == known
-        whole = matrix + shift * jnp.eye(N)
-        z = space.basis[:, :24]
-        close(frame.power(1.0, z), whole @ z, 1e-9)
-        close(frame.power(0.5, frame.power(-0.5, z)), z, 1e-9)
-        w = frame.power(0.5, z) @ jnp.linalg.inv(jnp.linalg.cholesky(z.T @ whole @ z)).T
-        close(w.T @ w, jnp.eye(24), 1e-8, 1)
-        m_w = frame.power(-0.5, whole @ frame.power(-0.5, w))
-        close(m_w, w, 1e-8, 1)
-        close(frame.complement(w), jnp.zeros_like(w), 1e-8, 1)
-        inverse = z @ jnp.linalg.inv(z.T @ whole @ z) @ z.T
-        close(frame.galerkin() @ frame.galerkin().T, inverse, 1e-8)
-        p = frame.power(1.0, jnp.eye(N))
-        close(frame.log_determinant(), jnp.linalg.slogdet(p)[1], 1e-9)
-        if known:  # P <= A
-            assert jnp.linalg.eigvalsh(whole - p)[0] > -1e-10
-
-
+@pytest.mark.slow
 def test_second_derivatives() -> None:
-    """Up to the few probes; and once more where there is no sampling in it."""
+    """Up to the few probes."""
     got = jax.jit(jax.hessian(lambda v: estimate(v).value))(POINT)
     want = jax.hessian(truth)(POINT)
     np.testing.assert_allclose(got, want, rtol=0.2)
+
+
+def test_a_second_derivative_that_no_probe_matters_to() -> None:
     scale = jax.jit(jax.grad(jax.grad(lambda s: _scaled(s))))(2.0)
     close(scale, -N / 4, 1e-5)
 

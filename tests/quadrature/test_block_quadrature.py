@@ -122,9 +122,41 @@ def test_exhausted_spaces_are_exact(rank: str, scale: float) -> None:
     estimate = run(matrix)
     want = float(jnp.sum(jax.vmap(fn)(jnp.asarray(RANKS[rank]))))
     close(estimate.value, want, 1e-10, N)
-    assert estimate.standard_error < 1e-8 * N
+    assert estimate.standard_error < 1e-11 * N
     low, high = estimate.interval(0.999)
     assert low <= want <= high
+
+
+def test_error_bars_where_single_precision_exhausts_a_space() -> None:
+    """A direction that is nothing but rounding is missing from every space: it counts
+    once, or bars are some 10^5 times too wide."""
+    low_rank = np.random.default_rng(0).normal(size=(N, 5))
+    matrix = jnp.asarray(1e-30 * low_rank @ low_rank.T / N, np.float32)
+    want = np.log(np.linalg.eigvalsh(low_rank @ low_rank.T / N)[-5:] + 1e-3).sum()
+    want += (N - 5) * np.log(1e-3) + N * np.log(1e-30)
+
+    @jax.jit
+    @jax.vmap
+    def run(key: Any) -> tx.Estimate:
+        return tx.logdet(function(matrix), key, BUDGET, shift=jnp.float32(1e-33))
+
+    estimate = run(jax.random.split(KEY, 12))
+    assert jnp.all(estimate.standard_error < 1e-3 * abs(want))
+    low, high = estimate.interval(0.999)
+    assert jnp.all((low < want) & (want < high))
+
+
+def test_error_bars_where_a_kernel_exhausts_its_space() -> None:
+    """What is left of the blocks is rounding, and so is what the probes differ by."""
+    points = np.random.default_rng(0).uniform(size=(300, 2))
+    distances = ((points[:, None] - points[None]) ** 2).sum(-1)
+    matrix = jnp.exp(-jnp.asarray(distances) / 0.18)
+    want = jnp.linalg.slogdet(matrix + 0.01 * jnp.eye(300))[1]
+    estimate = tx.logdet(function(matrix), KEY, 240, shift=0.01)
+    assert abs(estimate.value - want) < 1e-7
+    assert estimate.standard_error < 1e-6
+    low, high = estimate.interval(0.999)
+    assert low < want < high
 
 
 def test_budgets_become_shapes() -> None:

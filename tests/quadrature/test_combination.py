@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, hermitian
+from tests.helpers import close, function, hermitian, slow
 
 KEY = jax.random.key(3)
 N = 70  # no front door is exact for it
@@ -121,7 +121,7 @@ def test_error_bars_of_thermal_means(name: str) -> None:
         assert jnp.all(held >= 0.9), (of, held)
 
 
-@every_trace
+@pytest.mark.parametrize("name", ["function_trace", slow("slq_trace")])
 def test_thermal_means_and_their_gradients(name: str) -> None:
     """In the temperatures and in the coupling. What Z and H have in common is most of their
     errors."""
@@ -288,7 +288,7 @@ def test_results_may_be_of_any_structure() -> None:
     assert kinds == [jnp.float32, jnp.complex64, *4 * [jnp.float32]]
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "stored", "small"])
+@pytest.mark.parametrize("kind", ["diagonal", "stored", slow("small")])
 def test_exact(kind: str) -> None:
     """Wherever traces are; with second derivatives."""
     matrix = smooth()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.core import Tracer
-from jaxtyping import ArrayLike
+from jaxtyping import ArrayLike, PyTree
 
 from traceax._core.operator import dimension, is_negative, is_positive, size
 
@@ -156,6 +156,8 @@ def check_shift(
     name: str,
     operator: lx.AbstractLinearOperator,
     shift: ArrayLike | lx.DiagonalLinearOperator,
+    *,
+    several: bool = True,
 ) -> None:
     """Of log det(A + shift I), which A must not be known to make impossible."""
     if is_negative(operator):
@@ -173,6 +175,50 @@ def check_shift(
             f"traceax.{name}(shift=...) must be real, a number, an array of them or an "
             "lx.DiagonalLinearOperator, because A + shift I must be Hermitian, but got "
             f"{shift!r}. Take its real part, or the operator's diagonal."
+        )
+    if not several and jnp.ndim(shift):
+        raise ValueError(
+            f"traceax.{name}(shift=...) must be one number, because each shift has a "
+            f"solution of its own, but got shape {jnp.shape(shift)}. Use jax.vmap over "
+            "them, or lx.DiagonalLinearOperator for a shift of each dimension."
+        )
+
+
+def check_vector(
+    name: str, operator: lx.AbstractLinearOperator, vector: PyTree[ArrayLike]
+) -> bool:
+    """Whether there are several, along a first axis."""
+    expected = operator.in_structure()
+    shapes = jax.tree.map(jnp.shape, vector)
+    one = jax.tree.map(lambda leaf: leaf.shape, expected)
+    leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)}
+    axis = next(iter(leading)) if len(leading) == 1 else ()
+    many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
+    if shapes != one and (shapes != many or 0 in axis):
+        raise ValueError(
+            f"traceax.{name}(vector=...) must be of the operator's space, "
+            f"{show(expected)}, or several of them along one more, first, axis of every "
+            f"leaf, but got shapes {shapes}. Transpose columns into rows."
+        )
+    leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
+    if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):
+        raise TypeError(
+            f"traceax.{name}(vector=...) must be real, because the operator is, but got "
+            "complex numbers. Give real and imaginary parts as two right-hand sides."
+        )
+    return shapes != one
+
+
+def check_rtol(name: str, rtol: object) -> None:
+    if not isinstance(rtol, int | float) or isinstance(rtol, bool):
+        raise TypeError(
+            f"traceax.{name}(rtol=...) must be a Python float, but got "
+            f"{type(rtol).__name__}. Pass 1e-6, say."
+        )
+    if not 0 < rtol < 1:
+        raise ValueError(
+            f"traceax.{name}(rtol=...) must be strictly between 0 and 1, because it is a "
+            f"relative error, but got {rtol}. Pass 1e-6, say."
         )
 
 

@@ -198,9 +198,13 @@ def estimate_of(
     degrees_of_freedom: float,
     structure: Structure | None = None,
 ) -> Estimate:
-    """Run an algorithm for any subject under the rule."""
-    outcome = _evaluate(subject, algorithm, probes)
+    outcome = run_of(subject, algorithm, probes)
     return _as_estimate(outcome, num_matvecs, degrees_of_freedom, structure)
+
+
+def run_of(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
+    """Run an algorithm for any subject under the rule."""
+    return _evaluate(subject, algorithm, probes)
 
 
 def _as_estimate(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -14,16 +13,15 @@ from traceax._core.checks import check_request, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
-    flatten,
     known_diagonal,
     prepare,
     size,
     stores_matrix,
-    working_dtype,
 )
 from traceax._functions.exact_functions import hermitian_or_nan
 from traceax._functions.function_trace import block_trace
 from traceax._functions.slq import real_dtype
+from traceax._functions.whitening import whitened
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.scalar import scalar_function
 from traceax._traces.choice import SMALL
@@ -104,9 +102,9 @@ def logdet(
     check_request("logdet", operator, key, num_matvecs, 6)
     check_shift("logdet", operator, shift)
     if isinstance(shift, lx.DiagonalLinearOperator):
-        white, known_part = _whitened(operator, shift)
-        rest = logdet(white, key, num_matvecs, shift=1.0)
-        return eqx.tree_at(lambda e: e.value, rest, rest.value + known_part)
+        white = whitened(operator, shift)
+        rest = logdet(white.operator, key, num_matvecs, shift=1.0)
+        return eqx.tree_at(lambda e: e.value, rest, rest.value + white.log_determinant)
     shift = jnp.asarray(shift, real_dtype(operator))
     n = size(operator)
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None
@@ -121,26 +119,6 @@ def logdet(
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
     shape = shape_for(num_matvecs)
     return block_trace("logdet", operator, fn, structure, key, shape)
-
-
-def _whitened(
-    operator: lx.AbstractLinearOperator, noise: lx.DiagonalLinearOperator
-) -> tuple[lx.AbstractLinearOperator, Float[Array, ""]]:
-    """D^{-1/2} A D^{-1/2}, and log det D."""
-    operator = prepare(operator)
-    dtype = real_dtype(operator)
-    entries = jax.tree.map(lambda d: jnp.asarray(d, dtype), noise.diagonal)
-    logs = sum(jnp.sum(jnp.log(leaf)) for leaf in jax.tree.leaves(entries))
-    root = jax.tree.map(
-        lambda d, like: (d**-0.5).astype(like.dtype), entries, operator.in_structure()
-    )
-    root = lx.DiagonalLinearOperator(root)
-    white = root @ operator @ root
-    if stores_matrix(operator) and not lx.is_diagonal(operator):
-        scale = flatten(root.diagonal, working_dtype(operator))
-        matrix = scale[:, None] * LinearMap(operator).dense() * scale[None, :]
-        white = lx.MatrixLinearOperator(matrix)
-    return white, jnp.asarray(logs, dtype)
 
 
 def _on_axis(shift: Float[Array, "*shifts"]) -> Float[Array, "*shifts 1"]:

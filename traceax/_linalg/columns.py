@@ -42,6 +42,12 @@ def magnitude(block: Inexact[Array, ...]) -> Float[Array, ""]:
     return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
 
 
+def column_sizes(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """The largest modulus in each column, or 1 where there is none: what to divide by."""
+    largest = jnp.max(jnp.abs(block), axis=0)
+    return jnp.where(largest > 0, largest, 1)
+
+
 @jax.jit
 def mean(samples: Inexact[Array, "*values k"]) -> Inexact[Array, "*values"]:
     """Divided before they are summed: k times the mean may be out of range."""

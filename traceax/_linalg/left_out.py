@@ -5,7 +5,8 @@ and K its first q blocks. What the others span,
 
     S_i = K_q(A, all w_j but w_i),
 
-is a subspace of K with at most q dimensions less. So what is kept is those few, an
+is a subspace of K with at most q dimensions less. (Starts that are in every S_i, whatever
+is left out, come first, and are not counted.) So what is kept is those few, an
 orthonormal N_i with K = S_i + range(N_i), in the coordinates of Z. Block for block,
 
     V = T s,    s the columns that S_i got last (at first those of the other starts),
@@ -44,9 +45,11 @@ def left_out(
     projection: Inexact[Array, "r r"],
     filled: Bool[Array, " r"],
     starts: Inexact[Array, "k k"],
+    kept: int = 0,
 ) -> LeftOut:
-    """`projection` is T, r = q k; `starts` the w_i in the coordinates of the first block;
-    coordinates that are not `filled` are none."""
+    """`projection` is T, r = q k; `starts` the w_i in the coordinates of the first block,
+    of which the first `kept` are never left out; coordinates that are not `filled` are
+    none."""
     r, k = projection.shape[0], starts.shape[0]
     if k == 1:
         whole = jnp.diag(filled.astype(starts.dtype))
@@ -64,7 +67,7 @@ def left_out(
         rank = jnp.sum(filled) - jnp.sum(used)
         return LeftOut(missing, remainder, rank.astype(square.real.dtype))
 
-    return jax.vmap(one)(jnp.arange(k))
+    return jax.vmap(one)(jnp.arange(kept, k))
 
 
 def _missing(

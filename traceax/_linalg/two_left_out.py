@@ -46,14 +46,16 @@ def replicates(
     itself = jnp.einsum("a,pab,b->p", tests[0].conj(), blocks[:, 0, 0], tests[0])
     whole = samples[:, 0] + own[:, 0] - itself
 
-    inverse = _inverse(_squares(overlaps))
+    squares = _squares(overlaps)
+    inverse = _inverse(squares)
     new = _projected(blocks, overlaps)
     b = jnp.einsum("ijab,jb->ija", inverse, tests)
     lengths = jnp.einsum("ja,ija->ij", tests.conj(), b).real
     forms = jnp.einsum("ija,pijab,ijb->pij", b.conj(), new, b)
-    used = jnp.sum(squared_modulus(missing), axis=1) > 0.5
-    rank = jnp.sum(used.astype(dimensions.dtype), axis=1)
-    factors = (dimensions[:, None] + rank[None, :]) / jnp.where(lengths > 0, lengths, 1)
+    rank = jnp.sum(jnp.sum(squared_modulus(missing), axis=1) > 0.5, axis=1)[None, :]
+    shared = missing.shape[2] - jnp.einsum("ijab,ijba->ij", inverse, squares).real
+    factors = dimensions[:, None] + rank.astype(dimensions.dtype) - shared
+    factors = factors / jnp.where(lengths > 0, lengths, 1)
     removed = jnp.einsum("ijab,pijba->pij", inverse, new)
     forms = factors.astype(forms.real.dtype)[None] * forms
     pairs = whole[:, None, None] - own[:, :, None] - removed + forms
@@ -81,17 +83,20 @@ def _projected(
 
 
 def _inverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*batch q q"]:
-    """Of positive definite ones, by Gauss and Jordan: for as many as here and as small."""
+    """Of positive definite ones, by Gauss and Jordan: for as many as here and as small.
+    What N_i and N_j have in common, to rounding, is left out of it: it was new to no space,
+    and is missing once."""
     q = matrices.shape[-1]
-    eps = jnp.finfo(matrices.dtype).eps
+    least = 1e3 * float(jnp.finfo(matrices.dtype).eps)
 
     def sweep(step: Array, m: Array) -> Array:
         here = jnp.arange(q) == step
         row = jax.lax.dynamic_index_in_dim(m, step, axis=-2)
         column = jax.lax.dynamic_index_in_dim(m, step, axis=-1)
         pivot = jax.lax.dynamic_index_in_dim(row, step, axis=-1)
-        pivot = jnp.maximum(pivot.real, eps).astype(m.dtype)
-        rest = jnp.where(here[None, :], 0, m) - column * jnp.where(here, 1, row) / pivot
-        return jnp.where(here[:, None], jnp.where(here, 1, row) / pivot, rest)
+        scaled = jnp.where(here, 1, row) / jnp.where(pivot.real > least, pivot, 1)
+        scaled = jnp.where(pivot.real > least, scaled, 0)
+        rest = jnp.where(here[None, :], 0, m) - column * scaled
+        return jnp.where(here[:, None], scaled, rest)
 
     return jax.lax.fori_loop(0, q, sweep, matrices)

@@ -108,7 +108,17 @@ def block_quadrature(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, inner: int
 ) -> Outcome:
     space = block_krylov(subject.linear_map, probes, depth)
-    rule = quadrature(space, probes, depth, inner)
+    return read_off(space, subject, inner=inner)
+
+
+def read_off(
+    space: BlockKrylov, subject: MatrixFunction, *, inner: int, kept: int = 0
+) -> Outcome:
+    """The estimate from a space whose first `kept` starts are no probes: they are in every
+    S_i, which is independent of w_i as before."""
+    width = space.starts.shape[0]
+    depth = space.projection.shape[1] // width
+    rule = quadrature(space, depth, inner, kept)
     eigen, slopes = defined(rule.eigen, subject.fn, is_unfinished(space))
     rule = eqx.tree_at(lambda r: r.eigen, rule, eigen)
     eps = resolution(subject.linear_map.operator)
@@ -158,16 +168,13 @@ def run_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Run:
     return Run(basis, whole, rule.mixture[None], again)
 
 
-@partial(jax.jit, static_argnums=(2, 3))
-def quadrature(
-    space: BlockKrylov, probes: Inexact[Array, "n k"], depth: int, inner: int
-) -> Quadrature:
-    n, k = probes.shape
-    rank = k * inner
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Quadrature:
+    rank = space.starts.shape[0] * inner
     filled = space.filled[:rank]
-    eigen, spaces = levels(space, depth, inner)
+    eigen, spaces = levels(space, depth, inner, kept)
     inside = jnp.where(filled[None, :, None], eigen.vectors[:, :rank], 0)
-    outside = _outside(spaces, n)
+    outside = _outside(spaces, space.basis.shape[0])
     weights = jax.vmap(partial(_weights, outside))(inside)
     # What LAPACK makes of NaN need not be NaN.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
@@ -175,17 +182,19 @@ def quadrature(
     return Quadrature(eigen, weights, mixture, outside, inside[0])
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def levels(space: BlockKrylov, depth: int, inner: int) -> tuple[Eigen, LeftOut]:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def levels(
+    space: BlockKrylov, depth: int, inner: int, kept: int = 0
+) -> tuple[Eigen, LeftOut]:
     """T decomposed, and T without its last blocks; and what the S_i are in it."""
-    k = space.starts.shape[1]
+    k = space.starts.shape[0]
     total, rank = k * depth, k * inner
     filled = space.filled[:total]
     square = space.projection[:total]
     square = (square + square.conj().T) / 2
     # Columns that breakdown left empty: any Rayleigh quotient will do.
     square = jnp.where(jnp.diag(~filled), square[0, 0], square)
-    spaces = left_out(square[:rank, :rank], filled[:rank], space.starts)
+    spaces = left_out(square[:rank, :rank], filled[:rank], space.starts, kept)
     sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
     coarser = [truncated(square, size) for size in sizes]
     return decompose(jnp.stack([square, *coarser])), spaces
@@ -229,25 +238,30 @@ def _error(
     rounding = _read(jnp.mean(rule.weights[0], axis=0)[None], sizes)[:, 0]
     error = shared_error(samples, 4 * eps * rounding)
     if samples.shape[-1] > 1:
-        used = jnp.any(rule.weights[0] != 0, axis=0)
-        known = jnp.where(used, values[0], 0)
-        scale = jax.vmap(magnitude)(known)[:, None]
-        least = _least_error(rule, known / scale, samples / scale)
-        error = jnp.maximum(error, scale[:, 0] * least)
+        error = jnp.maximum(error, _least_error(rule, values[0]))
     return both_errors(error, gap)
 
 
-def _least_error(
-    rule: Quadrature, values: Inexact[Array, "p m"], samples: Inexact[Array, "p k"]
-) -> Float[Array, " p"]:
-    """What the spread of samples must not be below: half the jackknife, and theory."""
-    outside, inside = rule.outside, rule.inside
-    depth = inside.shape[0] // samples.shape[1]
-    missing = outside.missing[..., :depth]
+def _least_error(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
+    """What the spread of samples must not be below: half the jackknife, and theory.
+
+    Of f less a constant, whose trace is certain, or its rounding would count."""
+    outside, inside, weights = rule.outside, rule.inside, rule.weights[0]
+    centre = mean(_read(weights, values)) / jnp.mean(jnp.sum(weights, axis=1))
+    used = jnp.any(weights != 0, axis=0)
+    values = jnp.where(used, values - centre[:, None], 0)
+    scale = jax.vmap(magnitude)(values)
+    values = values / scale[:, None]
+    samples = _read(weights, values)
+    missing = outside.missing[..., : inside.shape[0] // samples.shape[1]]
     pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
     half = jackknife_error(replicates(*pairs), jnp.zeros_like(samples[:, 0].real)) / 2
+    # Of spaces that lack more than they have blocks, for the rest of it is rounding, pairs
+    # say nothing.
+    exhausted = jnp.any(outside.missing[..., missing.shape[-1] :] != 0)
+    half = jnp.where(exhausted, 0, half)
     real = not jnp.iscomplexobj(rule.mixture)
-    return no_less_than_theory(half, _variances(rule, values), real=real)
+    return scale * no_less_than_theory(half, _variances(rule, values), real=real)
 
 
 def _read(
@@ -266,8 +280,11 @@ def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, 
     turned = remainder @ vectors[:r].conj()
     image = jnp.einsum("km,pm,rm->pkr", turned, values, vectors)
     inner = jnp.einsum("krs,pkr->pks", missing.conj(), image[..., :r])
-    squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
-    squares += jnp.sum(squared_modulus(inner), axis=-1)
-    along = squared_modulus(jnp.einsum("kr,pkr->pk", remainder.conj(), image[..., :r]))
+    w = jnp.einsum("krs,kr->ks", missing.conj(), remainder)
     lengths = jnp.sum(squared_modulus(remainder), axis=1)
-    return jnp.maximum(squares - along / jnp.where(lengths > 0, lengths, 1)[None], 0)
+    # Before squares are taken: of multiples of I nothing but rounding is left.
+    along = jnp.einsum("ks,pks->pk", w.conj(), inner)
+    along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)
+    inner = inner - along[..., None] * w
+    squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
+    return squares + jnp.sum(squared_modulus(inner), axis=-1)

@@ -1,0 +1,352 @@
+"""log det B and y* B^{-1} y from one run, and the preconditioner they share."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close, function, hermitian, pytree
+from traceax._core.operator import LinearMap
+from traceax._linalg.conjugate_gradients import conjugate_gradients
+from traceax._linalg.krylov import block_krylov
+from traceax._linalg.preconditioning import galerkin, known_of, preconditioner_of
+
+KEY = jax.random.key(4)
+N, BUDGET = 90, 60  # no front door is exact for it
+SHIFT = 0.1
+PSD = lx.positive_semidefinite_tag
+
+
+def numbers(*shape: int, dtype: Any = float, seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape)
+    if dtype is complex:
+        values = values + 1j * rng.standard_normal(shape)
+    return jnp.asarray(values)
+
+
+def kernel(log_length: Any) -> Any:
+    x = numbers(N, 2, seed=1)
+    squares = jnp.sum((x[:, None] - x[None]) ** 2, axis=-1)
+    return jnp.exp(-squares / 2 * jnp.exp(-2 * log_length))
+
+
+def both(matrix: Any, y: Any, key: Any = KEY, **how: Any) -> tx.InvQuadLogdet:
+    return tx.inv_quad_logdet(function(matrix), y, key, BUDGET, **{"shift": SHIFT, **how})
+
+
+def dense(matrix: Any, y: Any, shift: Any = SHIFT) -> Any:
+    whole = matrix + shift * jnp.eye(matrix.shape[0])
+    return jnp.vdot(y, jnp.linalg.solve(whole, y)).real, jnp.linalg.slogdet(whole)[1]
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_the_preconditioner_is_perfect_on_its_space(dtype: Any) -> None:
+    """P Z = B Z, P <= B for a known shift; Galerkin's solution, and its residual."""
+    a = hermitian(1 / (1.0 + np.arange(N)) ** 2, dtype)
+    block = numbers(N, 3, dtype=dtype)
+    for shift, is_below in ((0.01, True), (0.0, False)):
+        matrix = a if is_below else a + 0.01 * jnp.eye(N)
+        whole = matrix + shift * jnp.eye(N)
+        space = block_krylov(LinearMap(function(matrix)), block, 8)
+        known = known_of(space, jnp.asarray(shift))
+        frame = preconditioner_of(space, known)
+        assert bool(frame.is_below) == is_below
+        z = space.basis[:, :24]
+        close(frame(whole @ z), z, 1e-9)
+        inverse = frame(jnp.eye(N))
+        close(inverse, inverse.conj().T, 1e-12)
+        if is_below:
+            assert jnp.linalg.eigvalsh(jnp.linalg.inv(inverse) - whole)[-1] < 1e-9
+        y = numbers(N, 2, dtype=dtype, seed=2)
+        solution, residual = galerkin(space, known, y)
+        inner = z.conj().T @ whole @ z
+        close(solution, z @ jnp.linalg.solve(inner, z.conj().T @ y), 1e-9)
+        close(residual, y - whole @ solution, 1e-9)
+
+
+def test_conjugate_gradients_stop_where_they_say() -> None:
+    """At the error asked for, in the energy norm, for each right-hand side; and at once
+    where there is nothing to solve."""
+    matrix, y = hermitian(np.linspace(0.01, 1, N)), numbers(N, 2).at[:, 1].multiply(1e3)
+    for rtol in (1e-1, 1e-4, 1e-8):
+        x, steps = conjugate_gradients(
+            lambda b: matrix @ b, lambda b: 100 * b, y, rtol=rtol, max_steps=500
+        )
+        off = x - jnp.linalg.solve(matrix, y)
+        errors = jnp.sum(off * (matrix @ off), axis=0)
+        assert jnp.all(errors <= 1.1 * rtol**2 * jnp.sum(y * (x + off), axis=0))
+        assert steps < 150
+    nothing = conjugate_gradients(
+        lambda b: matrix @ b, lambda b: b, 0 * y, rtol=1e-3, max_steps=9
+    )
+    assert nothing.num_steps == 0
+    assert jnp.all(nothing.solution == 0)
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_values_and_gradients(dtype: Any) -> None:
+    """In operator, vector and shift. The form and its gradient have no sampling in them."""
+    matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)
+    moved = hermitian(np.sin(np.arange(N)), dtype, seed=5) / 9
+    y = numbers(N, dtype=dtype, seed=3)
+
+    def of(estimated: bool, v: Any) -> Any:
+        a, z, shift = matrix + v[0] * moved, y * (1 + v[1] * jnp.sin(y.real)), SHIFT + v[2]
+        if not estimated:
+            return dense(a, z, shift)
+        result = both(a, z, shift=shift)
+        return result.inv_quad.value, result.logdet.value
+
+    result, zero = jax.jit(both)(matrix, y), jnp.zeros(3)
+    form, logdet = dense(matrix, y)
+    close(result.inv_quad.value, form, 1e-11)
+    assert result.inv_quad.value.dtype == result.inv_quad.standard_error.dtype
+    assert 0 <= form - result.inv_quad.value + 1e-13 < result.inv_quad.standard_error
+    low, high = result.logdet.interval(0.999)
+    assert low < logdet < high
+    solution = jnp.linalg.solve(matrix + SHIFT * jnp.eye(N), y)
+    close(result.solution, solution, 1e-4)
+    form, logdet = jax.jit(jax.jacrev(lambda v: of(True, v)))(zero)
+    want_form, want_logdet = jax.jacrev(lambda v: of(False, v))(zero)
+    close(form, want_form, 1e-5)
+    assert logdet[1] == 0
+    close(logdet, want_logdet, 0.1)
+    forwards = jax.jvp(lambda v: of(True, v), (zero,), (jnp.ones(3),))[1]
+    close(forwards[0], jnp.sum(form), 1e-10)
+    close(forwards[1], jnp.sum(logdet), 1e-10)
+
+
+def test_second_derivatives() -> None:
+    y = numbers(N, seed=3)
+
+    def form(v: Any) -> Any:
+        a = jnp.exp(v[0]) * kernel(jnp.asarray(0.0))
+        return both(a, y * (1 + v[1] * y), shift=SHIFT + v[2], rtol=1e-8).inv_quad.value
+
+    def want(v: Any) -> Any:
+        a = jnp.exp(v[0]) * kernel(jnp.asarray(0.0))
+        return dense(a, y * (1 + v[1] * y), SHIFT + v[2])[0]
+
+    zero = jnp.zeros(3)
+    close(jax.jit(jax.hessian(form))(zero), jax.hessian(want)(zero), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_derivatives_of_the_solution(dtype: Any) -> None:
+    """To any order, in all that it depends on."""
+    matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)
+    y, weight = numbers(N, dtype=dtype, seed=3), numbers(N, dtype=dtype, seed=6)
+
+    def read(solution: Any) -> Any:
+        return jnp.vdot(weight, solution).real ** 2
+
+    def got(v: Any) -> Any:
+        return read(both(v * matrix, v**2 * y, shift=SHIFT * v**3, rtol=1e-9).solution)
+
+    def want(v: Any) -> Any:
+        whole = v * matrix + SHIFT * v**3 * jnp.eye(N)
+        return read(jnp.linalg.solve(whole, v**2 * y))
+
+    for derivative in (jax.grad, jax.jacfwd):
+        close(jax.jit(derivative(got))(1.1), jax.grad(want)(1.1), 1e-6)
+    close(jax.jit(jax.grad(jax.grad(got)))(1.1), jax.grad(jax.grad(want))(1.1), 1e-5)
+
+
+def test_several_right_hand_sides() -> None:
+    """Their sum; in the run where they are few, and where they are not."""
+    matrix = kernel(jnp.asarray(-1.0))
+    for count in (2, 5):
+        ys = numbers(count, N)
+        result = both(matrix, ys)
+        close(result.inv_quad.value, sum(dense(matrix, y)[0] for y in ys), 1e-10)
+        want = jnp.linalg.solve(matrix + SHIFT * jnp.eye(N), ys.T).T
+        close(result.solution, want, 1e-4)
+        steps, rest = divmod(result.inv_quad.num_matvecs - result.logdet.num_matvecs, count)
+        assert rest == 0
+        assert 0 < steps < 30
+
+
+def test_diagonal_shifts() -> None:
+    """The noise of each observation."""
+    matrix, y = kernel(jnp.asarray(0.0)), numbers(N, seed=3)
+
+    def of(estimated: bool, noise: Any) -> Any:
+        if not estimated:
+            return dense(matrix + jnp.diag(noise), y, 0.0)
+        shift = lx.DiagonalLinearOperator(noise)
+        result = both(matrix, y, shift=shift)
+        return result.inv_quad.value, result.logdet.value
+
+    noise = jnp.linspace(0.05, 2.0, N)
+    got, want = jax.jit(lambda v: of(True, v))(noise), of(False, noise)
+    close(got[0], want[0], 1e-10)
+    close(got[1], want[1], 0.02)
+    solution = both(matrix, y, shift=lx.DiagonalLinearOperator(noise)).solution
+    close(solution, jnp.linalg.solve(matrix + jnp.diag(noise), y), 1e-5)
+    slopes = [jax.grad(lambda v, e=e: of(e, v)[0])(noise) for e in (True, False)]
+    close(slopes[0], slopes[1], 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["stored", "small", "whole budget", "diagonal"])
+def test_exact_where_exact_is_cheap(kind: str) -> None:
+    n = 20 if kind == "small" else N
+    matrix = kernel(jnp.asarray(0.0))[:n, :n]
+    matrix = jnp.diag(jnp.diagonal(matrix)) if kind == "diagonal" else matrix
+    makers: dict[str, Any] = {
+        "stored": lambda m: lx.MatrixLinearOperator(m, PSD),
+        "diagonal": lambda m: lx.DiagonalLinearOperator(jnp.diagonal(m)),
+    }
+    budget = N if kind == "whole budget" else 10
+
+    def of(v: Any) -> Any:
+        operator, y = makers.get(kind, function)(v[0] * matrix), v[1] * numbers(n)
+        return tx.inv_quad_logdet(operator, y, KEY, budget, shift=v[2])
+
+    v = jnp.array([1.2, 0.8, SHIFT])
+    result = of(v)
+    for name, of_dense in (("inv_quad", 0), ("logdet", 1)):
+        estimate = getattr(result, name)
+        assert estimate.standard_error == 0
+        assert estimate.num_matvecs == (0 if kind in makers else n)
+
+        def want(v: Any, of_dense: int = of_dense) -> Any:
+            return dense(v[0] * matrix, v[1] * numbers(n), v[2])[of_dense]
+
+        close(estimate.value, want(v), 1e-10)
+        slope = jax.grad(lambda v, name=name: getattr(of(v), name).value)(v)
+        close(slope, jax.grad(want)(v), 1e-8)
+    want = jnp.linalg.solve(1.2 * matrix + SHIFT * jnp.eye(n), 0.8 * numbers(n))
+    close(result.solution, want, 1e-8)
+
+
+def test_a_solve_that_falls_short_shows() -> None:
+    """In the bar, which holds the truth whatever rtol was; and less is spent."""
+    matrix, y = hermitian(1 / (1.0 + np.arange(N))), numbers(N, seed=3)
+    want, spent = dense(matrix, y, 1e-3)[0], []
+    for rtol in (0.5, 0.1, 1e-2, 1e-4):
+        result = both(matrix, y, shift=1e-3, rtol=rtol).inv_quad
+        spent.append(int(result.num_matvecs))
+        off = float(want - result.value)
+        assert -1e-10 * want < off < result.standard_error
+        assert result.standard_error < 4 * rtol**2 * want + 1e-9 * want
+    assert spent == sorted(spent)
+    assert spent[0] < spent[-1]
+
+
+def test_what_is_not_positive_definite_is_nan() -> None:
+    y = numbers(N)
+    eigenvalues = np.linspace(0.5, 1, N)
+    for spoiled in (-0.6, -5.0):
+        result = both(hermitian(np.append(spoiled, eigenvalues[1:])), y)
+        assert jnp.isnan(result.inv_quad.value)
+        assert jnp.isnan(result.logdet.value)
+        assert not result.inv_quad.standard_error < jnp.inf
+        assert jnp.all(jnp.isnan(result.solution))
+    skewed = jnp.eye(N) + 0.5 * jnp.triu(jnp.ones((N, N)), 1)
+    assert jnp.isnan(both(skewed, y).inv_quad.value)
+
+
+def test_singular_and_empty() -> None:
+    """Zero, a multiple of I, rank 5; nothing on the right-hand side."""
+    y = numbers(N)
+    for eigenvalues in (np.zeros(N), np.ones(N), 5.0 * (np.arange(N) < 5)):
+        matrix = hermitian(eigenvalues)
+        result = both(matrix, y)
+        close(result.inv_quad.value, dense(matrix, y)[0], 1e-12)
+        close(result.logdet.value, dense(matrix, y)[1], 1e-12)
+        assert result.inv_quad.standard_error < 1e-10 * N
+    nothing = both(matrix, 0 * y)
+    assert nothing.inv_quad.value == 0
+    assert nothing.inv_quad.standard_error == 0
+    assert jnp.all(nothing.solution == 0)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_single_precision_at_any_scale(scale: float) -> None:
+    """The condition is 1000."""
+    factor = np.float32(scale)
+    matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2).astype(np.float32) * factor
+    y = numbers(N, seed=3).astype(np.float32)
+    result = both(matrix, y, shift=factor / 1000)
+    want, _ = dense(np.asarray(matrix, float), y, float(factor) / 1000)
+    assert result.inv_quad.value.dtype == result.solution.dtype == np.float32
+    close(result.inv_quad.value, want, 1e-4)
+    assert abs(result.inv_quad.value - want) < result.inv_quad.standard_error
+    assert result.inv_quad.standard_error < 1e-2 * want
+
+
+def test_inside_transformations() -> None:
+    """vmap over keys and vectors, a loop over shifts, structures of pytrees."""
+    matrix = kernel(jnp.asarray(0.0))
+    ys, keys = numbers(3, N), jax.random.split(KEY, 3)
+    batch = jax.jit(jax.vmap(lambda y, k: both(matrix, y, k)))(ys, keys)
+    shifts = jnp.array([0.1, 0.3])
+    _, scanned = jax.lax.scan(
+        lambda c, s: (c, both(matrix, ys[0], keys[0], shift=s).inv_quad.value), 0, shifts
+    )
+    for i, y in enumerate(ys):
+        close(batch.inv_quad.value[i], dense(matrix, y)[0], 1e-10)
+    for value, shift in zip(scanned, shifts, strict=True):
+        close(value, dense(matrix, ys[0], shift)[0], 1e-10)
+    operator = pytree(matrix)
+    structure = operator.in_structure()
+    leaves, treedef = jax.tree.flatten(structure)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = [
+        p.reshape(s.shape) for p, s in zip(jnp.split(ys[0], ends), leaves, strict=True)
+    ]
+    vector = jax.tree.unflatten(treedef, parts)
+    result = tx.inv_quad_logdet(operator, vector, KEY, BUDGET, shift=SHIFT)
+    assert jax.tree.structure(result.solution) == treedef
+    close(result.inv_quad.value, dense(matrix, ys[0])[0], 1e-10)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_preconditioner_for_lineax(diagonal: bool) -> None:
+    """A fifth of the steps, and less; a constant."""
+    matrix, y = kernel(jnp.asarray(-0.7)), numbers(N, seed=3)
+    noise = 1e-4 * (1 + jnp.arange(N) / N * diagonal)
+
+    def steps(length: Any, with_it: bool) -> Any:
+        a = kernel(length)
+        whole = lx.MatrixLinearOperator(a + jnp.diag(noise), PSD)
+        shift = lx.DiagonalLinearOperator(noise) if diagonal else 1e-4
+        close_to = tx.preconditioner(function(a), KEY, BUDGET, shift=shift)
+        assert lx.is_positive_semidefinite(close_to)
+        options = {"preconditioner": close_to} if with_it else {}
+        solver = lx.CG(rtol=1e-6, atol=1e-6, max_steps=2000)
+        found = lx.linear_solve(whole, y, solver, options=options, throw=False)
+        return jnp.sum(y * found.value), found.stats["num_steps"]
+
+    (value, few), (_, many) = (steps(jnp.asarray(-0.7), w) for w in (True, False))
+    assert 5 * few <= many
+    close(value, dense(matrix + jnp.diag(noise), y, 0.0)[0], 1e-6)
+    slope = jax.grad(lambda x: steps(x, True)[0])(-0.7)
+    want = jax.grad(lambda x: dense(kernel(x) + jnp.diag(noise), y, 0.0)[0])(-0.7)
+    close(slope, want, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "complaint"),
+    [
+        ({"vector": jnp.ones(N - 1)}, ValueError, r"vector=.*space.*\(89,\).*rows"),
+        ({"vector": jnp.ones((N, 2))}, ValueError, r"vector=.*space.*\(90, 2\)"),
+        ({"vector": jnp.ones((0, N))}, ValueError, r"vector=.*space.*\(0, 90\)"),
+        ({"vector": 1j * jnp.ones(N)}, TypeError, r"vector=.*real.*two right-hand"),
+        ({"rtol": 0.0}, ValueError, r"rtol=.*between 0 and 1.*0\.0"),
+        ({"rtol": jnp.ones(())}, TypeError, r"rtol=.*Python float"),
+        ({"shift": jnp.ones(3)}, ValueError, r"shift=.*one number.*\(3,\).*vmap"),
+        ({"shift": 1j}, TypeError, r"shift=.*real"),
+        ({"num_matvecs": 5}, ValueError, r"num_matvecs=.*6"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
+)
+def test_mistakes_are_named(how: Any, error: Any, complaint: str) -> None:
+    options = {"vector": jnp.ones(N), "key": KEY, "num_matvecs": BUDGET, **how}
+    with pytest.raises(error, match=r"traceax\.inv_quad_logdet\(" + complaint):
+        tx.inv_quad_logdet(function(jnp.eye(N)), **options)
