@@ -21,8 +21,8 @@ not to d_i, for which the entries of I - P_i beside it are the greater part of t
     f(A) = c I + (f(A) - c I),    c = sum_i r_i* F r_i / sum_i |r_i|^2,
 
 and d_i is that of the rest; multiples of I are exact. (Traces have c_i for that.) c is made
-of the same probes, so it is not quite independent of the d_i; the bias of that is less than
-(n k)^(-1/2) standard errors, and was not seen in any spectrum.
+of the same probes, so it is not quite independent of the d_i; by the inequality of Cauchy
+and Schwarz the bias of that is of the order of (n k)^(-1/2) standard errors at most.
 
 The samples share their probes as those of `xdiag` do. The derivative is that of `xdiag` of
 f(A) - c I, of which the run gives a sketch for nothing: Y = Z (F - c I) Z* W, for half of
