@@ -1,8 +1,8 @@
 """Functions of matrices over spectra of all kinds: errors, and error bars.
 
 `python -m tests.benchmarks.spectra [--matvecs 240] [--keys 20] [--shape WIDTH DEPTH]
-[NAME ...]`, from the root of the repository; float64, some ten minutes. For each function
-of a spectrum:
+[--diagonal] [NAME ...]`, from the root of the repository; float64, some ten minutes. For
+each function of a spectrum:
 
 - *error*: of `function_trace`, relative, root mean square over the keys;
 - *slq*: that of `slq_trace` with the same matvecs, the best of three numbers of steps;
@@ -12,6 +12,9 @@ of a spectrum:
 Probes are rotation-invariant, so operators are diagonal: what they do depends on the
 spectrum alone. `--shape` overrules how `function_trace` spends its matvecs: so its shapes
 were chosen.
+
+`--diagonal`: the same of `function_diagonal`, over all entries, the eigenvectors random;
+beside it, in the place of *slq*, `xdiag` of f(A) by Lanczos of as many steps.
 """
 
 import argparse
@@ -29,6 +32,7 @@ from jaxtyping import Array, Float
 import traceax as tx
 from traceax._functions.function_trace import block_trace
 from traceax._quadrature.block_quadrature import Shape, shape_for
+from traceax._quadrature.function_operator import FunctionOfOperator
 from traceax._quadrature.scalar import scalar_function
 
 N = 600
@@ -162,19 +166,54 @@ def row(case: Case, mine: Callable[..., tx.Estimate], budget: int, keys: Array) 
     return f"{rms / abs(truth):>10.1e}{plain / abs(truth):>10.1e}{z:>7.2f}{held:>7.1%}"
 
 
+def with_vectors(spectrum: Spectrum) -> tuple[Array, Array]:
+    n = spectrum.shape[0]
+    vectors = np.linalg.qr(np.random.default_rng(1).normal(size=(n, n)))[0]
+    return jnp.asarray((vectors * spectrum) @ vectors.T), jnp.asarray(vectors)
+
+
+def diagonal_row(case: Case, shape: Shape, keys: Array) -> str:
+    matrix, vectors = with_vectors(case.spectrum)
+    truth = vectors**2 @ jax.vmap(case.fn)(jnp.asarray(case.spectrum, float))
+    structure = jax.ShapeDtypeStruct(truth.shape, truth.dtype)
+    operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
+    converted, _ = scalar_function("function_diagonal", case.fn, jnp.dtype(float))
+    applied = FunctionOfOperator(operator, converted, shape.depth)
+
+    def one(key: Array) -> tuple[Array, ...]:
+        result = tx.function_diagonal(
+            operator, case.fn, key, num_probes=shape.width, num_steps=shape.depth
+        )
+        plain = tx.xdiag(applied, key, shape.width).value
+        return result.value, result.standard_error, *result.interval(0.95), plain
+
+    run = jax.jit(partial(jax.lax.map, one))(keys)
+    value, claimed, low, high, plain = run
+    rms, other = (jnp.sqrt(jnp.mean((x - truth) ** 2)) for x in (value, plain))
+    size = jnp.sqrt(jnp.mean(truth**2))
+    z = rms / jnp.sqrt(jnp.mean(claimed**2))
+    held = jnp.mean((low <= truth) & (truth <= high))
+    return f"{rms / size:>10.1e}{other / size:>10.1e}{z:>7.2f}{held:>7.1%}"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--matvecs", type=int, default=240)
     parser.add_argument("--keys", type=int, default=20)
     parser.add_argument("--shape", type=int, nargs=2)
+    parser.add_argument("--diagonal", action="store_true")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     chosen = Shape(*options.shape) if options.shape else shape_for(options.matvecs)
     print(f"{chosen.width} x {chosen.depth}, {chosen.inner}; {options.keys} keys.\n")
-    print(f"{'':<30}{'error':>10}{'slq':>10}{'z':>7}{'held':>7}")
+    beside = "xdiag" if options.diagonal else "slq"
+    print(f"{'':<30}{'error':>10}{beside:>10}{'z':>7}{'held':>7}")
     for name, case in (kernels() | graphs() | decays() | tortures()).items():
         if not options.names or any(part in name for part in options.names):
             seeds = jax.random.split(jax.random.key(7), options.keys)
-            mine = partial(forced, chosen)
-            print(f"{name:<30}{row(case, mine, options.matvecs, seeds)}", flush=True)
+            if options.diagonal:
+                line = diagonal_row(case, chosen, seeds)
+            else:
+                line = row(case, partial(forced, chosen), options.matvecs, seeds)
+            print(f"{name:<30}{line}", flush=True)

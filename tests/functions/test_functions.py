@@ -531,7 +531,7 @@ def test_diagonals_of_functions(dtype: Any) -> None:
     assert estimate.value.dtype == np.float64
     low, high = estimate.interval(0.95)
     assert float(jnp.mean((low < truth) & (truth < high))) >= 0.85
-    assert estimate.num_matvecs == 12 * 5
+    assert estimate.num_matvecs == 8 * 5
 
     want = jnp.sum(theta * jnp.exp(theta))
     np.testing.assert_allclose(slope, want, rtol=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,26 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
+from traceax._core.rule import estimate_of
 from traceax._diagonals.hutchinson import hutchinson_diagonal
-from traceax._diagonals.xdiag import xdiag
+from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import hermitian_or_nan, is_cheap
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, probes_a_sample, rademacher
+from traceax._probes.samplers import (
+    Sampler,
+    check_independent,
+    probes_a_sample,
+    rademacher,
+)
+from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.dense import columns, decompose
 from traceax._quadrature.function_operator import FunctionOfOperator
-from traceax._quadrature.scalar import ScalarFunction, scalar_function
+from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
-# How many probes see the quadrature error.
+# How many probes see the quadrature error of colours.
 _TESTS = 4
 
 
@@ -48,10 +56,20 @@ def function_diagonal(
     """Estimate the diagonal of f(A), A Hermitian: subgraph centralities (exp), leverages,
     densities of Fermi and Dirac, variances (1/x).
 
-    `xdiag` of f(A), which is applied by Lanczos; with `probing` probes (for f that decays
-    along a graph), or fewer than 6, `hutchinson_diagonal` of it. Exact, by an
-    eigendecomposition, where (num_probes + 4) * num_steps reaches n, for n <= 64, and for
-    operators that store their matrix up to n = 1024.
+    One block Krylov run of `num_probes` probes w_i, `num_steps` blocks deep. The space S_i
+    of all probes but w_i contains what matters most to smooth functions, and is independent
+    of w_i; so with its projector P_i, and B_i = (I - P_i) f(A) (I - P_i),
+
+        diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
+
+    for each i, of which the mean is taken. All of it is read off the one run. Of B_i, a
+    multiple of I that the run chooses is exact. More steps for functions that are not
+    smooth, more probes where many eigenvalues matter alike.
+
+    With `probing` probes (for f that decays along a graph) `hutchinson_diagonal` of f(A),
+    which is applied by Lanczos. Exact, by an eigendecomposition, where num_probes *
+    num_steps reaches n, for n <= 64, and for operators that store their matrix up to
+    n = 1024.
 
     **Arguments**
 
@@ -60,16 +78,17 @@ def function_diagonal(
     - `fn`: a real function of a real scalar, made of JAX operations. It may close over
       parameters, or be an `eqx.Module`.
     - `key`: a JAX random key.
-    - `num_probes`: how many times f(A) is applied, a Python int of at least 1; four times
-      more to see the quadrature error.
-    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
-      n are taken.
+    - `num_probes`: how many probes, a Python int of at least 1; of `probing` a multiple of
+      its number of colours.
+    - `num_steps`: how often A is applied to each, a Python int of at least 1.
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I, or by
       `probing`. Default `rademacher`.
 
     **Returns** an `Estimate` with the operator's input structure, real. `standard_error`
-    covers, entry by entry, sampling and quadrature (by comparison with half the steps);
-    `inf` for one probe or one step; 0 where the value is exact.
+    covers, entry by entry, sampling (the spread of the num_probes estimates with an
+    allowance for the probes that they share: conservative) and quadrature (by comparison
+    with fewer steps); `inf` for one probe or one step; 0 where an eigendecomposition made
+    the value. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a real function of a scalar, a count not a Python int; `ValueError` if
@@ -77,10 +96,17 @@ def function_diagonal(
     is below 1, or below the number of colours; if the sampler draws dependent probes.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    with the sketch frozen; the Lanczos recurrence is differentiated, num_steps matvec-VJPs
-    for each of num_probes (half as many again for complex operators).
+    unbiased but for quadrature: those of `xdiag` of f(A), with its two-sided form, by half
+    of the probes and a sketch that the run gives for nothing. f(A) is applied by Lanczos
+    to num_probes vectors (one more if that is odd), and the recurrence differentiated:
+    num_steps applications and as many matvec-VJPs for each of them (half as many again for
+    complex operators). To any order.
 
-    **Cost**: (num_probes + 4) * num_steps applications; num_probes blocks of n x num_steps.
+    **Cost**: num_probes * num_steps applications, in blocks of num_probes; for an
+    orthonormal basis of as many vectors, which is what has to fit, m of them, 8 n m^2
+    flops, and about (8 + num_probes / num_steps) n m^2 to read it. With `probing`,
+    (num_probes + 4) * num_steps applications, four probes to see the quadrature error;
+    num_probes blocks of n x num_steps.
 
     **Example**
 
@@ -89,37 +115,53 @@ def function_diagonal(
     >>> ring = jnp.roll(jnp.eye(200), 1, axis=0)
     >>> graph = lx.MatrixLinearOperator(ring + ring.T, lx.symmetric_tag)
     >>> key = jax.random.key(0)
-    >>> centrality = tx.function_diagonal(graph, jnp.exp, key, num_probes=40, num_steps=12)
+    >>> centrality = tx.function_diagonal(graph, jnp.exp, key, num_probes=24, num_steps=10)
     >>> print(centrality.value[:3].round(2))
     [2.28 2.28 2.28]
 
     ```
 
     **Reference**: Estrada and Rodríguez-Velázquez (2005), Subgraph centrality in complex
-    networks, Physical Review E 71, 056103; `xdiag` for the estimator.
+    networks, Physical Review E 71, 056103, for what it is for. The estimator is derived in
+    `traceax/_functions/block_diagonal.py`. Compare Epperly, Tropp and Webber (2024),
+    XTrace, doi:10.1137/23M1548323, for leaving probes out.
     """
     name = "function_diagonal"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     check_function_request(name, operator, key, counts)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
-    spent = (num_probes + _TESTS) * num_steps
-    if is_cheap(operator, spent):
+    if is_cheap(operator, num_probes * num_steps):
         return _exact(operator, converted)
-    num_steps = min(num_steps, size(operator))
-    subject = FunctionOfOperator(prepare(operator), converted, num_steps)
+    if probes_a_sample(sampler) > 1:
+        return _probed(operator, converted, key, num_probes, num_steps, sampler)
+    check_independent(name, sampler)
+    probes = draw(name, sampler, key, operator, num_probes)
+    subject = MatrixFunction(LinearMap(prepare(operator)), converted)
+    shape = Shape(num_probes, num_steps)
+    algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
+    degrees, leaves = max(num_probes - 1, 1), operator.in_structure()
+    return estimate_of(subject, algorithm, probes, shape.num_matvecs, degrees, leaves)
+
+
+def _probed(
+    operator: lx.AbstractLinearOperator,
+    fn: ScalarFunction,
+    key: PRNGKeyArray,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler,
+) -> Estimate:
+    """With probes made of colours, each by itself."""
+    subject = FunctionOfOperator(prepare(operator), fn, min(num_steps, size(operator)))
     key, test_key = jax.random.split(key)
-    few = num_probes < 6 or probes_a_sample(sampler) > 1
-    estimator = hutchinson_diagonal if few else xdiag
-    estimate = estimator(subject, key, num_probes, sampler=sampler)
-    quadrature = _quadrature_error(name, subject, test_key)
-    leaves = operator.in_structure()
-    quadrature = as_result(quadrature, leaves)
-    real = jax.tree.map(jnp.real, estimate.value)
+    estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
+    quadrature = _quadrature_error("function_diagonal", subject, test_key)
+    quadrature = as_result(quadrature, operator.in_structure())
     return Estimate(
-        real,
+        jax.tree.map(jnp.real, estimate.value),
         jax.tree.map(both_errors, estimate.standard_error, quadrature),
-        (estimate.num_matvecs + _TESTS) * num_steps,
+        (estimate.num_matvecs + _TESTS) * subject.num_steps,
         estimate.degrees_of_freedom,
     )
 

@@ -119,8 +119,8 @@ def read_off(
     width = space.starts.shape[0]
     depth = space.projection.shape[1] // width
     rule = quadrature(space, depth, inner, kept)
-    is_open = jnp.any(space.filled[(depth - 1) * width : depth * width])
-    rule, slopes = _defined(rule, subject.fn, is_open)
+    eigen, slopes = defined(rule.eigen, subject.fn, is_unfinished(space))
+    rule = eqx.tree_at(lambda r: r.eigen, rule, eigen)
     eps = resolution(subject.linear_map.operator)
     unresolved = depth == 1 and size(subject.linear_map.operator) > 1
     values = jnp.swapaxes(at_nodes(subject.fn, rule.eigen.values), -1, -2)
@@ -131,17 +131,23 @@ def read_off(
     return judged.outcome(error, Traced((run_of(space, rule, depth),)), eps)
 
 
-def _defined(
-    rule: Quadrature, fn: Flat, is_open: Bool[Array, ""]
-) -> tuple[Quadrature, Float[Array, "m p"]]:
-    """The rule, and by how much the rounding of a node moves f there.
+def is_unfinished(space: BlockKrylov) -> Bool[Array, ""]:
+    """Whether something is left beyond its last block but one."""
+    last = space.starts.shape[1]
+    return jnp.any(space.filled[-2 * last : -last])
+
+
+def defined(
+    eigen: Eigen, fn: Flat, is_open: Bool[Array, ""]
+) -> tuple[Eigen, Float[Array, "m p"]]:
+    """The nodes of all levels, and by how much the rounding of one moves f there.
 
     Nodes that rounding may have moved to where f is not defined, below zero for a
     logarithm, are moved back by as much, and may be anything down to the square of that.
     But if the space is not `is_open`, because nothing is left beyond it, zero is zero; in
     single precision a small eigenvalue is more likely.
     """
-    nodes = rule.eigen.values
+    nodes = eigen.values
     largest = jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
     eps = float(jnp.finfo(nodes.dtype).eps)
     undefined = jnp.any(~jnp.isfinite(at_nodes(fn, nodes)), axis=-1)
@@ -152,7 +158,7 @@ def _defined(
     slopes = largest[:1] * slopes_at(fn, nodes[:1], values)[0]
     spans = jnp.abs(values[0] - at_nodes(fn, eps * nodes[:1])[0]) / (4 * eps)
     slopes = jnp.where(moved[0][:, None], spans, slopes)
-    return eqx.tree_at(lambda r: r.eigen, rule, Eigen(nodes, rule.eigen.vectors)), slopes
+    return Eigen(nodes, eigen.vectors), slopes
 
 
 def run_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Run:
@@ -164,7 +170,24 @@ def run_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Run:
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Quadrature:
-    n, k = space.basis.shape[0], space.starts.shape[0]
+    rank = space.starts.shape[0] * inner
+    filled = space.filled[:rank]
+    eigen, spaces = levels(space, depth, inner, kept)
+    inside = jnp.where(filled[None, :, None], eigen.vectors[:, :rank], 0)
+    outside = _outside(spaces, space.basis.shape[0])
+    weights = jax.vmap(partial(_weights, outside))(inside)
+    # What LAPACK makes of NaN need not be NaN.
+    weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
+    mixture = _mixture(outside, filled)
+    return Quadrature(eigen, weights, mixture, outside, inside[0])
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def levels(
+    space: BlockKrylov, depth: int, inner: int, kept: int = 0
+) -> tuple[Eigen, LeftOut]:
+    """T decomposed, and T without its last blocks; and what the S_i are in it."""
+    k = space.starts.shape[0]
     total, rank = k * depth, k * inner
     filled = space.filled[:total]
     square = space.projection[:total]
@@ -174,14 +197,7 @@ def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Qua
     spaces = left_out(square[:rank, :rank], filled[:rank], space.starts, kept)
     sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
     coarser = [truncated(square, size) for size in sizes]
-    eigen = decompose(jnp.stack([square, *coarser]))
-    inside = jnp.where(filled[None, :rank, None], eigen.vectors[:, :rank], 0)
-    outside = _outside(spaces, n)
-    weights = jax.vmap(partial(_weights, outside))(inside)
-    # What LAPACK makes of NaN need not be NaN.
-    weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    mixture = _mixture(outside, filled[:rank])
-    return Quadrature(eigen, weights, mixture, outside, inside[0])
+    return decompose(jnp.stack([square, *coarser])), spaces
 
 
 def _outside(spaces: LeftOut, n: int) -> Outside:

@@ -18,7 +18,7 @@ from traceax._core.operator import (
 from traceax._core.rule import settled
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.dense import columns, decompose
-from traceax._quadrature.scalar import ScalarFunction
+from traceax._quadrature.scalar import Flat
 
 
 class FunctionOfOperator(lx.AbstractLinearOperator):
@@ -28,7 +28,7 @@ class FunctionOfOperator(lx.AbstractLinearOperator):
     """
 
     operator: lx.AbstractLinearOperator
-    fn: ScalarFunction
+    fn: Flat
     num_steps: int = eqx.field(static=True)
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
@@ -59,7 +59,7 @@ class _Apply(eqx.Module):
 
 
 def _apply(
-    subject: tuple[LinearMap, ScalarFunction, Array], num_steps: int, differentiable: bool
+    subject: tuple[LinearMap, Flat, Array], num_steps: int, differentiable: bool
 ) -> Inexact[Array, " n"]:
     linear_map, fn, column = subject
     krylov = lanczos(linear_map, column[None], num_steps, differentiable=differentiable)

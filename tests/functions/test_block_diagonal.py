@@ -1,0 +1,265 @@
+"""Diagonals of functions by Krylov spaces that leave one probe out."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close, function, hermitian
+from traceax._core.operator import LinearMap
+from traceax._functions.block_diagonal import SpacesLeftOut, block_diagonal
+from traceax._linalg.krylov import block_krylov
+from traceax._quadrature.block_quadrature import Shape, levels
+from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
+
+KEY = jax.random.key(3)
+SHAPE = Shape(4, 5)
+SMALL, N, SAMPLES = 30, 70, 60
+
+
+def orthonormal(block: Any) -> Any:
+    columns, sizes, _ = np.linalg.svd(block, full_matrices=False)
+    return columns[:, sizes > 1e-10 * sizes[0]]
+
+
+def krylov_basis(matrix: Any, block: Any, depth: int) -> Any:
+    blocks = [block]
+    for _ in range(depth - 1):
+        product = matrix @ blocks[-1]
+        blocks.append(product / np.linalg.norm(product, axis=0).max())
+    return orthonormal(np.hstack(blocks))
+
+
+def by_definition(matrix: Any, block: Any, f: Any) -> tuple[Any, Any]:
+    """The d_i of f, n x n, with explicit projectors; and what it is on what these leave."""
+    samples, forms, lengths = [], 0, 0
+    eye = np.eye(matrix.shape[0])
+    for i in range(block.shape[1]):
+        basis = krylov_basis(matrix, np.delete(block, i, axis=1), SHAPE.inner)
+        left = eye - basis @ basis.conj().T
+        missed = left @ f @ left
+        w = block[:, i]
+        samples.append(np.real(np.diag(f - missed) + w.conj() * (missed @ w)))
+        forms += np.vdot(w, missed @ w).real
+        lengths += np.vdot(w, left @ w).real
+    return np.array(samples).T, forms / lengths
+
+
+def matrix_function(matrix: Any, values_of: Any) -> Any:
+    theta, u = np.linalg.eigh(matrix)
+    return (u * np.asarray(values_of(theta))) @ u.conj().T
+
+
+def probes(dtype: Any) -> Any:
+    return tx.rademacher(KEY, jax.ShapeDtypeStruct((SMALL,), dtype), SHAPE.width).T
+
+
+def subject_of(matrix: Any, fn: Any) -> MatrixFunction:
+    converted, _ = scalar_function("test", fn, jnp.dtype(float))
+    return MatrixFunction(LinearMap(function(matrix)), converted)
+
+
+run_block = partial(block_diagonal, depth=SHAPE.depth, inner=SHAPE.inner)
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_samples_are_as_defined(dtype: Any) -> None:
+    """One by one, for f(A) as it is seen through Z."""
+    matrix = np.asarray(hermitian(np.linspace(-1, 2, SMALL), dtype))
+    block = np.asarray(probes(dtype))
+    z = krylov_basis(matrix, block, SHAPE.depth)
+    seen = z @ matrix_function(z.conj().T @ matrix @ z, np.exp) @ z.conj().T
+
+    @jax.jit
+    def read(matrix: Any, block: Any) -> Any:
+        space = block_krylov(LinearMap(function(matrix)), block, SHAPE.depth)
+        eigen, spaces = levels(space, SHAPE.depth, SHAPE.inner)
+        basis = space.basis[:, : SHAPE.num_matvecs]
+        theta, u = eigen.values[0], eigen.vectors[0]
+        f = (u * jnp.exp(theta)) @ u.conj().T
+        run = SpacesLeftOut(basis, block, spaces)
+        value = run_block(subject_of(matrix, jnp.exp), block).value
+        return run.samples(f), run.mean(f), run.level(f), value
+
+    samples, mean, level, value = read(matrix, block)
+    want, wanted_level = by_definition(matrix, block, seen)
+    close(samples, want, 1e-11)
+    close(mean, want.mean(1), 1e-11)
+    close(level, wanted_level, 1e-11)
+    ones, _ = by_definition(matrix, block, np.eye(SMALL))
+    close(value, (want + wanted_level * (1 - ones)).mean(1), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_polynomials_have_no_quadrature_error(dtype: Any) -> None:
+    """Up to degree d - q: then f(A) itself may stand in the definition, and not beyond."""
+    matrix = hermitian(np.linspace(-1, 2, SMALL), dtype)
+    block = probes(dtype)
+    ones, _ = by_definition(np.asarray(matrix), np.asarray(block), np.eye(SMALL))
+
+    @jax.jit
+    def value(matrix: Any, block: Any, power: Any) -> Any:
+        return run_block(subject_of(matrix, lambda x: x**power), block).value
+
+    errors = []
+    for power in range(5):
+        f = matrix_function(np.asarray(matrix), lambda x, p=power: x**p)
+        want, level = by_definition(np.asarray(matrix), np.asarray(block), f)
+        want = (want + level * (1 - ones)).mean(1)
+        errors.append(np.max(np.abs(value(matrix, block, power) - want)))
+    assert SHAPE.depth - SHAPE.inner == 2
+    assert max(errors[:3]) < 1e-11
+    assert errors[4] > 1e-6
+
+
+@jax.jit
+def exhausted(matrix: Any, scale: Any) -> tx.Estimate:
+    operator = function(scale * matrix)
+
+    def fn(x: Any) -> Any:
+        return jax.nn.softplus(x / scale)
+
+    return tx.function_diagonal(operator, fn, KEY, num_probes=8, num_steps=7)
+
+
+SPECTRA = {
+    "rank 5": np.append([9.0, 7, 5, -3, 2], np.zeros(N - 5)),
+    "rank 5 + 1": np.append([1000.0, 200, 30, 4, 2], np.ones(N - 5)),
+    "multiple of I": np.full(N, 2.0),
+    "zero": np.zeros(N),
+    "star": np.append([-8.0, 8.0], np.zeros(N - 2)),
+    "more than probes": np.append(np.arange(10.0, 20), np.ones(N - 10)),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-200, 1e200])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_what_spaces_exhaust_is_exact(name: str, scale: float) -> None:
+    """To rounding, with an error bar that says so."""
+    matrix = hermitian(SPECTRA[name])
+    estimate = exhausted(matrix, scale)
+    truth = np.diag(matrix_function(np.asarray(matrix), jax.nn.softplus))
+    close(estimate.value, truth, 1e-11)
+    assert np.max(estimate.standard_error) < 1e-9 * max(np.max(truth), 1)
+    assert np.all(abs(estimate.value - truth) <= 3 * estimate.standard_error)
+
+
+DECAY = hermitian(1 / np.arange(1.0, N + 1))
+
+
+def decaying(x: Any) -> Any:
+    return 1 / (x + 0.05)
+
+
+@jax.jit
+def repeated(keys: Any) -> Any:
+    operator = function(DECAY)
+    fn, _ = scalar_function("test", decaying, jnp.dtype(float))
+
+    def both(key: Any) -> Any:
+        ours = tx.function_diagonal(operator, decaying, key, num_probes=8, num_steps=7)
+        applied = FunctionOfOperator(operator, fn, 7)
+        plain = tx.hutchinson_diagonal(applied, key, 8)
+        return ours.value, ours.standard_error, ours.interval(), plain.value
+
+    return jax.lax.map(both, keys)
+
+
+def test_it_is_unbiased_and_its_intervals_hold() -> None:
+    """And its error bars are not too wide: what is half of them, or a value 2 % off, is
+    seen."""
+    truth = np.diag(matrix_function(np.asarray(DECAY), decaying))
+    found = repeated(jax.random.split(KEY, SAMPLES))
+    value, error, (low, high), plain = jax.tree.map(np.asarray, found)
+
+    def is_centred(value: Any) -> bool:
+        sums = (value - truth).sum(1)
+        return bool(abs(sums.mean()) < 4 * sums.std(ddof=1) / SAMPLES**0.5)
+
+    def holds(half: Any) -> bool:
+        """Entries of one run are not independent; runs are."""
+        held = (abs(value - truth) <= half).mean(1)
+        return bool(held.mean() + 3 * held.std(ddof=1) / SAMPLES**0.5 > 0.95)
+
+    assert is_centred(value)
+    assert not is_centred(1.02 * value)
+    assert holds((high - low) / 2)
+    assert not holds((high - low) / 4)
+    square = ((value - truth) ** 2).mean()
+    assert 0.5 < (square / (error**2).mean()) ** 0.5 < 1.1
+    assert square < 0.4**2 * ((plain - truth) ** 2).mean()
+
+
+@jax.jit
+def slopes(matrix: Any, direction: Any, keys: Any) -> Any:
+    def diagonal(t: Any, key: Any) -> Any:
+        operator = function(matrix + t * direction)
+        fn = lambda x: jnp.exp((1 + t) * x)  # noqa: E731
+        return tx.function_diagonal(operator, fn, key, num_probes=8, num_steps=7).value
+
+    def one(key: Any) -> Any:
+        value = partial(diagonal, key=key)
+        return jax.jvp(value, (0.0,), (1.0,))[1], jax.jacrev(lambda t: value(t).sum())(0.0)
+
+    return jax.lax.map(one, keys)
+
+
+@pytest.mark.parametrize("spectrum", ["decay", "multiple of I"])
+def test_derivatives_are_unbiased(spectrum: str) -> None:
+    """In the operator and the function together; forwards and backwards the same."""
+    matrix = DECAY if spectrum == "decay" else 2 * jnp.eye(N)
+    direction = hermitian(np.linspace(0, 1, N), seed=5)
+
+    def dense(t: Any) -> Any:
+        argument = (1 + t) * (matrix + t * direction)
+        return jnp.diagonal(jax.scipy.linalg.expm(argument))
+
+    _, truth = jax.jvp(dense, (0.0,), (1.0,))
+    forwards, backwards = map(
+        np.asarray, slopes(matrix, direction, jax.random.split(KEY, SAMPLES))
+    )
+    close(forwards.sum(1), backwards, 1e-10)
+
+    def is_centred(slope: Any) -> bool:
+        sums = (slope - truth).sum(1)
+        return bool(abs(sums.mean()) < 4 * sums.std(ddof=1) / SAMPLES**0.5)
+
+    assert is_centred(forwards)
+    assert not is_centred(1.1 * forwards)
+    entries = (forwards - truth).mean(0) / (forwards.std(0, ddof=1) / SAMPLES**0.5)
+    assert 0.7 < np.mean(entries**2) ** 0.5 < 1.4
+
+
+@pytest.mark.parametrize(("num_probes", "num_steps"), [(1, 6), (6, 1)])
+def test_one_probe_or_step_cannot_tell(num_probes: int, num_steps: int) -> None:
+    estimate = tx.function_diagonal(
+        function(DECAY), jnp.exp, KEY, num_probes=num_probes, num_steps=num_steps
+    )
+    assert np.all(np.isfinite(estimate.value))
+    assert np.all(np.isinf(estimate.standard_error))
+    assert estimate.num_matvecs == 6
+
+
+def test_what_is_not_defined_is_nan() -> None:
+    """The log of a negative number, and an operator that is not Hermitian."""
+    run = jax.jit(
+        lambda a: tx.function_diagonal(function(a), jnp.log, KEY, num_probes=8, num_steps=7)
+    )
+    skewed = DECAY + jnp.triu(jnp.ones((N, N)))
+    for matrix in (DECAY - 0.5 * jnp.eye(N), skewed):
+        estimate = run(matrix)
+        assert np.all(np.isnan(estimate.value))
+        assert np.all(np.isnan(estimate.standard_error))
+    assert np.all(np.isfinite(run(DECAY + jnp.eye(N)).standard_error))
+
+
+def test_probes_must_be_independent() -> None:
+    with pytest.raises(ValueError, match=r"function_diagonal\(sampler=.*independent"):
+        tx.function_diagonal(
+            function(DECAY), jnp.exp, KEY, num_probes=4, num_steps=4, sampler=tx.orthogonal
+        )

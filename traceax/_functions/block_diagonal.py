@@ -1,0 +1,203 @@
+"""diag f(A) from one block Krylov run, each probe measuring what the others leave.
+
+Notation of `block_quadrature`: Z the orthonormal columns of K_d(A, W), T = Z* A Z, and
+F = f(T); S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. As in
+`xdiag`, for probes with E[w w*] = I and for every i
+
+    diag f(A) = E[ diag(f(A) - B_i) + conj(w_i) o B_i w_i ],
+    B_i = (I - P_i) f(A) (I - P_i),
+
+and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are read off the run by
+f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
+I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`left_out`),
+
+    d_i = diag(Z (F - G_i F G_i) Z*) + conj(w_i) o Z G_i F r_i
+        = diag(Z (F - E F E) Z*) - 2 Re diag((Z N_i) (Z E F N_i)*)
+          - diag((Z N_i) (N_i* F N_i) (Z N_i)*) + conj(w_i) o Z (E + N_i N_i*) F r_i.
+
+What a Krylov space leaves of f(A) is nearly a multiple of I. Its diagonal is known, but
+not to d_i, for which the entries of I - P_i beside it are the greater part of the noise. So
+
+    f(A) = c I + (f(A) - c I),    c = sum_i r_i* F r_i / sum_i |r_i|^2,
+
+and d_i is that of the rest; multiples of I are exact. (Traces have c_i for that.) c is made
+of the same probes, so it is not quite independent of the d_i; by the inequality of Cauchy
+and Schwarz the bias of that is of the order of (n k)^(-1/2) standard errors at most.
+
+The samples share their probes as those of `xdiag` do. The derivative is that of `xdiag` of
+f(A) - c I, of which the run gives a sketch for nothing: Y = Z (F - c I) Z* W, for half of
+the probes, as each is applied twice. Where Y is rounding, as f(A) is a multiple of I, its
+columns must not know of each other: so a small multiple of W, above rounding, is added.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact
+
+from traceax._core.operator import LinearMap, resolution, size
+from traceax._core.rule import Outcome
+from traceax._diagonals.weights import TwoSidedWeight
+from traceax._linalg.columns import (
+    magnitude,
+    mean,
+    row_dots,
+    squared_modulus,
+)
+from traceax._linalg.jackknife import both_errors, quadrature_error, shared_error
+from traceax._linalg.krylov import BlockKrylov, block_krylov
+from traceax._linalg.left_out import LeftOut
+from traceax._quadrature.block_quadrature import defined, is_unfinished, levels
+from traceax._quadrature.dense import Eigen
+from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.scalar import MatrixFunction
+from traceax._quadrature.split import at_nodes
+from traceax._traces.leave_one_out import leave_one_out
+
+
+def block_diagonal(
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, inner: int
+) -> Outcome:
+    operator = subject.linear_map.operator
+    space = block_krylov(subject.linear_map, probes, depth)
+    eigen, spaces = levels(space, depth, inner)
+    eigen, slopes = defined(eigen, subject.fn, is_unfinished(space))
+    values = at_nodes(subject.fn, eigen.values)[..., 0]
+    sizes = jnp.abs(values[0]) + slopes[:, 0]
+    eps, unresolved = resolution(operator), depth == 1 and size(operator) > 1
+    run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
+    value, error, sketch = _judge(run, space, eigen, values, sizes, eps, unresolved)
+    tested = probes[:, : sketch.shape[1]]
+    weight = TwoSidedWeight.of(leave_one_out(sketch, tested, resphere=False))
+    return Outcome(value, error, DiagonalOfFunction(weight, depth))
+
+
+class DiagonalOfFunction(eqx.Module):
+    """The readout of f(A), applied by Lanczos."""
+
+    weight: TwoSidedWeight
+    num_steps: int = eqx.field(static=True)
+
+    def __call__(self, subject: MatrixFunction) -> Float[Array, " n"]:
+        applied = FunctionOfOperator(
+            subject.linear_map.operator, subject.fn, self.num_steps
+        )
+        return self.weight(LinearMap(applied)).real
+
+
+class SpacesLeftOut(eqx.Module):
+    """Z, W, and of every S_i what it lacks, by which matrices F are read."""
+
+    basis: Inexact[Array, "n m"]
+    probes: Inexact[Array, "n k"]
+    spaces: LeftOut
+
+    def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
+        """c: what the S_i leave of F is this multiple of I."""
+        r = self.spaces.remainder
+        forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T)).real
+        lengths = jnp.sum(squared_modulus(r))
+        return forms / jnp.where(lengths > 0, lengths, 1)
+
+    def samples(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
+        """The d_i of F."""
+        r = self.spaces.remainder.shape[1]
+        inner, outer = self.basis[:, :r], self.basis[:, r:]
+        whole = row_dots(self.basis @ f, self.basis).real
+        whole -= row_dots(outer @ f[r:, r:], outer).real
+
+        def removed(missing: Inexact[Array, "r p"]) -> Float[Array, " n"]:
+            v, image = inner @ missing, f[:, :r] @ missing
+            twice = 2 * outer @ image[r:] + v @ (missing.conj().T @ image[:r])
+            return row_dots(twice, v).real
+
+        # One by one: together they are larger than the basis.
+        known = whole[:, None] - jax.lax.map(removed, self.spaces.missing).T
+        return known + (self.probes.conj() * self._tested(f)).real
+
+    def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
+        """The mean of the samples, in one product of the size of Z."""
+        missing = self.spaces.missing
+        k, r, _ = missing.shape
+        inner, outer = self.basis[:, :r], self.basis[:, r:]
+        lacks = jnp.einsum("kra,ksa->rs", missing, missing.conj()) / k
+        core = jnp.einsum("kra,rs,ksb->kab", missing.conj(), f[:r, :r], missing)
+        lost = jnp.einsum("kra,kab,ksb->rs", missing, core / k, missing.conj())
+        within = f[:r, :r] - lost
+        beside = 2 * (f[r:, :r] - f[r:, :r] @ lacks)
+        known = row_dots(inner @ within + outer @ beside, inner).real
+        return known + mean((self.probes.conj() * self._tested(f)).real)
+
+    def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
+        """What the parts of samples cannot exceed, F positive."""
+        r = self.spaces.remainder
+        forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T), axis=1).real
+        known = jnp.maximum(row_dots(self.basis @ f, self.basis).real, 0)
+        return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(forms, 0)))
+
+    def _tested(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "n k"]:
+        """Z G_i F r_i."""
+        missing, remainder, _ = self.spaces
+        r = remainder.shape[1]
+        image = f[:, :r] @ remainder.T
+        inside = jnp.einsum("kra,ksa,sk->rk", missing, missing.conj(), image[:r])
+        return self.basis @ jnp.concatenate([inside, image[r:]])
+
+
+@partial(jax.jit, static_argnames=("eps", "unresolved"))
+def _judge(
+    run: SpacesLeftOut,
+    space: BlockKrylov,
+    eigen: Eigen,
+    values: Float[Array, "levels m"],
+    sizes: Float[Array, " m"],
+    eps: float,
+    unresolved: bool,
+) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n l"]]:
+    """Value, standard error, and the sketch of f(A) - c I."""
+    k, m = run.probes.shape[1], values.shape[1]
+    ends = m - k * jnp.arange(values.shape[0])
+    kept = (jnp.arange(m)[None, :] < ends[:, None]) & space.filled[None, :m]
+    functions = jax.vmap(_function)(kept, eigen, values)
+    level = jax.vmap(run.level)(functions)
+    identity = jnp.diag(space.filled[:m].astype(functions.dtype))
+    rest = functions - level[:, None, None] * identity[None]
+    samples = level[0] + run.samples(rest[0])
+    changes = jax.vmap(run.mean)(rest[:-1] - rest[1:])
+    changes = jnp.abs(changes + (level[:-1] - level[1:])[:, None])
+    moved = _function(kept[0], jax.tree.map(lambda x: x[0], eigen), sizes)
+    rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
+    error = shared_error(samples, 4 * eps * rounding)
+    error = both_errors(error, quadrature_error(changes, unresolved))
+    sketch = _sketch(run, space, rest[0], magnitude(functions[0]))
+    return mean(samples), error, sketch
+
+
+def _function(
+    kept: Bool[Array, " m"], eigen: Eigen, values: Float[Array, " m"]
+) -> Inexact[Array, "m m"]:
+    """V diag(values) V* on the coordinates that are kept. A node of no weight does not
+    count, even where its value is infinite."""
+    vectors = jnp.where(kept[:, None], eigen.vectors, 0)
+    values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
+    # What LAPACK makes of NaN need not be NaN.
+    values = jnp.where(jnp.isnan(eigen.values), jnp.nan, values)
+    return (vectors * values[None, :]) @ vectors.conj().T
+
+
+def _sketch(
+    run: SpacesLeftOut,
+    space: BlockKrylov,
+    rest: Inexact[Array, "m m"],
+    largest: Float[Array, ""],
+) -> Inexact[Array, "n l"]:
+    """Y of the first half of the probes."""
+    k = run.probes.shape[1]
+    count = (k + 1) // 2
+    grain = jnp.finfo(largest.dtype).eps ** 0.5 * largest
+    image = run.basis @ (rest[:, :k] @ space.starts[:, :count])
+    return image + grain * run.probes[:, :count]
