@@ -43,6 +43,18 @@ class InvQuadLogdet(eqx.Module):
     - `inv_quad`: an `Estimate` of y* (A + shift I)^-1 y, summed over right-hand sides.
     - `logdet`: an `Estimate` of log det(A + shift I).
     - `solution`: (A + shift I)^-1 y, like the vector that was given.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> operator = lx.DiagonalLinearOperator(jax.numpy.array([2.0, 8.0]))
+    >>> y = jax.numpy.array([1.0, 4.0])
+    >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0))
+    >>> print(both.inv_quad.value, both.logdet.value.round(3), both.solution)
+    2.5 2.773 [0.5 0.5]
+
+    ```
     """
 
     inv_quad: Estimate
