@@ -169,15 +169,15 @@ def quadrature(
     coarser = [truncated(square, size) for size in sizes]
     eigen = decompose(jnp.stack([square, *coarser]))
     inside = jnp.where(filled[None, :rank, None], eigen.vectors[:, :rank], 0)
-    outside = _outside(spaces, n)
+    outside = outside_of(spaces, n)
     weights = jax.vmap(partial(_weights, outside))(inside)
     # What LAPACK makes of NaN need not be NaN.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    mixture = _mixture(outside, filled[:rank])
+    mixture = mixture_of(outside, filled[:rank])
     return Quadrature(eigen, weights, mixture, outside, inside[0])
 
 
-def _outside(spaces: LeftOut, n: int) -> Outside:
+def outside_of(spaces: LeftOut, n: int) -> Outside:
     squares = jnp.sum(squared_modulus(spaces.remainder), axis=1)
     left = n - spaces.rank
     factor = jnp.sqrt(left / jnp.where(squares > 0, squares, 1))
@@ -192,7 +192,7 @@ def _weights(outside: Outside, inside: Inexact[Array, "r m"]) -> Float[Array, "k
     return jnp.maximum(whole - jnp.sum(squared_modulus(missing), axis=1) + own, 0)
 
 
-def _mixture(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
+def mixture_of(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
     k, r, _ = outside.missing.shape
     missing = jnp.moveaxis(outside.missing, 0, 1).reshape(r, -1)
     own = outside.remainder.T
@@ -230,8 +230,9 @@ def _least_error(
     outside, inside = rule.outside, rule.inside
     depth = inside.shape[0] // samples.shape[1]
     missing = outside.missing[..., :depth]
-    pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
-    half = jackknife_error(replicates(*pairs), jnp.zeros_like(samples[:, 0].real)) / 2
+    vectors = inside, inside.conj().T
+    parts = missing, outside.remainder, outside.dimension, *vectors, values.T, samples
+    half = jackknife_error(replicates(*parts), jnp.zeros_like(samples[:, 0].real)) / 2
     real = not jnp.iscomplexobj(rule.mixture)
     return no_less_than_theory(half, _variances(rule, values), real=real)
 
