@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general
+from tests.helpers import close, function, general, hermitian
+from traceax._core.operator import LinearMap
+from traceax._quadrature.block_arnoldi import block_arnoldi
+from traceax._quadrature.modes import Readout
+from traceax._quadrature.scalar import MatrixFunction
 
 KEY = jax.random.key(5)
 N = 24
@@ -152,3 +156,136 @@ def test_exact_in_single_precision(dtype: Any) -> None:
         lambda s: exact(function(s * matrix.astype(dtype)), jnp.log).value.real
     )
     close(slope(np.float32(1.0)), N, 1e-3)
+
+
+WIDTH, DEPTH, INNER = 3, 5, 3
+
+
+def by_projectors(probes: np.ndarray, matrix: np.ndarray, resphered: bool) -> Any:
+    """The mean of the M_i of which samples are traces with f(A), each by a space that is
+    made without one probe, at once."""
+    n, mixture = len(matrix), np.zeros_like(matrix)
+    for i, w in enumerate(probes.T):
+        blocks = [np.delete(probes, i, axis=1)]
+        for _ in range(INNER - 1):
+            blocks.append(matrix @ blocks[-1])
+        columns = np.linalg.qr(np.hstack(blocks))[0]
+        p = columns @ columns.conj().T
+        r = w - p @ w
+        c = (n - columns.shape[1]) / np.vdot(r, r).real if resphered else 1
+        mixture += (p + c * np.outer(r, r.conj())) / probes.shape[1]
+    return mixture
+
+
+@pytest.mark.parametrize(("dtype", "resphered"), [(float, True), (complex, False)])
+def test_readings_against_explicit_projectors(dtype: Any, resphered: bool) -> None:
+    """Of a cubic polynomial and of its derivative, for which quadrature is exact."""
+    n = 30
+    matrix = np.array(general(n, dtype, seed=7)) / 5 + 2 * np.eye(n)
+    direction = np.array(general(n, dtype, seed=8))
+    structure = jax.ShapeDtypeStruct((n,), matrix.dtype)
+    probes = tx.rademacher(KEY, structure, WIDTH).T
+    plain = np.array(probes @ probes.conj().T / WIDTH)
+    left_out = by_projectors(np.array(probes), matrix, resphered)
+
+    sampler = tx.rademacher if resphered else (lambda *drawn: tx.rademacher(*drawn))
+
+    def cubic(x: Any) -> Any:
+        return x**3 - 2 * x**2
+
+    def read() -> Readout:
+        subject = MatrixFunction(LinearMap(function(matrix)), lambda x: cubic(x)[None])
+        kind = {"resphered": resphered, "real": dtype is float}
+        readout = block_arnoldi(subject, probes, depth=DEPTH, **kind).readout
+        assert isinstance(readout, Readout)
+        return readout
+
+    def value(t: Any) -> Any:
+        counts: dict[str, Any] = {"num_probes": WIDTH, "num_steps": DEPTH}
+        operator = function(matrix + t * direction)
+        return tx.arnoldi_trace(operator, cubic, KEY, sampler=sampler, **counts).value
+
+    readout = jax.jit(read)()
+    found, slope = jax.jit(lambda: jax.jvp(value, (0.0,), (1.0,)))()
+    basis = readout.basis[:, : WIDTH * INNER]
+    for got, want in zip(readout.mixtures, (plain, left_out), strict=True):
+        close(basis @ got @ basis.conj().T, want, 1e-12)
+    dense = matrix @ matrix @ (matrix - 2 * np.eye(n))
+    means = [np.trace(dense @ m) for m in (plain, left_out)]
+    for weights, mean in zip(readout.weights, means, strict=True):
+        close(jnp.sum(weights * cubic(readout.modes.nodes)), mean, 1e-12)
+    share = float(readout.share[0])
+    assert 0 < share < 1
+    close(found, (1 - share) * means[0] + share * means[1], 1e-12)
+    mixture = (1 - share) * plain + share * left_out
+    rate = np.trace(direction @ (3 * matrix @ matrix - 4 * matrix) @ mixture)
+    close(slope, rate, 1e-12)
+
+
+LARGE = 96
+
+
+def decaying() -> np.ndarray:
+    """Of singular values 1/i, its eigenvectors far from orthogonal."""
+    left, right = (
+        np.linalg.qr(np.random.default_rng(i).normal(size=(LARGE, LARGE)))[0]
+        for i in (0, 1)
+    )
+    return 4 * (left / np.arange(1, LARGE + 1)) @ np.linalg.qr(left + 0.5 * right)[0].T
+
+
+SAMPLED = {
+    "decaying": decaying(),
+    "Hermitian": np.asarray(hermitian(4 / (1.0 + np.arange(LARGE)))),
+    "flat": 3 * np.eye(LARGE) + np.asarray(general(LARGE)) / 5,
+    "triangular": np.triu(np.random.default_rng(2).normal(size=(LARGE, LARGE)), 1) / 10,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_intervals_and_mean_slopes(name: str) -> None:
+    """Of three functions at once, over 60 keys; no worse than signs by themselves."""
+    matrix = jnp.asarray(SAMPLED[name])
+    values, slopes, held = many(matrix)
+    exp = jax.scipy.linalg.expm(matrix)
+    inverse = jnp.linalg.inv(matrix + 5 * jnp.eye(LARGE))
+    powers = (exp, inverse, matrix @ matrix)
+    truth = np.array([jnp.trace(power) for power in powers])
+    rates = (exp @ matrix, -inverse @ inverse @ matrix, 2 * matrix @ matrix)
+    assert np.all(np.mean(held, axis=0) >= 0.9)
+    for i, (power, rate) in enumerate(zip(powers, rates, strict=True)):
+        off = power + power.T - 2 * jnp.diag(jnp.diag(power))
+        alone = float(jnp.linalg.norm(off)) / (2 * COUNTS["num_probes"]) ** 0.5
+        error = float(np.sqrt(np.mean((values[:, i] - truth[i]) ** 2)))
+        assert error < 1.2 * alone
+        if name == "decaying":
+            assert error < 0.4 * alone
+        spread = np.std(slopes[:, i]) / len(slopes) ** 0.5
+        assert abs(np.mean(slopes[:, i]) - jnp.trace(rate)) < 4 * spread + 1e-10
+
+
+COUNTS: dict[str, Any] = {"num_probes": 6, "num_steps": 10}
+
+
+@jax.jit
+def many(matrix: Any) -> Any:
+    def fn(x: Any) -> Any:
+        return jnp.stack([jnp.exp(x), 1 / (x + 5), x**2])
+
+    truth = jnp.stack(
+        [
+            jnp.trace(jax.scipy.linalg.expm(matrix)),
+            jnp.trace(jnp.linalg.inv(matrix + 5 * jnp.eye(LARGE))),
+            jnp.trace(matrix @ matrix),
+        ]
+    )
+
+    def one(key: Any) -> Any:
+        def value(s: Any) -> Any:
+            return tx.arnoldi_trace(function(s * matrix), fn, key, **COUNTS)
+
+        found, moved = jax.jvp(value, (1.0,), (1.0,))
+        low, high = found.interval(0.95)
+        return found.value, moved.value, (low <= truth) & (truth <= high)
+
+    return jax.lax.map(one, jax.random.split(KEY, 60))

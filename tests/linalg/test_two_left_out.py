@@ -23,8 +23,10 @@ def projector(matrix: Any, starts: Any) -> Any:
     return columns @ columns.conj().T
 
 
+@pytest.mark.parametrize("is_hermitian", [True, False])
 @pytest.mark.parametrize("dtype", [float, complex])
-def test_replicates(dtype: Any) -> None:
+def test_replicates(dtype: Any, is_hermitian: bool) -> None:
+    """Of functions of the matrix, and of any other matrix that is read off the space."""
     matrix = hermitian(np.linspace(-1, 2, N), dtype)
     rng = np.random.default_rng(3)
     block = rng.standard_normal((N, WIDTH)).astype(dtype)
@@ -36,13 +38,15 @@ def test_replicates(dtype: Any) -> None:
     theta, v = np.linalg.eigh((t + t.conj().T) / 2)
     coordinates = jnp.asarray(z[:, :WIDTH].conj().T @ block)
     spaces = left_out(jnp.asarray(t[:rank, :rank]), space.filled[:rank], coordinates)
-    f = (z @ (v * np.exp(theta))) @ (z @ v).conj().T
+    twist = 0 if is_hermitian else rng.standard_normal(t.shape) / 4
+    left = v.conj().T @ (np.eye(len(t)) + twist)
+    f = (z @ (v * np.exp(theta))) @ left @ z.conj().T
 
     def sample(tested: int, others: Any) -> Any:
         p = projector(np.asarray(matrix), block[:, others])
         r = block[:, tested] - p @ block[:, tested]
         c = (N - np.trace(p).real) / np.vdot(r, r).real
-        return np.trace(p @ f).real + c * np.vdot(r, f @ r).real
+        return np.trace(p @ f) + c * np.vdot(r, f @ r)
 
     everyone = range(WIDTH)
     samples = [sample(i, [j for j in everyone if j != i]) for i in everyone]
@@ -63,6 +67,7 @@ def test_replicates(dtype: Any) -> None:
         scaled,
         N - spaces.rank,
         jnp.asarray(v[:rank]),
+        jnp.asarray(left[:, :rank]),
         jnp.exp(jnp.asarray(theta))[:, None],
         jnp.asarray(samples)[None],
     )

@@ -1,4 +1,4 @@
-"""Krylov spaces of a Hermitian operator: Lanczos from single vectors, and from a block.
+"""Krylov spaces: Lanczos from single vectors, Lanczos and Arnoldi from a block.
 
 Both come to a clean end where the space is exhausted ("breakdown"): what would be divided
 by a zero residual is zero instead, and the projection T falls into blocks, of which the
@@ -179,10 +179,10 @@ class BlockKrylov(NamedTuple):
 
 @eqx.filter_jit
 def block_krylov(
-    linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int
+    linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int, hermitian: bool = True
 ) -> BlockKrylov:
-    """Block Lanczos with full reorthogonalisation, depth * b applications; NaN if the
-    operator is seen not to be Hermitian."""
+    """With full reorthogonalisation, by depth * b applications: Lanczos' process, with NaN
+    if the operator is seen not to be Hermitian, or, if it need not be, Arnoldi's."""
     n, width = block.shape
     total = (depth + 1) * width
     eps = float(jnp.finfo(block.dtype).eps)
@@ -216,7 +216,8 @@ def block_krylov(
     basis = jax.lax.dynamic_update_slice(basis, last, (0, depth * width))
     projection = jnp.moveaxis(pieces, 0, 1).reshape(total, depth * width)
     square = projection[: depth * width]
-    skew = jnp.max(jnp.abs(square - square.conj().T))
-    projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
+    if hermitian:
+        skew = jnp.max(jnp.abs(square - square.conj().T))
+        projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
     starts = factors.scale * factors.factor
     return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0), starts)

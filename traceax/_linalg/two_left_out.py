@@ -29,17 +29,19 @@ def replicates(
     missing: Inexact[Array, "k r q"],
     remainders: Inexact[Array, "k r"],
     dimensions: Float[Array, " k"],
-    inside: Inexact[Array, "r m"],
+    right: Inexact[Array, "r m"],
+    left: Inexact[Array, "m r"],
     values: Inexact[Array, "m p"],
     samples: Inexact[Array, "p k"],
 ) -> Inexact[Array, "p k"]:
     """For every i the mean over j of e_ij: the estimate without probe i.
 
-    F is V diag(values) V*, V `inside`; `remainders` are sqrt(c_i) r_i, `dimensions` those
-    of what the S_i leave of all dimensions; `samples` the e_i."""
+    F is `right` diag(values) `left`, Hermitian or not; `remainders` are sqrt(c_i) r_i,
+    `dimensions` those of what the S_i leave of all dimensions; `samples` the e_i."""
     k = samples.shape[1]
-    turned = jnp.einsum("ira,rm->iam", missing.conj(), inside)
-    blocks = jnp.einsum("iam,mp,jbm->pijab", turned, values, turned.conj())
+    before = jnp.einsum("ira,rm->iam", missing.conj(), right)
+    after = jnp.einsum("mr,jrb->jbm", left, missing)
+    blocks = jnp.einsum("iam,mp,jbm->pijab", before, values, after)
     overlaps = jnp.einsum("ira,jrb->ijab", missing.conj(), missing)
     own = jnp.einsum("piiaa->pi", blocks)
     tests = jnp.einsum("jra,jr->ja", missing.conj(), remainders)
@@ -57,7 +59,7 @@ def replicates(
     factors = dimensions[:, None] + rank.astype(dimensions.dtype) - shared
     factors = factors / jnp.where(lengths > 0, lengths, 1)
     removed = jnp.einsum("ijab,pijba->pij", inverse, new)
-    forms = factors.astype(forms.real.dtype)[None] * forms
+    forms = factors.astype(forms.dtype)[None] * forms
     pairs = whole[:, None, None] - own[:, :, None] - removed + forms
     others = jnp.where(jnp.eye(k, dtype=bool), 0, pairs)
     return jnp.sum(others, axis=2) / (k - 1)

@@ -174,11 +174,11 @@ def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Qua
     filled = space.filled[:rank]
     eigen, spaces = levels(space, depth, inner, kept)
     inside = jnp.where(filled[None, :, None], eigen.vectors[:, :rank], 0)
-    outside = _outside(spaces, space.basis.shape[0])
+    outside = outside_of(spaces, space.basis.shape[0])
     weights = jax.vmap(partial(_weights, outside))(inside)
     # What LAPACK makes of NaN need not be NaN.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    mixture = _mixture(outside, filled)
+    mixture = mixture_of(outside, filled)
     return Quadrature(eigen, weights, mixture, outside, inside[0])
 
 
@@ -200,7 +200,7 @@ def levels(
     return decompose(jnp.stack([square, *coarser])), spaces
 
 
-def _outside(spaces: LeftOut, n: int) -> Outside:
+def outside_of(spaces: LeftOut, n: int) -> Outside:
     squares = jnp.sum(squared_modulus(spaces.remainder), axis=1)
     left = n - spaces.rank
     factor = jnp.sqrt(left / jnp.where(squares > 0, squares, 1))
@@ -215,7 +215,7 @@ def _weights(outside: Outside, inside: Inexact[Array, "r m"]) -> Float[Array, "k
     return jnp.maximum(whole - jnp.sum(squared_modulus(missing), axis=1) + own, 0)
 
 
-def _mixture(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
+def mixture_of(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
     k, r, _ = outside.missing.shape
     missing = jnp.moveaxis(outside.missing, 0, 1).reshape(r, -1)
     own = outside.remainder.T
@@ -254,7 +254,8 @@ def _least_error(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array
     values = values / scale[:, None]
     samples = _read(weights, values)
     missing = outside.missing[..., : inside.shape[0] // samples.shape[1]]
-    pairs = missing, outside.remainder, outside.dimension, inside, values.T, samples
+    vectors = inside, inside.conj().T
+    pairs = missing, outside.remainder, outside.dimension, *vectors, values.T, samples
     half = jackknife_error(replicates(*pairs), jnp.zeros_like(samples[:, 0].real)) / 2
     # Of spaces that lack more than they have blocks, for the rest of it is rounding, pairs
     # say nothing.
