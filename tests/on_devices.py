@@ -1,8 +1,8 @@
 """Programs for `test_devices`, which runs them in processes of their own, because how many
 devices there are is fixed where JAX starts. Not to be imported.
 
-`python -m tests.on_devices mesh`: eight devices. `... process I PORT`: one of two processes
-with four devices each.
+`python -m tests.on_devices mesh NAME ...`: eight devices. `... process I PORT`: one of two
+processes with four devices each.
 """
 
 import json
@@ -90,14 +90,14 @@ def difference(a: Any, b: Any) -> float:
     )
 
 
-def on_a_mesh() -> dict[str, Any]:
+def on_a_mesh(names: list[str]) -> dict[str, Any]:
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), ROWS)
     here = jax.tree.map(jnp.asarray, arrays())
     spread = jax.device_put(here, rows)
     key = jax.random.key(0)
     report: dict[str, Any] = {}
-    for name, estimator in CASES.items():
-        run = loss(estimator)
+    for name in names:
+        run = loss(CASES[name])
         alone, together = (run.lower(x, key).compile() for x in (here, spread))
         memory = [c.memory_analysis().temp_size_in_bytes for c in (alone, together)]
         one = jax.block_until_ready(alone(here, key))
@@ -140,6 +140,6 @@ def in_a_process(index: int, port: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
-    is_process = MODE == "process"
-    result = in_a_process(*map(int, sys.argv[2:])) if is_process else on_a_mesh()
+    rest = sys.argv[2:]
+    result = in_a_process(*map(int, rest)) if MODE == "process" else on_a_mesh(rest)
     print(json.dumps(result))

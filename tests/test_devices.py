@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import slow
+
 # On two cores, jax 0.10 now and then waits for ever where eight devices meet: once more.
 ATTEMPTS, SECONDS = 2, 90
 
@@ -40,11 +42,16 @@ def programs(*modes: list[str]) -> list[dict[str, Any]]:
     pytest.fail(f"no answer in {SECONDS} seconds, {ATTEMPTS} times")
 
 
+QUICK = ["xtrace", "logdet"]
+OTHERS = ["hutchinson_trace", "hutchinson_diagonal", "xnystrace", "xdiag", "slq_trace"]
+
+
 @pytest.mark.timeout(240)
-def test_blocks_stay_where_they_are() -> None:
+@pytest.mark.parametrize("names", [QUICK, slow(OTHERS)], ids=["quick", "others"])
+def test_blocks_stay_where_they_are(names: list[str]) -> None:
     """Eight devices: what is gathered or summed is small, k x k; the memory of each is a
     fraction; values and gradients are those of one device."""
-    report = programs(["mesh"])[0]
+    report = programs(["mesh", *names])[0]
     sabotage = report.pop("sabotage")
     assert sabotage["moved"]["all-gather"] == sabotage["block"]
     for name, found in report.items():

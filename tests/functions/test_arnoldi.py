@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general, hermitian
+from tests.helpers import close, function, general, hermitian, slow
 from traceax._core.operator import LinearMap
 from traceax._quadrature.block_arnoldi import block_arnoldi
 from traceax._quadrature.modes import Readout
@@ -242,7 +242,7 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", ["decaying", *map(slow, list(SAMPLED)[1:])])
 def test_intervals_and_mean_slopes(name: str) -> None:
     """Of three functions at once, over 60 keys; no worse than signs by themselves."""
     matrix = jnp.asarray(SAMPLED[name])

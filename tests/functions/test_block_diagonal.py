@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, hermitian
+from tests.helpers import close, function, hermitian, slow
 from traceax._core.operator import LinearMap
 from traceax._functions.block_diagonal import SpacesLeftOut, block_diagonal
 from traceax._linalg.krylov import block_krylov
@@ -137,7 +137,7 @@ SPECTRA = {
 }
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e-200, 1e200])
+@pytest.mark.parametrize("scale", [1.0, slow(1e-200), 1e200])
 @pytest.mark.parametrize("name", SPECTRA)
 def test_what_spaces_exhaust_is_exact(name: str, scale: float) -> None:
     """To rounding, with an error bar that says so."""
@@ -209,7 +209,7 @@ def slopes(matrix: Any, direction: Any, keys: Any) -> Any:
     return jax.lax.map(one, keys)
 
 
-@pytest.mark.parametrize("spectrum", ["decay", "multiple of I"])
+@pytest.mark.parametrize("spectrum", ["decay", slow("multiple of I")])
 def test_derivatives_are_unbiased(spectrum: str) -> None:
     """In the operator and the function together; forwards and backwards the same."""
     matrix = DECAY if spectrum == "decay" else 2 * jnp.eye(N)

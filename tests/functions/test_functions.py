@@ -513,7 +513,7 @@ def test_spectral_density_of_a_known_spectrum() -> None:
     assert held.mean() > 0.8
 
 
-@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("dtype", [slow(float), complex])
 def test_diagonals_of_functions(dtype: Any) -> None:
     """Intervals hold entry by entry; the gradient is that of the dense function."""
     matrix = hermitian(np.append(np.linspace(-1, 1, N - 3), [3.0, 4.0, 5.0]), dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, hermitian, pytree
+from tests.helpers import close, function, hermitian, pytree, slow
 from traceax._core.operator import LinearMap
 from traceax._linalg.conjugate_gradients import conjugate_gradients
 from traceax._linalg.krylov import block_krylov
@@ -88,7 +88,7 @@ def test_conjugate_gradients_stop_where_they_say() -> None:
     assert jnp.all(nothing.solution == 0)
 
 
-@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("dtype", [float, slow(complex)])
 def test_values_and_gradients(dtype: Any) -> None:
     """In operator, vector and shift. The form and its gradient have no sampling in them."""
     matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)
@@ -136,7 +136,7 @@ def test_second_derivatives() -> None:
     close(jax.jit(jax.hessian(form))(zero), jax.hessian(want)(zero), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("dtype", [slow(float), complex])
 def test_derivatives_of_the_solution(dtype: Any) -> None:
     """To any order, in all that it depends on."""
     matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)
@@ -192,7 +192,7 @@ def test_diagonal_shifts() -> None:
     close(slopes[0], slopes[1], 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["stored", "small", "whole budget", "diagonal"])
+@pytest.mark.parametrize("kind", ["stored", slow("small"), "whole budget", "diagonal"])
 def test_exact_where_exact_is_cheap(kind: str) -> None:
     n = 20 if kind == "small" else N
     matrix = kernel(jnp.asarray(0.0))[:n, :n]

@@ -258,6 +258,7 @@ def test_diagonal_shifts() -> None:
             tx.logdet(matrix_free(kernel(0.0)), KEY, shift=wrong)
 
 
+@pytest.mark.slow
 def test_single_precision_at_any_condition() -> None:
     """Of condition 2e8: finite, and within the error bar, with the noise known or not."""
     i = np.arange(1.0, N + 1)
