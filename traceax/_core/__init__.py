@@ -7,7 +7,7 @@ it is about a function; a new question to lineax into `operator`.
 The tour of the house. Arrows run downwards only; a test draws them and fails otherwise.
 
     floor 5   _calculus    divergence, laplacian, Hessian diagonals: for losses
-              _functions   traces and diagonals of f(A), log-determinants
+              _functions   traces and diagonals of f(A), likelihoods
     floor 4   _diagonals   diagonals and norms
     floor 3   _traces      traces
     floor 2   _quadrature  f(A) on a Krylov space, and its derivative

@@ -1,7 +1,7 @@
 """Linear algebra of tall blocks, and of what is small. (Floor 1; uses nothing of ours.)
 
 Arithmetic of columns, orthonormal bases and their downdates, Nyström factors, Krylov
-spaces, standard errors. Nothing here knows of operators, probes or estimates: a map is a
-function of blocks. A new factorisation goes here, and a new kind of error bar to
-`jackknife`.
+spaces and what they precondition, conjugate gradients, standard errors. Nothing here knows
+of operators, probes or estimates: a map is a function of blocks. A new factorisation goes
+here, and a new kind of error bar to `jackknife`.
 """
