@@ -38,8 +38,8 @@ def function_trace(
 
     c_i restoring the length that r_i should have, for each i. All of it is read off the one
     run, so every application works twice. Where few eigenvalues have most of the sum (exp
-    of a graph, log of a kernel) it is better than `slq_trace` by orders of magnitude, on
-    flat spectra not worse.
+    of a graph, log of a kernel) it is better than `slq_trace` by orders of magnitude; on
+    flat spectra its error is 1.0 to 1.6 times that of the best number of steps there.
 
     Exact, by an eigendecomposition, from n applications where `num_matvecs` reaches n, for
     n <= 64, and without any for operators that store their matrix up to n = 1024. Exact
