@@ -157,6 +157,26 @@ def test_derivatives_of_the_solution(dtype: Any) -> None:
     close(jax.jit(jax.grad(jax.grad(got)))(1.1), jax.grad(jax.grad(want))(1.1), 1e-5)
 
 
+def test_operators_without_a_transpose() -> None:
+    """A matrix that puts its vector on a grid has forward derivatives only; nothing needs
+    more of it."""
+    places = 2 * jnp.arange(N)
+    large = hermitian(1 / (1.0 + np.arange(2 * N)))
+
+    def value(s: Any) -> Any:
+        def product(v: Any) -> Any:
+            return s * (large @ jnp.zeros(2 * N).at[places].set(v))[places]
+
+        operator = lx.FunctionLinearOperator(
+            product, jax.ShapeDtypeStruct((N,), jnp.dtype(float)), PSD
+        )
+        return tx.inv_quad_logdet(operator, numbers(N), KEY, BUDGET, shift=SHIFT)
+
+    small = large[::2, ::2]
+    want = jax.grad(lambda s: dense(s * small, numbers(N))[0])(1.0)
+    close(jax.grad(lambda s: value(s).inv_quad.value)(1.0), want, 1e-5)
+
+
 def test_several_right_hand_sides() -> None:
     """Their sum; in the run where they are few, and where they are not."""
     matrix = kernel(jnp.asarray(-1.0))

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Inexact, Int
 from traceax._linalg.columns import column_dots, column_sizes
 
 BlockMap = Callable[[Inexact[Array, "n t"]], Inexact[Array, "n t"]]
+Parts = tuple[Float[Array, "n t"], ...]
 
 
 class Solved(NamedTuple):
@@ -90,7 +91,11 @@ def conjugate_gradients(
 
 class Solve(eqx.Module):
     """The solution of B x = y from a solution that is known, differentiable in both, to
-    any order: the derivative of a solution is a solution."""
+    any order: the derivative of a solution is a solution.
+
+    Complex numbers go as pairs of real ones, on which B is symmetric: then nobody asks for
+    the transpose of B, which an operator need not have.
+    """
 
     solution: Inexact[Array, "n t"]
     precondition: BlockMap
@@ -98,12 +103,26 @@ class Solve(eqx.Module):
     max_steps: int = eqx.field(static=True)
 
     def __call__(self, apply: BlockMap, y: Inexact[Array, "n t"]) -> Inexact[Array, "n t"]:
-        def solve(apply: BlockMap, residual: Inexact[Array, "n t"]) -> Array:
+        def on_parts(parts: Parts) -> Parts:
+            return _parts(apply(_joined(parts)))
+
+        def solve(on_parts: Callable[[Parts], Parts], parts: Parts) -> Parts:
+            def applied(block: Inexact[Array, "n t"]) -> Inexact[Array, "n t"]:
+                return _joined(on_parts(_parts(block)))
+
             how = {"rtol": self.rtol, "max_steps": self.max_steps}
-            return conjugate_gradients(apply, self.precondition, residual, **how).solution
+            residual = _joined(parts)
+            solved = conjugate_gradients(applied, self.precondition, residual, **how)
+            return _parts(solved.solution)
 
-        def transposed(apply: BlockMap, residual: Inexact[Array, "n t"]) -> Array:
-            return solve(lambda x: apply(x.conj()).conj(), residual.conj()).conj()
+        rest = _parts(y - apply(self.solution))
+        more = jax.lax.custom_linear_solve(on_parts, rest, solve, symmetric=True)
+        return self.solution + _joined(more)
 
-        rest = y - apply(self.solution)
-        return self.solution + jax.lax.custom_linear_solve(apply, rest, solve, transposed)
+
+def _parts(block: Inexact[Array, "n t"]) -> Parts:
+    return (block.real, block.imag) if jnp.iscomplexobj(block) else (block,)
+
+
+def _joined(parts: Parts) -> Inexact[Array, "n t"]:
+    return jax.lax.complex(*parts) if len(parts) == 2 else parts[0]
