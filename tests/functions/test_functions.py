@@ -655,7 +655,9 @@ def test_mistakes_are_named_with_their_cure(mistake: str) -> None:
         wrong()
 
 
-@pytest.mark.parametrize(("kind", "like"), [("PyTree", "Matrix"), ("nested", "Function")])
+@pytest.mark.parametrize(
+    ("kind", "like"), [("PyTree", "Matrix"), slow("nested", "Function")]
+)
 def test_front_doors_of_operator_classes(kind: str, like: str) -> None:
     """Values and gradients are those of the same matrix, stored (exact) or not."""
 

@@ -182,6 +182,7 @@ def given(columns: Any) -> Callable[..., Any]:
     return lambda key, structure, num_probes: jnp.asarray(columns.T, structure.dtype)
 
 
+@pytest.mark.slow
 def test_the_square_of_a_trace_is_unbiased() -> None:
     """The jackknife makes it the mean of products of two different probes. Batches change
     nothing, not in its derivative either."""
