@@ -32,11 +32,12 @@ def own(key: Any, structure: Any, num_probes: int) -> Any:
     return jax.random.normal(key, (num_probes, *structure.shape), structure.dtype)
 
 
-def calculus(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+def calculus(name: str, fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
     def estimate(matrix: Any, batch_size: Any) -> Any:
         x = matrix[0].real
         estimator = getattr(tx, name)
-        return estimator(fn, x, KEY, K, args=matrix.real, batch_size=batch_size)
+        how_many = {"args": matrix.real, "batch_size": batch_size}
+        return estimator(fn, x, KEY, K, **how_many, **how)
 
     return estimate
 
@@ -76,7 +77,7 @@ CASES: dict[str, Callable[..., Any]] = {
     ),
     "laplacian": calculus("laplacian", energy),
     "divergence": calculus("divergence", waves),
-    "hessian_diagonal": calculus("hessian_diagonal", energy),
+    "hessian_diagonal": calculus("hessian_diagonal", energy, sampler=tx.rademacher),
 }
 
 

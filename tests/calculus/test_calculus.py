@@ -13,6 +13,7 @@ import lineax as lx
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import traceax as tx
 from tests.helpers import close, leaks_checked, slow
@@ -276,6 +277,32 @@ def test_the_mean_over_all_signs_is_the_truth(name: str) -> None:
     want, slope = jax.value_and_grad(truth)(x)
     close(jnp.mean(value), want, 1e-12)
     close(jnp.mean(gradient, axis=0), slope, 1e-12)
+
+
+def test_a_hessian_diagonal_is_sketched_where_that_is_better() -> None:
+    """As `diagonal` would, in the structure of the point; not in batches, nor with a
+    sampler that somebody asks for."""
+    net = network("hessian_diagonal", 12)
+    parameters, static = eqx.partition(net, eqx.is_inexact_array)
+    points = jax.random.normal(KEY, (40, 12))
+
+    def fn(p: Any, args: Any) -> Any:
+        net = eqx.combine(p, static)
+        return jnp.mean((jax.vmap(net)(points) - jnp.sin(points.sum(1))) ** 2)
+
+    flat, restore = ravel_pytree(parameters)
+    truth = jnp.diagonal(jax.hessian(lambda v: fn(restore(v), None))(flat))
+
+    def off(num_matvecs: int, **how: Any) -> Any:
+        call = jax.jit(lambda k: tx.hessian_diagonal(fn, parameters, k, num_matvecs, **how))
+        values = [call(k).value for k in jax.random.split(KEY, 6)]
+        errors = [ravel_pytree(v)[0] - truth for v in values]
+        return jnp.sqrt(jnp.mean(jnp.square(jnp.stack(errors))))
+
+    plain, sketched = off(50, sampler=tx.rademacher), off(50)
+    assert 3 * sketched < plain
+    assert off(50, batch_size=50) > 2 * sketched
+    assert off(8) == off(8, sampler=tx.rademacher)
 
 
 @pytest.mark.slow
