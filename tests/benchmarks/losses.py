@@ -117,8 +117,9 @@ def hessian_diagonals(case: Case) -> tuple[Loss, Loss]:
     def ours(network: Network, points: Array, keys: Array) -> Array:
         vector, loss = of(network, points)
         fn = lambda v, args: loss(v)  # noqa: E731
-        how = {"sampler": tx.rademacher}  # the loop's
-        estimate = tx.hessian_diagonal(fn, vector, keys[0], case.num_probes, **how)
+        estimate = tx.hessian_diagonal(
+            fn, vector, keys[0], case.num_probes, sampler=tx.rademacher
+        )
         return jnp.sum(estimate.value**2)
 
     def loop(network: Network, points: Array, keys: Array) -> Array:
