@@ -53,7 +53,8 @@ def laplacian(
 
     **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where n
-    directions were spent.
+    directions were spent. Where `fn` is an estimate itself (the Laplacian of a Laplacian),
+    its probes are the same for all of these, and what it is wrong by is not in the bar.
 
     **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
     `key` is not a random key, `num_matvecs` or `batch_size` not a Python int; `ValueError`
