@@ -1,6 +1,9 @@
 """Stochastic trace estimation that you can differentiate."""
 
+from traceax._calculus.biharmonic import biharmonic as biharmonic
 from traceax._calculus.divergence import divergence as divergence
+from traceax._calculus.gauss_newton import empirical_fisher as empirical_fisher
+from traceax._calculus.gauss_newton import gauss_newton as gauss_newton
 from traceax._calculus.hessian_diagonal import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._calculus.unbiased import unbiased_square as unbiased_square
@@ -10,6 +13,7 @@ from traceax._diagonals.diagonal import diagonal as diagonal
 from traceax._diagonals.diagpp import diagpp as diagpp
 from traceax._diagonals.frobenius import frobenius_norm_squared as frobenius_norm_squared
 from traceax._diagonals.hutchinson import hutchinson_diagonal as hutchinson_diagonal
+from traceax._diagonals.leaf_traces import leaf_traces as leaf_traces
 from traceax._diagonals.row_norms import row_norms_squared as row_norms_squared
 from traceax._diagonals.xdiag import xdiag as xdiag
 from traceax._diagonals.xnysdiag import xnysdiag as xnysdiag
@@ -23,6 +27,7 @@ from traceax._functions.logdet import logdet as logdet
 from traceax._functions.preconditioner import preconditioner as preconditioner
 from traceax._functions.schatten import schatten_norm as schatten_norm
 from traceax._functions.slq import slq_trace as slq_trace
+from traceax._probes.hadamard import hadamard as hadamard
 from traceax._probes.probing import colouring as colouring
 from traceax._probes.probing import probing as probing
 from traceax._probes.samplers import normal as normal

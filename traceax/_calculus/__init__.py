@@ -1,6 +1,7 @@
 """Derivatives of functions, for losses. (Floor 5; uses `_diagonals` and all below.)
 
-Divergence, Laplacian and Hessian diagonal of a function at a point, and squares of
-estimates without bias. `taylor` propagates second derivatives forwards. A new differential
-operator is a room here.
+Divergence, Laplacian, biharmonic operator and Hessian diagonal of a function at a point,
+Gauss-Newton and Fisher matrices, and squares of estimates without bias. `taylor` propagates
+second derivatives forwards; `sampled` is the mean over probes that they share. A new
+differential operator is a room here.
 """

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import equinox as eqx
-import jax
-import lineax as lx
 from jaxtyping import PRNGKeyArray, PyTree
 
+from traceax._calculus.hessian import hessian
 from traceax._calculus.point import Field, Point, checked_point
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
@@ -86,10 +85,7 @@ def hessian_diagonal(
     x = checked_point("hessian_diagonal", fn, x, key, num_matvecs)
     check_scalar_values("hessian_diagonal", eqx.filter_eval_shape(fn, x, args))
 
-    def gradient(x: Point, args: PyTree) -> Point:
-        return jax.grad(fn)(x, args)
-
-    operator = lx.JacobianLinearOperator(gradient, x, args, tags=lx.symmetric_tag)
+    operator = hessian(fn, x, args)
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
         return xdiag(operator, key, num_matvecs)
     sampler = sampler or rademacher

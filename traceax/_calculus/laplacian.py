@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from jaxtyping import PRNGKeyArray, PyTree
 
-from traceax._calculus.curvature import Curvature, sampled_laplacian
+from traceax._calculus.curvature import Curvature
+from traceax._calculus.hessian import has_gradient
 from traceax._calculus.point import Field, Point, checked_point
+from traceax._calculus.sampled import sampled_mean
+from traceax._calculus.sketched import sketched_laplacian
 from traceax._core.closure import closed
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_inexact_values,
+    is_one_real_number,
 )
-from traceax._probes.samplers import Sampler, rademacher
+from traceax._core.operator import size
+from traceax._probes.samplers import Sampler
+
+# From here on a sketch costs no more than a seventh of the accuracy where it is of no use
+# (networks before training), and gains factors where it is (after).
+SKETCHED = 10
 
 
 def laplacian(
@@ -21,7 +30,7 @@ def laplacian(
     num_matvecs: int,
     *,
     args: PyTree = None,
-    sampler: Sampler = rademacher,
+    sampler: Sampler | None = None,
     batch_size: int | None = None,
 ) -> Estimate:
     """Estimate the Laplacian of a function at x, the trace of its Hessian.
@@ -31,7 +40,13 @@ def laplacian(
     Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. Computed forwards
     in collapsed Taylor mode: one sweep for all probes together, which carries a first
     derivative for each probe, but the sum of the second ones only. Of a residual's square
-    in a loss use `unbiased_square`.
+    in a loss use `unbiased_square`; of the Laplacian of a Laplacian, `biharmonic`.
+
+    From 10 directions on, of a function of one real number, a sixth of them are spent on a
+    sketch of the Hessian. What few directions dominate is then exact, and probes estimate
+    the rest: for trained networks in 50 and 100 dimensions with 16 directions the error is
+    7 to 40 times smaller; before training, where nothing dominates, 0.9 to 1.15 times.
+    Both take the same time, for a gradient does not go through the sketch.
 
     **Arguments**
 
@@ -44,11 +59,13 @@ def laplacian(
     - `num_matvecs`: how many directions, one a probe, a Python int of at least 1. From n
       on, n are spent.
     - `args`: passed on to `fn`. Default `None`.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, blind to the
-      Hessian's diagonal.
+    - `sampler`: draws the probes, with E[z z*] = I, and there is no sketch. Default `None`:
+      signs, blind to the Hessian's diagonal, `rademacher`, or `hadamard` where there are
+      probes for an eighth of the dimensions.
     - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
-      are drawn and pushed forwards again in a gradient rather than stored. `orthogonal` and
+      `probing`, its number of colours), and there is no sketch. Default `None`, all. For
+      independent probes the numbers are the same as without sketch; they are drawn and
+      pushed forwards again in a gradient rather than stored. `orthogonal`, `hadamard` and
       samplers of your own still draw all probes together.
 
     **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
@@ -61,12 +78,14 @@ def laplacian(
     if x is empty, if `num_matvecs` or `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
-    `fn` closes over: exactly those of the value. `fn` must be differentiable forwards
-    twice: a `jax.custom_vjp` in it raises JAX's error.
+    `fn` closes over; without a sketch exactly those of the value. `fn` must be
+    differentiable forwards twice: a `jax.custom_vjp` in it raises JAX's error. If it is not
+    backwards, as a `jax.lax.while_loop` is not, there is no sketch.
 
     **Cost**: that of k + 1 forward passes of `fn` for k = `num_matvecs`, where k
-    Hessian-vector products cost 2k and a backward pass. The standard error needs 2k passes
-    of its own: under `jax.jit` they are made only if it is used.
+    Hessian-vector products cost 2k and a backward pass; with a sketch a sixth more. The
+    standard error needs up to 2k passes of its own: under `jax.jit` they are made only if
+    it is used.
 
     **Example**
 
@@ -80,10 +99,18 @@ def laplacian(
     ```
 
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Dangel et al.
-    (2025), Collapsing Taylor mode automatic differentiation, arXiv:2505.13644.
+    (2025), Collapsing Taylor mode automatic differentiation, arXiv:2505.13644; for the
+    sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
-    converted = closed(fn, x, args)
-    subject = Curvature(converted, x, args)
+    subject = Curvature(closed(fn, x, args), x, args)
     check_inexact_values("laplacian", subject.result)
-    return sampled_laplacian("laplacian", subject, key, num_matvecs, sampler, batch_size)
+    chosen = sampler is None and batch_size is None
+    if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):
+        return sketched_laplacian("laplacian", subject, key, num_matvecs)
+    return sampled_mean("laplacian", subject, key, num_matvecs, sampler, batch_size)
+
+
+def _sketchable(subject: Curvature) -> bool:
+    alone = is_one_real_number(subject.result)
+    return alone and has_gradient(subject.fn, subject.x, subject.args)

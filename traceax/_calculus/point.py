@@ -21,10 +21,16 @@ Field = Callable[[Any, Any], Any]
 def checked_point(
     name: str, fn: object, x: PyTree, key: PRNGKeyArray, num_matvecs: object
 ) -> Point:
-    """x as strongly typed arrays of floats, the arguments checked."""
-    check_field(name, fn, x)
+    """x as strongly typed arrays of floats, the arguments of an estimator checked."""
+    point = differentiable_point(name, fn, x)
     check_key(name, key)
     check_budget(name, num_matvecs)
+    return point
+
+
+def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
+    """x as strongly typed arrays of floats, function and point checked."""
+    check_field(name, fn, x)
 
     def inexact(leaf: Any) -> Array:
         dtype = jnp.result_type(leaf)

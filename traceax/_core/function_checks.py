@@ -79,13 +79,46 @@ def check_inexact_values(name: str, structure: object) -> None:
         )
 
 
-def check_scalar_values(name: str, structure: object) -> None:
+def is_one_real_number(structure: object) -> bool:
     leaves = jax.tree.leaves(structure)
     kind = getattr(leaves[0], "dtype", None) if len(leaves) == 1 else None
-    if kind is None or leaves[0].shape != () or not jnp.issubdtype(kind, jnp.floating):
+    if kind is None or leaves[0].shape != ():
+        return False
+    return bool(jnp.issubdtype(kind, jnp.floating))
+
+
+def check_scalar_values(name: str, structure: object) -> None:
+    if not is_one_real_number(structure):
         raise TypeError(
             f"traceax.{name}(fn=...) must return one real number, because there is one "
             f"diagonal, but it returned {show(structure)}. Call it once for each."
+        )
+
+
+def check_outputs(name: str, structure: object) -> None:
+    """Of a model, whose Jacobian is to map real spaces."""
+    leaves = jax.tree.leaves(structure)
+    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if not leaves or not all(k and jnp.issubdtype(k, jnp.floating) for k in kinds):
+        raise TypeError(
+            f"traceax.{name}(fn=...) must return arrays of real numbers, because its "
+            f"Jacobian maps real vectors to them, but it returned {show(structure)}. "
+            "Return floats; take complex numbers apart, (real, imag)."
+        )
+
+
+def check_loss(name: str, loss: object, outputs: object, args: object) -> None:
+    """Of a model's outputs."""
+    if not callable(loss):
+        raise TypeError(
+            f"traceax.{name}(loss=...) must be a function loss(outputs, args), but got "
+            f"{type(loss).__name__}. Pass lambda outputs, args: ..., of what fn returns."
+        )
+    structure = eqx.filter_eval_shape(loss, outputs, args)
+    if not is_one_real_number(structure):
+        raise TypeError(
+            f"traceax.{name}(loss=...) must return one real number, because its Hessian is "
+            f"taken, but it returned {show(structure)}. Sum or average it over examples."
         )
 
 

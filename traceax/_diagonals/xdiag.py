@@ -31,13 +31,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.samples import Samples
 from traceax._diagonals.weights import TwoSidedWeight
 from traceax._linalg.columns import (
     column_dots,
@@ -46,7 +47,6 @@ from traceax._linalg.columns import (
     row_norms_squared,
     squared_modulus,
 )
-from traceax._linalg.jackknife import shared_error
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, rademacher
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
@@ -128,23 +128,29 @@ def xdiag(
 
 
 def _xdiag(linear_map: LinearMap, probes: Inexact[Array, "n k"]) -> Outcome:
+    loo, samples = xdiag_samples(linear_map, probes)
+    return Outcome(*samples.judge(), TwoSidedWeight.of(loo))
+
+
+def xdiag_samples(
+    linear_map: LinearMap, probes: Inexact[Array, "n k"]
+) -> tuple[LeaveOneOut, Samples]:
     sketch = linear_map(probes)
     loo = leave_one_out(sketch, probes, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
-    value, error = _judge(loo, sketch, image, eps, hermitian)
-    return Outcome(value, error, TwoSidedWeight.of(loo))
+    return loo, _samples(loo, sketch, image, eps, hermitian)
 
 
 @partial(jax.jit, static_argnames=("eps", "hermitian"))
-def _judge(
+def _samples(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
     image: Inexact[Array, "n k"],
     eps: float,
     hermitian: bool,
-) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
-    """Value and standard error from Y = A Omega and A* Q."""
+) -> Samples:
+    """From Y = A Omega and A* Q."""
     q, scale = loo.basis.columns, loo.basis.scale
     image = image / scale
     if hermitian:
@@ -153,8 +159,7 @@ def _judge(
         samples = _one_sided(loo, image)
     lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
     rounding = lengths + mean(jnp.abs(samples)) + jnp.linalg.norm(image) / q.shape[0]
-    error = shared_error(samples, 4 * eps * rounding)
-    return scale * mean(samples), scale * error
+    return Samples(samples, 4 * eps * rounding, scale)
 
 
 def _two_sided(

@@ -18,6 +18,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, is_negative, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._diagonals.exact import exact_diagonal
+from traceax._diagonals.samples import Samples
 from traceax._diagonals.weights import TwoSidedWeight
 from traceax._linalg.columns import (
     column_norms_squared,
@@ -25,7 +26,7 @@ from traceax._linalg.columns import (
     row_norms_squared,
     squared_modulus,
 )
-from traceax._linalg.jackknife import shared_error
+from traceax._linalg.jackknife import xnysdiag_replicates
 from traceax._linalg.nystrom import nystrom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, rademacher
@@ -113,17 +114,21 @@ def _xnysdiag(
     linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int
 ) -> Outcome:
     sketch = sign * linear_map(probes)
-    eps = resolution(linear_map.operator)
-    value, error = _judge(sketch, probes, eps)
+    samples, _ = xnysdiag_samples(sketch, probes, resolution(linear_map.operator))
+    value, error = samples.judge()
     weight = TwoSidedWeight.of(leave_one_out(sketch, probes, resphere=False))
     return Outcome(sign * value, error, weight)
 
 
-@partial(jax.jit, static_argnames="eps")
-def _judge(
-    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], eps: float
-) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """Value and standard error from A Omega."""
+@partial(jax.jit, static_argnames=("eps", "replicated"))
+def xnysdiag_samples(
+    sketch: Inexact[Array, "n k"],
+    probes: Inexact[Array, "n k"],
+    eps: float,
+    *,
+    replicated: bool = False,
+) -> tuple[Samples, Float[Array, "n k"] | None]:
+    """From A Omega; with the jackknife's replicates if they are wanted."""
     factor = nystrom(sketch, probes)
     lengths = jnp.sqrt(column_norms_squared(factor.right))
     z = factor.left @ (factor.right / lengths[None, :])
@@ -132,6 +137,8 @@ def _judge(
     samples = whole[:, None] - squared_modulus(z) + tested - factor.shift
 
     rounding = 4 * eps * (whole + mean(whole)) + factor.indefinite
-    error = shared_error(samples, rounding)
-    scale = factor.scale
-    return scale * mean(samples), scale * error
+    replicates = None
+    if replicated and probes.shape[1] > 2:
+        gram = factor.right.conj().T @ factor.right
+        replicates = xnysdiag_replicates(whole, z, probes, gram)
+    return Samples(samples, rounding, factor.scale), replicates

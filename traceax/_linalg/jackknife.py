@@ -187,6 +187,32 @@ def xnystrace_replicates(
     return _mean_of_others(whole - pair / squared + remainders)
 
 
+def xnysdiag_replicates(
+    whole: Float[Array, " n"],
+    z: Inexact[Array, "n k"],
+    probes: Inexact[Array, "n k"],
+    gram: Inexact[Array, "k k"],
+) -> Float[Array, "n k"]:
+    """Of every entry of a diagonal; `gram` is K, `z` is F G with columns over the roots of
+    its diagonal, the shift is left out. As for XNysTrace, but row by row: with r the
+    overlaps K_ij / sqrt(K_ii K_jj),
+
+        e_ij = |f|^2 - (|z_i|^2 + |z_j|^2 - 2 Re conj(z_i) z_j r_ji) / a^2
+               + conj(w_j) (z_j - z_i r_ij) / (sqrt(K_jj) a^2),
+
+    of which sums over j != i are products with k x k matrices."""
+    k = gram.shape[0]
+    root = jnp.sqrt(jnp.diagonal(gram).real)
+    overlap = gram / root[None, :] / root[:, None]
+    others = (1 - jnp.eye(k, dtype=root.dtype)) / (k - 1)
+    pairs = others / _one_minus_squared_modulus(overlap)
+    tested, squares = probes.conj() / root[None, :], squared_modulus(z)
+    removed = squares * jnp.sum(pairs, axis=1)[None, :] + squares @ pairs.T
+    removed = removed - 2 * (z.conj() * (z @ (overlap * pairs.T))).real
+    left = (tested * z) @ pairs.T - z * (tested @ (overlap * pairs).T)
+    return whole[:, None] - removed + left.real
+
+
 def row_norm_replicates(
     known: Float[Array, "p k"],
     v: Inexact[Array, "p k"],

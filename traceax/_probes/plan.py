@@ -21,7 +21,7 @@ from traceax._probes.draw import draw, draw_samples
 from traceax._probes.samplers import (
     Sampler,
     comes_in_samples,
-    is_without_replacement,
+    population,
     probes_a_sample,
 )
 from traceax._probes.stream import Stream, all_at_once
@@ -66,10 +66,8 @@ def plan_and_draw(
     check_samples(name, num_matvecs, group)
     num_samples = num_matvecs // group
     num_probes = num_samples * group
-    # Orthogonal probes are drawn without replacement, so to speak: the finite-population
-    # correction of a survey of k out of n.
-    n = size(operator)
-    shrink = ((n - num_probes) / n) ** 0.5 if is_without_replacement(sampler) else 1.0
+    # The finite-population correction of a survey of k out of m.
+    shrink = (1 - num_probes / population(sampler, size(operator))) ** 0.5
     plan = Plan(num_samples, num_probes, shrink)
     return plan, stream(name, operator, key, num_probes, sampler, batch_size)
 

@@ -22,6 +22,7 @@ from traceax._core.operator import (
 )
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
+from traceax._probes.hadamard import hadamard, order
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 
@@ -205,8 +206,17 @@ def _innermost(sampler: Sampler) -> Sampler:
 
 
 def is_without_replacement(sampler: Sampler) -> bool:
-    """Whether its probes are orthogonal, hence dependent."""
-    return _innermost(sampler) is orthogonal
+    """Whether its probes exclude each other, hence are dependent."""
+    return _innermost(sampler) in (orthogonal, hadamard)
+
+
+def population(sampler: Sampler, n: int) -> float:
+    """How many probes there are to draw from, so to speak: infinitely many, unless they
+    exclude each other."""
+    sampler = _innermost(sampler)
+    if sampler is orthogonal:
+        return n
+    return order(n) if sampler is hadamard else math.inf
 
 
 def comes_in_samples(sampler: Sampler) -> bool:
@@ -217,7 +227,7 @@ def comes_in_samples(sampler: Sampler) -> bool:
 
 def is_known(sampler: Sampler) -> bool:
     """Whether it is one of those above."""
-    return _innermost(sampler) in (rademacher, normal, sphere, orthogonal)
+    return _innermost(sampler) in (rademacher, normal, sphere, orthogonal, hadamard)
 
 
 def probes_a_sample(sampler: Sampler) -> int:
@@ -228,7 +238,8 @@ def probes_a_sample(sampler: Sampler) -> int:
 
 def check_independent(name: str, sampler: Sampler) -> None:
     if is_without_replacement(sampler) or probes_a_sample(sampler) > 1:
-        got = "orthogonal" if is_without_replacement(sampler) else "probing"
+        alone = is_without_replacement(sampler)
+        got = getattr(_innermost(sampler), "__name__", "") if alone else "probing"
         raise ValueError(
             f"traceax.{name}(sampler=...) must draw independent probes, because each probe "
             "is tested against a sketch made of the others or is a sample of its own, but "

@@ -1,0 +1,148 @@
+"""The Laplacian of the Laplacian."""
+
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import traceax as tx
+from tests.helpers import close, leaks_checked
+
+KEY = jax.random.key(3)
+X = jnp.array([0.3, -0.7, 0.5])
+NET = eqx.nn.MLP(3, "scalar", 7, 2, jnp.tanh, key=KEY, dtype=float)
+
+
+def network(x: Any, args: Any) -> Any:
+    return NET(x) * (1.0 if args is None else args)
+
+
+def dense(fn: Any, x: Any) -> Any:
+    def laplacian(fn: Any) -> Any:
+        hessian = jax.jacfwd(jax.jacfwd(fn))
+        return lambda x: jnp.trace(hessian(x), axis1=-2, axis2=-1)
+
+    return laplacian(laplacian(lambda x: fn(x, None)))(x)
+
+
+FUNCTIONS = {
+    "network": network,
+    "many values": lambda x, args: jnp.sin(jnp.outer(jnp.arange(1.0, 3.0), x)).prod(1),
+    "complex": lambda x, args: jnp.exp(1j * x @ jnp.arange(3.0)),
+    "cubic": lambda x, args: jnp.sum(x) ** 3,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_all_pairs_are_exact(name: str) -> None:
+    """From n (n + 1) / 2 on, value and gradient, alone and in batches."""
+    fn = FUNCTIONS[name]
+
+    def ours(x: Any, batch_size: int | None = None) -> Any:
+        estimate = tx.biharmonic(fn, x, KEY, 50, batch_size=batch_size)
+        assert estimate.num_matvecs == 6
+        assert not jnp.any(estimate.standard_error) if batch_size is None else True
+        return estimate.value
+
+    def size(value: Any) -> Any:
+        return jnp.sum(jnp.abs(value) ** 2)
+
+    want = dense(fn, X)
+    close(ours(X), want, 1e-10, float(jnp.max(jnp.abs(want))) + 1)
+    slopes = [
+        jax.jit(jax.grad(lambda x, f=f: size(f(x))))(X)
+        for f in (lambda x: ours(x, 4), lambda x: dense(fn, x))
+    ]
+    close(*slopes, 1e-9, 1.0)
+
+
+def test_the_mean_over_all_signs_is_the_truth() -> None:
+    """Enumeration: over all pairs of sign vectors, value and slope."""
+    from traceax._calculus.biharmonic import FourthDerivatives  # noqa: PLC0415
+
+    signs = jnp.array(list(itertools.product([-1.0, 1.0], repeat=6))).T
+
+    def mean(scale: Any) -> Any:
+        subject = FourthDerivatives(network, X, scale)
+        return jnp.mean(subject.along_each(signs))
+
+    def truth(scale: Any) -> Any:
+        return scale * dense(network, X)
+
+    got, want = (jax.jit(jax.value_and_grad(f))(jnp.asarray(1.3)) for f in (mean, truth))
+    close(got[0], want[0], 1e-11)
+    close(got[1], want[1], 1e-11)
+
+
+def test_terms_of_one_variable_are_exact_from_one_pair() -> None:
+    fn = lambda x, args: jnp.sum(jnp.sin(3 * x)) + jnp.exp(x[0])  # noqa: E731
+    estimate = tx.biharmonic(fn, X, KEY, 1)
+    close(estimate.value, dense(fn, X), 1e-10)
+    assert jnp.isinf(estimate.standard_error)
+
+
+def test_error_bars_are_honest_where_nested_ones_are_not() -> None:
+    """The same number of directions in both; the outer probes of a nested estimate share
+    the inner ones, so its bar does not know of their error."""
+    n = 8
+    weights = jax.random.normal(KEY, (n, n)) / n
+    fn = lambda x, args: jnp.sum(jnp.cos(weights @ x * 3)) * jnp.sum(x**2)  # noqa: E731
+    x = jnp.linspace(-1, 1, n)
+    truth = dense(fn, x)
+
+    def ours(key: Any) -> tx.Estimate:
+        return tx.biharmonic(fn, x, key, 6)
+
+    def nested(key: Any) -> tx.Estimate:
+        other = jax.random.fold_in(key, 1)
+        inner = lambda x, args: tx.laplacian(fn, x, other, 6).value  # noqa: E731
+        return tx.laplacian(inner, x, key, 6)
+
+    keys = jax.random.split(KEY, 300)
+
+    def score(estimate: Any) -> tuple[float, float]:
+        """Root mean square error over standard error, and how often the interval held."""
+
+        def run(key: Any) -> Any:
+            got = estimate(key)
+            low, high = got.interval()
+            return got.value - truth, got.standard_error, (low <= truth) & (truth <= high)
+
+        error, bar, held = jax.jit(lambda ks: jax.lax.map(run, ks))(keys)
+        z = jnp.sqrt(jnp.mean(error**2) / jnp.mean(bar**2))
+        return float(z), float(jnp.mean(held))
+
+    z, held = score(ours)
+    assert z < 1.15
+    assert held > 0.9
+    assert score(nested)[0] > 1.3
+
+
+def test_batches_of_points_pytrees_and_leaks() -> None:
+    def fn(x: Any, args: Any) -> Any:
+        return network(jnp.concatenate([x["a"], x["b"]]), args)
+
+    points = {"a": jnp.ones((4, 1)), "b": jnp.linspace(-1, 1, 8).reshape(4, 2)}
+    keys = jax.random.split(KEY, 4)
+
+    def at(x: Any, key: Any) -> Any:
+        return tx.biharmonic(fn, x, key, 3, args=0.5).value
+
+    with leaks_checked():
+        batch = jax.jit(jax.vmap(at))(points, keys)
+    close(batch[2], at(jax.tree.map(lambda p: p[2], points), keys[2]), 1e-11)
+
+
+def test_wrong_use_says_the_cure() -> None:
+    call: Any = tx.biharmonic
+    with pytest.raises(TypeError, match=r"biharmonic\(fn=\.\.\.\) must be a function"):
+        call(X, network, KEY, 1)
+    with pytest.raises(TypeError, match=r"biharmonic\(fn=.*must return arrays of real"):
+        call(lambda x, args: x > 0, X, KEY, 1)
+    with pytest.raises(ValueError, match=r"biharmonic\(num_matvecs=.*at least 1"):
+        call(network, X, KEY, 0)
+    with pytest.raises(ValueError, match=r"biharmonic\(batch_size=.*at least 1"):
+        call(network, X, KEY, 2, batch_size=0)

@@ -1,0 +1,126 @@
+"""Gauss-Newton and Fisher matrices, beside dense ones."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import traceax as tx
+from tests.helpers import close, leaks_checked
+
+KEY = jax.random.key(2)
+NET = eqx.nn.MLP(4, 3, 8, 1, jnp.tanh, key=KEY, dtype=float)
+PARAMETERS, STATIC = eqx.partition(NET, eqx.is_array)
+FLAT, UNFLATTEN = ravel_pytree(PARAMETERS)
+DATA = jax.random.normal(KEY, (10, 4)), jnp.arange(10) % 3
+N = FLAT.size
+
+
+def model(parameters: Any, data: Any) -> Any:
+    return jax.vmap(eqx.combine(parameters, STATIC))(data[0])
+
+
+def each(outputs: Any, data: Any) -> Any:
+    return -jax.nn.log_softmax(outputs)[jnp.arange(10), data[1]]
+
+
+def loss(outputs: Any, data: Any) -> Any:
+    return jnp.sum(each(outputs, data))
+
+
+def jacobian(fn: Any, v: Any) -> Any:
+    return jax.jacobian(lambda v: fn(UNFLATTEN(v), DATA).ravel())(v)
+
+
+def dense_gauss_newton(v: Any, scale: Any = 1.0) -> Any:
+    outputs = model(UNFLATTEN(v), DATA)
+    inner = jax.hessian(lambda o: scale * loss(o.reshape(10, 3), DATA))(outputs.ravel())
+    j = jacobian(model, v)
+    return j.T @ inner @ j
+
+
+def losses(parameters: Any, data: Any) -> Any:
+    return each(model(parameters, data), data)
+
+
+def as_matrix(operator: lx.AbstractLinearOperator) -> Any:
+    return jax.vmap(lambda v: ravel_pytree(operator.mv(UNFLATTEN(v)))[0])(jnp.eye(N)).T
+
+
+def test_they_are_the_dense_matrices_and_semidefinite() -> None:
+    gauss_newton = tx.gauss_newton(model, loss, PARAMETERS, DATA)
+    fisher = tx.empirical_fisher(losses, PARAMETERS, DATA)
+    j = jacobian(losses, FLAT)
+    wants = dense_gauss_newton(FLAT), j.T @ j
+    for operator, want in zip((gauss_newton, fisher), wants, strict=True):
+        close(as_matrix(operator), want, 1e-12)
+        assert lx.is_positive_semidefinite(operator)
+        assert operator.in_structure() == jax.eval_shape(lambda: PARAMETERS)
+
+
+def test_of_squares_the_fisher_matrix_is_gauss_newtons() -> None:
+    """A linear model by least squares: J* J, and the whole Hessian."""
+    inputs, w = jax.random.normal(KEY, (20, 5)), jnp.ones(5)
+    fn = lambda w, x: x @ w  # noqa: E731
+    squares = lambda y, x: jnp.sum(y**2) / 2  # noqa: E731
+    operator = tx.gauss_newton(fn, squares, w, inputs)
+    close(operator.as_matrix(), inputs.T @ inputs, 1e-12)
+    close(tx.empirical_fisher(fn, w, inputs).as_matrix(), inputs.T @ inputs, 1e-12)
+
+
+def test_everything_takes_them_and_has_its_slope() -> None:
+    """Trace, diagonal and log-determinant at a budget that is exact: value and slope in the
+    parameters and in what the loss closes over, without leaks."""
+
+    def results(operator: Any) -> Any:
+        trace = tx.trace(operator, KEY, N).value
+        diagonal = ravel_pytree(tx.diagonal(operator, KEY, N).value)[0]
+        logdet = tx.logdet(operator, KEY, N**2, shift=0.5).value
+        return trace + jnp.cos(jnp.arange(N)) @ diagonal + logdet
+
+    def ours(v: Any, scale: Any) -> Any:
+        scaled = lambda outputs, data: scale * loss(outputs, data)  # noqa: E731
+        return results(tx.gauss_newton(model, scaled, UNFLATTEN(v), DATA))
+
+    def truth(v: Any, scale: Any) -> Any:
+        matrix = dense_gauss_newton(v, scale)
+        logdet = jnp.linalg.slogdet(matrix + 0.5 * jnp.eye(N))[1]
+        diagonal = jnp.diagonal(matrix)
+        return jnp.trace(matrix) + jnp.cos(jnp.arange(N)) @ diagonal + logdet
+
+    with leaks_checked():
+        got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(FLAT, 1.3)
+    want = jax.jit(jax.value_and_grad(truth, argnums=(0, 1)))(FLAT, 1.3)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(one, other, 1e-9)
+
+
+def test_low_rank_is_exact() -> None:
+    """Ten examples make a Fisher matrix of rank ten."""
+    fisher = tx.empirical_fisher(losses, PARAMETERS, DATA)
+    j = jacobian(losses, FLAT)
+    estimate = jax.jit(lambda: tx.trace(fisher, KEY, 12))()
+    close(estimate.value, jnp.sum(j**2), 1e-8)
+
+
+def test_wrong_use_says_the_cure() -> None:
+    call: Any = tx.gauss_newton
+    with pytest.raises(TypeError, match=r"gauss_newton\(fn=\.\.\.\) must be a function"):
+        call(3, loss, PARAMETERS, DATA)
+    with pytest.raises(TypeError, match=r"gauss_newton\(loss=\.\.\.\) must be a function"):
+        call(model, 3, PARAMETERS, DATA)
+    with pytest.raises(TypeError, match=r"gauss_newton\(loss=.*one real number.*Sum"):
+        call(model, each, PARAMETERS, DATA)
+    with pytest.raises(TypeError, match=r"gauss_newton\(fn=.*must return arrays of real"):
+        call(lambda p, data: 1j * model(p, data), loss, PARAMETERS, DATA)
+    with pytest.raises(TypeError, match=r"gauss_newton\(x=.*eqx\.partition"):
+        call(model, loss, NET, DATA)
+    fisher: Any = tx.empirical_fisher
+    with pytest.raises(TypeError, match=r"empirical_fisher\(fn=.*must return arrays of"):
+        fisher(lambda p, data: jnp.arange(3), PARAMETERS, DATA)
+    with pytest.raises(ValueError, match=r"empirical_fisher\(x=.*at least one entry"):
+        fisher(losses, (), DATA)

@@ -1,0 +1,191 @@
+"""Traces leaf by leaf."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close, general, leaks_checked
+from traceax._linalg.jackknife import xnysdiag_replicates
+from traceax._linalg.nystrom import nystrom
+
+KEY = jax.random.key(4)
+SIZES = (20, 1, 59)
+N, K = sum(SIZES), 8
+TAGS = {"general": (), "symmetric": lx.symmetric_tag, "psd": lx.positive_semidefinite_tag}
+
+
+def operator(matrix: Any, tag: Any = ()) -> lx.AbstractLinearOperator:
+    dtype = matrix.dtype
+    shapes = {"a": (4, 5), "b": (), "c": (59,)}
+    structure = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}
+
+    def apply(v: Any) -> Any:
+        flat = matrix @ jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(v)])
+        a, b, c = jnp.split(flat, np.cumsum(SIZES)[:-1])
+        return {"a": a.reshape(4, 5), "b": b[0], "c": c}
+
+    return lx.FunctionLinearOperator(apply, structure, tag)
+
+
+def sums(matrix: Any) -> Any:
+    parts = jnp.split(jnp.diagonal(matrix), np.cumsum(SIZES)[:-1])
+    return jnp.stack([part.sum() for part in parts])
+
+
+def matrices(kind: str, dtype: Any = float, rank: int = N) -> Any:
+    square = general(N, dtype)
+    if kind == "general":
+        return square[:, :rank] @ general(N, dtype)[:rank].conj()
+    signs = jnp.where(jnp.arange(rank) % 3 == 0, -1.0, 1.0) if kind == "symmetric" else 1.0
+    factor = square[:, :rank]
+    return (factor * signs) @ factor.conj().T / N
+
+
+def stacked(tree: Any) -> Any:
+    return jnp.stack(jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("kind", TAGS)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_low_rank_is_exact(kind: str, dtype: Any) -> None:
+    """Rank 5, in real and complex spaces (there a symmetric tag does not mean Hermitian):
+    to rounding, with a bar of that size; the slope, too (Euler)."""
+    if kind == "symmetric" and dtype is complex:
+        return
+    matrix = matrices(kind, dtype, 5)
+
+    def run(scale: Any) -> Any:
+        estimate = tx.leaf_traces(operator(scale * matrix, TAGS[kind]), KEY, 2 * K)
+        return jnp.sum(stacked(estimate.value).real * jnp.arange(1.0, 4.0)), estimate
+
+    (total, estimate), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(1.0)
+    tolerance = 1e-6 if kind == "psd" else 1e-11  # Nyström's shift: a root of eps
+    want = sums(matrix)
+    size = float(jnp.max(jnp.abs(want)))
+    close(stacked(estimate.value), want, tolerance, size)
+    assert jnp.all(stacked(estimate.standard_error) < 10 * tolerance * size)
+    close(slope, total, tolerance, size)
+    assert jax.tree.structure(estimate.value) == jax.tree.structure(
+        {"a": 0, "b": 0, "c": 0}
+    )
+    assert estimate.num_matvecs == 2 * K
+
+
+@pytest.mark.parametrize("budget", [N, 200])
+def test_a_budget_of_all_dimensions_is_exact(budget: int) -> None:
+    matrix = matrices("general")
+    estimate = tx.leaf_traces(operator(matrix), KEY, budget)
+    close(stacked(estimate.value), sums(matrix), 1e-12)
+    assert jnp.all(stacked(estimate.standard_error) == 0)
+    assert estimate.num_matvecs == N
+
+
+def test_operators_that_store_their_diagonal_are_free() -> None:
+    diagonal = {"a": jnp.arange(3.0), "b": 2 * jnp.ones((2, 2))}
+    structure = jax.eval_shape(lambda: diagonal)
+    free = lx.TaggedLinearOperator(
+        lx.FunctionLinearOperator(
+            lambda v: jax.tree.map(jnp.multiply, diagonal, v), structure
+        ),
+        lx.diagonal_tag,
+    )
+    estimate = tx.leaf_traces(free, KEY, 1)
+    assert estimate.num_matvecs == 1
+    close(stacked(estimate.value), jnp.array([3.0, 8.0]), 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "budget"), [("psd", 10), ("symmetric", 20), ("general", 4)]
+)
+def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
+    """Over 1,000 keys: mean of values and slopes within six standard errors, intervals that
+    hold in at least nine of ten."""
+    decay = jnp.exp(-jnp.arange(N) / 15.0)
+    base = matrices(kind) * jnp.sqrt(decay)[:, None] * jnp.sqrt(decay)[None, :]
+    direction = general(N)
+
+    def run(key: Any, t: Any) -> Any:
+        moved = operator(base, TAGS[kind])
+        moved = (
+            moved + operator(t * direction)
+            if kind == "general"
+            else operator(base * (1 + t), TAGS[kind])
+        )
+        estimate = tx.leaf_traces(moved, key, budget)
+        low, high = estimate.interval()
+        return jnp.sum(stacked(estimate.value) * jnp.arange(1.0, 4.0)), (
+            stacked(estimate.value),
+            stacked(low),
+            stacked(high),
+        )
+
+    each = jax.vmap(jax.value_and_grad(run, argnums=1, has_aux=True), (0, None))
+    (_, (values, low, high)), slopes = jax.jit(each)(jax.random.split(KEY, 1000), 0.0)
+    truth = sums(base)
+    allowed = 6 * jnp.std(values, axis=0) / 1000**0.5
+    assert jnp.all(jnp.abs(values.mean(0) - truth) <= allowed)
+    assert jnp.all(jnp.mean((low <= truth) & (truth <= high), axis=0) > 0.9)
+    moved = sums(direction if kind == "general" else base) @ jnp.arange(1.0, 4.0)
+    assert abs(slopes.mean() - moved) < 6 * jnp.std(slopes) / 1000**0.5
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_replicates_are_what_is_left_without_a_probe(dtype: Any) -> None:
+    """The closed form of the jackknife, beside running XNysDiag again for every probe that
+    is removed, row by row."""
+    matrix = np.asarray(matrices("psd", dtype)) + 0.1 * np.eye(N)
+    probes = np.asarray(tx.rademacher(KEY, jax.ShapeDtypeStruct((N,), dtype), 5).T)
+
+    def nystroem(kept: list[int]) -> Any:
+        w = probes[:, kept]
+        y = matrix @ w
+        return y @ np.linalg.solve(w.conj().T @ y, y.conj().T)
+
+    want = np.zeros((N, 5))
+    for i in range(5):
+        for j in set(range(5)) - {i}:
+            others = nystroem([p for p in range(5) if p not in (i, j)])
+            rest = probes[:, j].conj() * ((matrix - others) @ probes[:, j])
+            want[:, i] += (np.diag(others) + rest).real / 4
+    factor = nystrom(jnp.asarray(matrix @ probes), jnp.asarray(probes))
+    gram = factor.right.conj().T @ factor.right
+    z = factor.left @ (factor.right / jnp.sqrt(jnp.diagonal(gram).real)[None, :])
+    whole = jnp.sum(jnp.abs(factor.left) ** 2, axis=1)
+    got = xnysdiag_replicates(whole, z, jnp.asarray(probes), gram) - factor.shift
+    close(factor.scale * got, want, 1e-9)
+
+
+def test_in_a_batch_in_a_loop_without_leaks_in_float32_at_any_scale() -> None:
+    matrix = matrices("psd").astype(jnp.float32)
+    want = tx.leaf_traces(operator(matrix, TAGS["psd"]), KEY, 10)
+
+    def at(scale: Any, key: Any) -> Any:
+        def body(i: Any, carry: Any) -> Any:
+            del carry
+            return tx.leaf_traces(operator(scale * matrix, TAGS["psd"]), key, 10)
+
+        start = tx.leaf_traces(operator(scale * matrix, TAGS["psd"]), key, 10)
+        return jax.lax.fori_loop(0, 2, body, start)
+
+    scales = jnp.array([1e-30, 1.0, 1e30], jnp.float32)
+    with leaks_checked():
+        batch = jax.jit(jax.vmap(at, (0, None)))(scales, KEY)
+    for row, scale in enumerate(scales):
+        close(stacked(batch.value)[:, row] / scale, stacked(want.value), 1e-4)
+        close(
+            stacked(batch.standard_error)[:, row] / scale,
+            stacked(want.standard_error),
+            1e-2,
+        )
+
+
+def test_of_one_probe_the_error_is_unknown() -> None:
+    for tag, budget in (((), 1), (lx.positive_semidefinite_tag, 2)):
+        estimate = tx.leaf_traces(operator(matrices("psd"), tag), KEY, budget)
+        unknown = jnp.isinf(stacked(estimate.standard_error))
+        assert jnp.all(unknown) if budget == 1 else not jnp.any(unknown)

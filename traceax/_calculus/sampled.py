@@ -1,0 +1,90 @@
+"""Means over probes of what a function's derivatives are along them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
+
+from traceax._core.checks import check_batch_size
+from traceax._core.estimate import Estimate
+from traceax._core.operator import Structure, prepare
+from traceax._core.rule import Outcome, estimate_of
+from traceax._linalg.columns import mean
+from traceax._linalg.jackknife import independent_degrees_of_freedom
+from traceax._probes.choice import for_mean
+from traceax._probes.plan import Plan, plan_and_draw
+from traceax._probes.samplers import Sampler
+from traceax._probes.stream import Stream
+
+
+class Subject(Protocol):
+    """A function at a point, with derivatives along probes whose mean is wanted."""
+
+    @property
+    def space(self) -> lx.AbstractLinearOperator: ...
+    @property
+    def result(self) -> Structure: ...
+    @property
+    def x(self) -> PyTree[Array]: ...
+    def basis(self, batch_size: int | None) -> Stream: ...
+    def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]: ...
+    def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]: ...
+
+
+class MeanAlong(eqx.Module):
+    """The readout: `share` times the sum over probes."""
+
+    probes: Stream
+    share: float = eqx.field(static=True)
+
+    def __call__(self, subject: Subject) -> Inexact[Array, " p"]:
+        return self.probes.reduce(subject.along) * self.share
+
+
+def sampled_mean(
+    name: str,
+    subject: Subject,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler | None,
+    batch_size: int | None,
+) -> Estimate:
+    """The mean over probes, or the sum over a basis, on behalf of the public function
+    `name`, which has checked the rest."""
+    check_batch_size(name, batch_size, 1)
+    space, basis = subject.space, subject.basis(batch_size)
+    if num_matvecs >= basis.num_probes:
+        probes, algorithm, degrees = basis, _exact, float(basis.num_probes)
+    else:
+        sampler = for_mean(sampler, space, num_matvecs)
+        plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
+        algorithm = partial(_mean, plan=plan)
+        degrees = independent_degrees_of_freedom(plan.num_samples)
+    spent = probes.num_probes
+    return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
+
+
+def _exact(subject: Subject, basis: Stream) -> Outcome:
+    readout = MeanAlong(basis, 1.0)
+    value = readout(subject)
+    return Outcome(value, jnp.zeros_like(value.real), readout)
+
+
+def _mean(subject: Subject, probes: Stream, *, plan: Plan) -> Outcome:
+    """The samples are for the standard error alone, and cost nothing if it is not used."""
+    readout = MeanAlong(probes, 1 / plan.num_probes)
+    samples = probes.collect(subject.along_each)
+    error = plan.error_of_mean(samples, rounding(subject, samples))
+    return Outcome(readout(subject), error, readout)
+
+
+def rounding(subject: Subject, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:
+    leaves = jax.tree.leaves((subject.x, subject.result))
+    eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
+    return 4 * eps * mean(jnp.abs(samples))
