@@ -74,6 +74,19 @@ def likelihood(matrix: Any, key: Any) -> Any:
     return tx.Estimate(value, both.logdet.standard_error, both.logdet.num_matvecs)
 
 
+def by_leaves(matrix: Any, key: Any) -> Any:
+    """Of a space of two leaves; their sum, which is a number."""
+    structure = jax.eval_shape(lambda: (matrix[0, :30], matrix[0, 30:]))
+
+    def apply(v: Any) -> Any:
+        product = matrix @ jnp.concatenate(v)
+        return product[:30], product[30:]
+
+    estimate = tx.leaf_traces(lx.FunctionLinearOperator(apply, structure, PSD), key, 10)
+    value, error = sum(estimate.value), sum(estimate.standard_error)
+    return tx.Estimate(value, error, estimate.num_matvecs)
+
+
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
     "hutchinson_trace": budgeted(tx.hutchinson_trace, 6),
@@ -104,7 +117,9 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "spectral_density": density,
     "divergence": of_point("divergence", field),
     "laplacian": of_point("laplacian", energy),
+    "biharmonic": of_point("biharmonic", energy),
     "hessian_diagonal": of_point("hessian_diagonal", energy),
+    "leaf_traces": by_leaves,
     "unbiased_square": squared,
 }
 
@@ -114,6 +129,9 @@ OTHERS = {
     "InvQuadLogdet",
     "Layout",
     "colouring",
+    "empirical_fisher",
+    "gauss_newton",
+    "hadamard",
     "normal",
     "orthogonal",
     "preconditioner",

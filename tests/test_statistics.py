@@ -21,6 +21,7 @@ from tests.helpers import (
 )
 from tests.helpers import spectrum as spectrum_of
 
+SAMPLERS = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
 KEY = jax.random.key(1)
 REPEATS = 4000
 
@@ -43,7 +44,7 @@ def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
     off = matrix - np.diag(np.diag(matrix))
     trace = abs(np.trace(matrix)) ** 2
     square = np.linalg.norm(symmetric if real else matrix) ** 2
-    if sampler is tx.rademacher:
+    if sampler in (tx.rademacher, tx.hadamard):
         off_symmetric = symmetric - np.diag(np.diag(symmetric))
         return float(
             2 * np.linalg.norm(off_symmetric) ** 2 if real else np.linalg.norm(off) ** 2
@@ -56,7 +57,9 @@ def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal])
+@pytest.mark.parametrize(
+    "sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
+)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -> None:
     n = 10
@@ -75,7 +78,9 @@ def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal])
+@pytest.mark.parametrize(
+    "sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
+)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_probes_are_isotropic(sampler: Any, dtype: Any) -> None:
     n = 4

@@ -70,9 +70,7 @@ def test_low_rank_is_exact(kind: str, dtype: Any) -> None:
     close(stacked(estimate.value), want, tolerance, size)
     assert jnp.all(stacked(estimate.standard_error) < 10 * tolerance * size)
     close(slope, total, tolerance, size)
-    assert jax.tree.structure(estimate.value) == jax.tree.structure(
-        {"a": 0, "b": 0, "c": 0}
-    )
+    assert set(estimate.value) == {"a", "b", "c"}
     assert estimate.num_matvecs == 2 * K
 
 
@@ -99,12 +97,11 @@ def test_operators_that_store_their_diagonal_are_free() -> None:
     close(stacked(estimate.value), jnp.array([3.0, 8.0]), 1e-14)
 
 
-@pytest.mark.parametrize(
-    ("kind", "budget"), [("psd", 10), ("symmetric", 20), ("general", 4)]
-)
-def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
+@pytest.mark.parametrize("case", [("psd", 10), ("symmetric", 20), ("general", 4)])
+def test_unbiased_with_honest_bars_and_slopes(case: tuple[str, int]) -> None:
     """Over 1,000 keys: mean of values and slopes within six standard errors, intervals that
     hold in at least nine of ten."""
+    kind, budget = case
     decay = jnp.exp(-jnp.arange(N) / 15.0)
     base = matrices(kind) * jnp.sqrt(decay)[:, None] * jnp.sqrt(decay)[None, :]
     direction = general(N)
@@ -177,11 +174,8 @@ def test_in_a_batch_in_a_loop_without_leaks_in_float32_at_any_scale() -> None:
         batch = jax.jit(jax.vmap(at, (0, None)))(scales, KEY)
     for row, scale in enumerate(scales):
         close(stacked(batch.value)[:, row] / scale, stacked(want.value), 1e-4)
-        close(
-            stacked(batch.standard_error)[:, row] / scale,
-            stacked(want.standard_error),
-            1e-2,
-        )
+        errors = stacked(batch.standard_error)[:, row] / scale
+        close(errors, stacked(want.standard_error), 1e-2)
 
 
 def test_of_one_probe_the_error_is_unknown() -> None:

@@ -8,18 +8,16 @@ signs the terms of a single variable are exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._calculus.point import Field, Point, checked_point
-from traceax._calculus.sampled import sampled_mean
+from traceax._calculus.sampled import AlongProbes, sampled_mean
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.closure import closed
 from traceax._core.estimate import Estimate
@@ -27,7 +25,6 @@ from traceax._core.function_checks import (
     check_inexact_values,
 )
 from traceax._core.operator import (
-    Structure,
     common_dtype,
     flatten,
     size,
@@ -104,22 +101,13 @@ def biharmonic(
     return sampled_mean("biharmonic", subject, key, num_matvecs, rademacher, batch_size)
 
 
-class FourthDerivatives(eqx.Module):
-    """A function of p numbers at a point of n: a subject of the rule. Pairs of probes are
-    columns of 2n."""
-
-    fn: Callable[[Any, Any], Any]
-    x: PyTree[Array]
-    args: PyTree
+class FourthDerivatives(AlongProbes):
+    """Pairs of probes are columns of 2n."""
 
     @property
     def space(self) -> lx.AbstractLinearOperator:
         structure = jax.eval_shape(lambda: self.x)
         return lx.IdentityLinearOperator((structure, structure))
-
-    @property
-    def result(self) -> Structure:
-        return eqx.filter_eval_shape(self.fn, self.x, self.args)
 
     def basis(self, batch_size: int | None) -> Stream:
         """All pairs of unit vectors, whose order does not matter."""

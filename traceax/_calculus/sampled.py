@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,18 +25,34 @@ from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Stream
 
 
-class Subject(Protocol):
-    """A function at a point, with derivatives along probes whose mean is wanted."""
+class AlongProbes(eqx.Module):
+    """A function `fn(x, args)` of p numbers at a point x, with derivatives along probes
+    whose mean is wanted: a subject of the rule."""
+
+    fn: Callable[[Any, Any], Any]
+    x: PyTree[Array]
+    args: PyTree
 
     @property
-    def space(self) -> lx.AbstractLinearOperator: ...
+    def result(self) -> Structure:
+        return eqx.filter_eval_shape(self.fn, self.x, self.args)
+
     @property
-    def result(self) -> Structure: ...
-    @property
-    def x(self) -> PyTree[Array]: ...
-    def basis(self, batch_size: int | None) -> Stream: ...
-    def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]: ...
-    def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]: ...
+    @abc.abstractmethod
+    def space(self) -> lx.AbstractLinearOperator:
+        """What probes are drawn for."""
+
+    @abc.abstractmethod
+    def basis(self, batch_size: int | None) -> Stream:
+        """Probes of which nothing is random, and whose sum is exact."""
+
+    @abc.abstractmethod
+    def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+        """The sum of the derivatives along all columns."""
+
+    @abc.abstractmethod
+    def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
+        """The derivatives along each column."""
 
 
 class MeanAlong(eqx.Module):
@@ -43,13 +61,13 @@ class MeanAlong(eqx.Module):
     probes: Stream
     share: float = eqx.field(static=True)
 
-    def __call__(self, subject: Subject) -> Inexact[Array, " p"]:
+    def __call__(self, subject: AlongProbes) -> Inexact[Array, " p"]:
         return self.probes.reduce(subject.along) * self.share
 
 
 def sampled_mean(
     name: str,
-    subject: Subject,
+    subject: AlongProbes,
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler | None,
@@ -70,13 +88,13 @@ def sampled_mean(
     return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
 
 
-def _exact(subject: Subject, basis: Stream) -> Outcome:
+def _exact(subject: AlongProbes, basis: Stream) -> Outcome:
     readout = MeanAlong(basis, 1.0)
     value = readout(subject)
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _mean(subject: Subject, probes: Stream, *, plan: Plan) -> Outcome:
+def _mean(subject: AlongProbes, probes: Stream, *, plan: Plan) -> Outcome:
     """The samples are for the standard error alone, and cost nothing if it is not used."""
     readout = MeanAlong(probes, 1 / plan.num_probes)
     samples = probes.collect(subject.along_each)
@@ -84,7 +102,7 @@ def _mean(subject: Subject, probes: Stream, *, plan: Plan) -> Outcome:
     return Outcome(readout(subject), error, readout)
 
 
-def rounding(subject: Subject, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:
+def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:
     leaves = jax.tree.leaves((subject.x, subject.result))
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
     return 4 * eps * mean(jnp.abs(samples))

@@ -17,8 +17,12 @@ class Samples(eqx.Module):
     rounding: Float[Array, " n"]
     scale: Float[Array, ""]
 
-    @jax.jit
     def judge(self) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
         """Value and standard error of each entry."""
-        error = shared_error(self.values, self.rounding)
-        return self.scale * mean(self.values), self.scale * error
+        return _judge(self)
+
+
+@jax.jit
+def _judge(samples: Samples) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
+    error = shared_error(samples.values, samples.rounding)
+    return samples.scale * mean(samples.values), samples.scale * error
