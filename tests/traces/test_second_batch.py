@@ -1,5 +1,5 @@
-"""What the first batch of products chooses for the second: against loops that leave out what
-is to be left out, and the mean over all probes and lots."""
+"""What the first batch of products chooses for the second: against loops that leave out
+what is to be left out, and the mean over all probes and lots."""
 
 from typing import Any
 
@@ -63,12 +63,12 @@ def test_the_shares_against_a_loop(dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_the_mean_over_all_probes_and_lots(dtype: Any) -> None:
-    """Probe i is any row of a unitary matrix of its own, all in all n^k batches; a fresh one
-    any row of another; both sides of the lot have their probability. The mean is the
-    trace, and that of whatever else is read through the frozen blocks. Sabotage: a choice
-    that all probes make together is biased."""
+    """Probe i is any row of a unitary matrix of its own, in all n^k batches; a fresh one
+    any row of another; both sides of the lot have their probability. The mean is the trace,
+    and that of whatever else is read through the frozen blocks. Sabotage: a choice that all
+    probes make together is biased."""
     n, k = 5, 4
-    matrix = jnp.diag(jnp.asarray([4.0, 1.0, 1.0, 1.0, 0.5])) + 0.3 * general(n, dtype)
+    matrix = 2 * jnp.eye(n) + jnp.diag(jnp.arange(5.0) ** 2) / 8 + 0.3 * general(n, dtype)
     other = general(n, dtype, seed=3)
     rows = jnp.linalg.qr(jax.random.normal(KEY, (k + 1, n, n), dtype))[0] * n**0.5
     read = [LinearMap(function(m)) for m in (matrix, other)]
@@ -112,7 +112,9 @@ def test_it_sketches_what_decays_and_samples_what_does_not() -> None:
         matrix = hermitian(spectrum(name, 200))
 
         def error(estimator: Any, matrix: Any = matrix) -> float:
-            values = jax.lax.map(lambda key: estimator(function(matrix), key, 20).value, keys)
+            values = jax.lax.map(
+                lambda key: estimator(function(matrix), key, 20).value, keys
+            )
             return float(jnp.sqrt(jnp.mean((values / jnp.trace(matrix) - 1) ** 2)))
 
         door = error(tx.trace)
@@ -157,5 +159,6 @@ def test_a_batch_of_operators_is_applied_once() -> None:
     together = jax.jit(jax.vmap(value))(decays, keys)
     jax.effects_barrier()
     assert len(calls) == 60
-    close(together, jnp.stack([value(d, k) for d, k in zip(decays, keys, strict=True)]), 1e-12)
-
+    close(
+        together, jnp.stack([value(d, k) for d, k in zip(decays, keys, strict=True)]), 1e-12
+    )

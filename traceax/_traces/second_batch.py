@@ -30,17 +30,22 @@ out of it one by one: with r_ij = (I - P_ij) A w_j, P_ij lacking probes i and j,
     t_i = sum_j |r_ij|^2 / sum_j |A w_j|^2,    j != i,
 
 of both only what is orthogonal to the probe (mu_ij, w_j): so multiples of I count for
-nothing, as they do in the estimates. Twice that share is the ratio of the variances; but t
-knows (I - P) A, not (I - P) A (I - P), so a_i falls from 1 to 0 between 0.55 and 0.85. All
-of it is k x k: with L = S* S, of the u_ij of `jackknife` and the part of s_j orthogonal to
-s_i, of length 1, t_ij = (s_j - s_i L_ij)/a, a^2 = 1 - |L_ij|^2,
+nothing, as they do in the estimates. Where t is a half the two are as good as each other
+(or where it is somewhat less, since the e_i share probes); but t is as uncertain as k
+probes leave it, and to sample what should be sketched costs more than the other way round.
+So a_i falls from 1 to 0 over a range of `WIDTH` that begins at 0.2 + 0.9/sqrt(k).
+
+All of it is k x k: with L = S* S, the u_ij of `jackknife`, and the part of s_j that is
+orthogonal to s_i, of length 1, t_ij = (s_j - s_i L_ij)/a, a^2 = 1 - |L_ij|^2,
 
     r_ij = (d_j/a) Q t_ij,    |mu_ij|^2 = |mu_j|^2 + |u_ij* Q* w_j|^2.
 
-Measured (n = 300, 4000 keys): flat spectra 1.4 times better than XTrace; where
-eigenvalues fall as i^-1 or faster no worse, from 20 products on. Where both are as good as
-each other the disagreement costs up to a tenth. With fewer than `FEWEST` products it costs
-up to a fifth: there XTrace is not asked.
+Measured (`tests.benchmarks.second_batch`): on flat spectra 1.4 times less error than
+XTrace; where eigenvalues fall as i^-1 or faster as much, with 12 products up to a tenth
+more. Between, where the two are within a third of each other, the result is most often
+between them, at worst a tenth above both: where votes are split, fewer samples are
+averaged. With fewer products than `FEWEST` that is up to a fifth, and nothing is put to the
+vote.
 """
 
 from __future__ import annotations
@@ -72,8 +77,7 @@ from traceax._traces.xtrace import xtrace_of
 
 FEWEST = 12
 
-# Shares of the variance: up to the first A Q is chosen, from the second on fresh probes.
-SKETCH, FRESH = 0.55, 0.85
+WIDTH = 0.3
 
 
 def sketched_or_sampled_trace(
@@ -111,7 +115,9 @@ class Choice(NamedTuple):
         return jnp.sqrt(k * jnp.sum(self.weights**2))
 
 
-def sketched_or_sampled(linear_map: LinearMap, probes: Probes, *, resphere: bool) -> Outcome:
+def sketched_or_sampled(
+    linear_map: LinearMap, probes: Probes, *, resphere: bool
+) -> Outcome:
     sketch = linear_map(probes.first)
     loo = leave_one_out(sketch, probes.first, resphere=resphere)
     choice = choose(loo, sketch, probes.lot)
@@ -135,12 +141,11 @@ def choose(
 
 def votes(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """a_i: what all probes but the i-th say of A Q."""
-    return jnp.clip((FRESH - missed_shares(loo, sketch)) / (FRESH - SKETCH), 0, 1)
+    least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
+    return jnp.clip(1 - (missed_shares(loo, sketch) - least) / WIDTH, 0, 1)
 
 
-def missed_shares(
-    loo: LeaveOneOut, sketch: Inexact[Array, "n k"]
-) -> Float[Array, " k"]:
+def missed_shares(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """t_i: what a sketch misses of the variance, by all probes but the i-th."""
     s, w, k = loo.directions, loo.probes, sketch.shape[1]
     others = 1 - jnp.eye(k, dtype=w.real.dtype)
@@ -194,9 +199,7 @@ def _forms(
 
 
 @jax.jit
-def _weight(
-    choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]
-) -> TraceWeight:
+def _weight(choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]) -> TraceWeight:
     """What the value is read through, in 2k columns either way."""
     k = loo.x.shape[0]
     sampled = TraceWeight(

@@ -35,7 +35,8 @@ def trace(
     3. `xnystrace` for operators tagged positive or negative semidefinite, from 3 matvecs;
     4. for all others, from 12 matvecs, `xtrace` where singular values decay and
        `hutchinson_trace` where they do not, half of the budget being spent on finding out;
-       each probe is left out of its own choice, so that no estimate chooses itself;
+       each probe is left out of its own choice, so that no estimate chooses itself, and
+       where they disagree the key decides;
     5. `xtrace` from 6 matvecs, `hutchinson_trace` for smaller budgets.
 
     Unbiased.
