@@ -34,7 +34,7 @@ def between(n: int) -> dict[str, Float[Array, " n"]]:
 
 
 def line(matrix: Matrix, num_matvecs: int, num_keys: int) -> str:
-    truth, errors, held = jnp.trace(matrix), [], []
+    truth, errors, held, bias = jnp.trace(matrix), [], [], 0.0
     for seed, room in enumerate(ROOMS):
         keys = jax.random.split(jax.random.key(seed), num_keys)
         run = over_keys(ours(room, untagged, num_matvecs))(matrix, keys)

@@ -162,3 +162,19 @@ def test_a_batch_of_operators_is_applied_once() -> None:
     close(
         together, jnp.stack([value(d, k) for d, k in zip(decays, keys, strict=True)]), 1e-12
     )
+
+
+@pytest.mark.parametrize("name", ["flat", "poly"])
+def test_the_gradient_reads_what_the_value_read(name: str) -> None:
+    """On either side: applied to the operator itself it gives its value, and both modes
+    agree on any other."""
+    matrix, other = hermitian(spectrum(name, 70)), general(70)
+
+    def value(m: Any) -> Any:
+        return tx.trace(function(m), KEY, 20).value
+
+    got, gradient = jax.jit(jax.value_and_grad(value))(matrix)
+    close(jnp.sum(gradient * matrix), got, 1e-12, 100)
+    _, slope = jax.jvp(value, (matrix,), (other,))
+    close(jnp.sum(gradient * other), slope, 1e-12, 100)
+    assert abs(slope - jnp.trace(other)) > 1e-3
