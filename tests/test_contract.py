@@ -193,7 +193,7 @@ def test_negative_semidefinite() -> None:
         (3, [PSD], tx.xnystrace),
         (2, [PSD], tx.hutchinson_trace),
         (20, [lx.negative_semidefinite_tag], tx.xnystrace),
-        (20, [], tx.xtrace),
+        (11, [], tx.xtrace),
         (6, [], tx.xtrace),
         (5, [], tx.hutchinson_trace),
     ],
@@ -245,7 +245,7 @@ def test_a_tangent_voids_every_promise() -> None:
     assert lx.is_positive_semidefinite(derivative)
     plain = function(direction)
     for operator in (derivative, derivative + function(0 * direction)):
-        close(tx.trace(operator, KEY, 20).value, tx.xtrace(plain, KEY, 20).value, 1e-12, 70)
+        close(tx.trace(operator, KEY, 20).value, tx.trace(plain, KEY, 20).value, 1e-12, 70)
         got, want = (tx.na_hutchpp_trace(o, KEY, 20).value for o in (operator, plain))
         close(got, want, 1e-12, 70)
         with pytest.raises(ValueError, match="tagged"):

@@ -143,7 +143,7 @@ def xtrace_replicates(
     `lengths` |mu_j|^2; `residual_rank` n - k + 2 to resphere, None not to."""
     s_adjoint = s.conj().T
     overlap = s_adjoint @ s
-    squared = _one_minus_squared_modulus(overlap)
+    squared = one_minus_squared_modulus(overlap)
 
     def part(product: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
         """u* v_j, times a, from s_i* v_j."""
@@ -176,7 +176,7 @@ def xnystrace_replicates(
     core = jnp.diagonal(gram).real
     root = jnp.sqrt(core)
     overlap = gram / root[None, :] / root[:, None]
-    squared = _one_minus_squared_modulus(overlap)
+    squared = one_minus_squared_modulus(overlap)
     normed = removed / root[None, :] / root[:, None]
     own = jnp.diagonal(normed).real
     pair = own[:, None] + own[None, :] - 2 * (normed * overlap.conj()).real
@@ -230,7 +230,7 @@ def row_norm_replicates(
     of which sums over j != i are products with k x k matrices."""
     k = s.shape[0]
     overlap = s.conj().T @ s
-    inverse = 1 / _one_minus_squared_modulus(overlap)
+    inverse = 1 / one_minus_squared_modulus(overlap)
     sw = s.conj().T @ w
     beta = inverse * (sw - overlap * jnp.diagonal(sw)[None, :])
     c = jnp.ones_like(inverse)
@@ -254,7 +254,7 @@ def row_norm_replicates(
     return over_j(known, others) + own + alone + 2 * (v.conj() * mixed).real
 
 
-def _one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k k"]:
+def one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k k"]:
     """1 - |L_ij|^2, floored off the diagonal; 1 on it, where nothing is evaluated."""
     floored = jnp.maximum(1 - jnp.abs(overlap) ** 2, jnp.finfo(overlap.dtype).eps)
     return jnp.where(jnp.eye(overlap.shape[0], dtype=bool), 1, floored)

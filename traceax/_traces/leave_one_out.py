@@ -38,15 +38,19 @@ class LeaveOneOut(NamedTuple):
     mu: Inexact[Array, "n k"]
     resphering: Float[Array, " k"]
 
-    def trace_weight(self) -> TraceWeight:
-        """The mean of P_i + c_i mu_i mu_i*, in 2k columns."""
-        return _trace_weight(self)
+    def trace_weight(self, weights: Float[Array, " k"] | None = None) -> TraceWeight:
+        """The mean of P_i + c_i mu_i mu_i*, in 2k columns; `weights`, of sum 1, make it a
+        weighted one."""
+        k = self.x.shape[0]
+        return _trace_weight(self, jnp.full(k, 1 / k) if weights is None else weights)
 
 
 @jax.jit
-def _trace_weight(loo: LeaveOneOut) -> TraceWeight:
-    q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
-    left = [q - (q @ s) @ s.conj().T / k, loo.mu * (loo.resphering / k)[None, :]]
+def _trace_weight(loo: LeaveOneOut, weights: Float[Array, " k"]) -> TraceWeight:
+    q, s = loo.basis.columns, loo.directions
+    weights = weights.astype(loo.resphering.dtype)
+    kept = q - (q @ s) @ (s * weights[None, :]).conj().T
+    left = [kept, loo.mu * (loo.resphering * weights)[None, :]]
     return TraceWeight(jnp.hstack(left), jnp.hstack([q, loo.mu]))
 
 

@@ -15,6 +15,7 @@ from traceax._core.operator import (
 from traceax._traces.choice import choice
 from traceax._traces.exact import exact_trace
 from traceax._traces.hutchinson import hutchinson_trace
+from traceax._traces.second_batch import FEWEST, sketched_or_sampled_trace
 from traceax._traces.xnystrace import xnystrace
 from traceax._traces.xtrace import xtrace
 
@@ -24,7 +25,7 @@ def trace(
 ) -> Estimate:
     """The trace of any square operator, by the best means there is for it.
 
-    The choice depends on structure, tags and budget, never on the estimate:
+    The choice depends on structure, tags and budget:
 
     1. exact and free for operators that store their diagonal (matrices, pytrees of
        matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
@@ -32,8 +33,11 @@ def trace(
     2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
        reaches n;
     3. `xnystrace` for operators tagged positive or negative semidefinite, from 3 matvecs;
-    4. `xtrace` for all others, from 6 matvecs;
-    5. `hutchinson_trace` for smaller budgets.
+    4. for all others, from 12 matvecs, `xtrace` where singular values decay and
+       `hutchinson_trace` where they do not, half of the budget being spent on finding out;
+       each probe is left out of its own choice, so that no estimate chooses itself, and
+       where they disagree the key decides;
+    5. `xtrace` from 6 matvecs, `hutchinson_trace` for smaller budgets.
 
     Unbiased.
 
@@ -84,6 +88,8 @@ def trace(
             return exact_trace(operator)
         case "semidefinite":
             return xnystrace(operator, key, num_matvecs)
+        case "general" if num_matvecs >= FEWEST:
+            return sketched_or_sampled_trace("trace", operator, key, num_matvecs)
         case "general":
             return xtrace(operator, key, num_matvecs)
         case "few":

@@ -143,8 +143,10 @@ def xtrace_of(
     eps: float,
     *,
     resphere: bool,
+    weights: Float[Array, " k"] | None = None,
 ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    """Value and standard error from Y = A Omega and A Q."""
+    """Value and standard error from Y = A Omega and A Q; the value with other weights of
+    the samples, if there are `weights`, of sum 1."""
     n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
     h = (q.conj().T @ images) / scale
@@ -174,7 +176,8 @@ def xtrace_of(
     if resphere and k > 1:
         missed = _missed(loo, (sketch - images @ loo.x) / scale, remainders)
         error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
-    return scale * mean(samples), scale * error
+    value = mean(samples) if weights is None else jnp.sum(weights * samples)
+    return scale * value, scale * error
 
 
 def _missed(
