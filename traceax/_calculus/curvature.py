@@ -25,7 +25,6 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, estimate_of
 from traceax._linalg.columns import mean
-from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Stream, unit_vectors
@@ -86,7 +85,7 @@ def sampled_laplacian(
     else:
         plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
         algorithm = partial(_mean, plan=plan)
-        degrees = independent_degrees_of_freedom(plan.num_samples)
+        degrees = plan.degrees_of_freedom
     spent = probes.num_probes
     return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
 
