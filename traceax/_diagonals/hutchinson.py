@@ -26,10 +26,10 @@ from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream
 from traceax._probes.witnesses import (
     DEGREES,
-    Testimony,
+    Account,
     Witnesses,
+    account,
     pooled,
-    testimony,
     witnesses_of,
 )
 
@@ -149,9 +149,9 @@ def _witnessed(
     probes, witnesses = heard
     eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
 
-    def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Testimony]:
+    def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Account]:
         products = linear_map(z)
-        told = testimony(z, products, witnesses)
+        told = account(z, products, witnesses)
         return _moments_of(z, products, plan, hermitian), told
 
     def merged(one: Any, other: Any) -> Any:

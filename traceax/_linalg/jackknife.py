@@ -45,7 +45,8 @@ def standard_error_of_parts(
     samples: Inexact[Array, "*values k parts"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
     """Of the mean of k samples, each the sum of independent parts; infinite for one. The
-    parts' means differ, so each has a spread of its own: k - 1 degrees of freedom a part."""
+    parts differ in their means, so each has a spread of its own, of k - 1 degrees of
+    freedom."""
     k = samples.shape[-2]
     if k == 1:
         return jnp.full_like(rounding, jnp.inf)

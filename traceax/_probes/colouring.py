@@ -17,6 +17,9 @@ Colours = Int[np.ndarray, " n"]
 # Steps beyond the last that is kept apart, which colours to spare are spent on.
 _FURTHER = 2
 
+# From so many dimensions on, what moves at the edges of a lattice gain is not worth it.
+_MANY = 20_000
+
 
 def colouring(
     pattern: Any, power: int = 1, *, num_colours: int | None = None
@@ -105,11 +108,14 @@ def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
     than `power`."""
     if num_colours >= step.shape[0]:
         return Best(coloured(np.arange(step.shape[0]), step, 1), step.shape[0])
-    best = _by_lattice(step, power, num_colours) or _by_greed(step, power, num_colours)
-    if best is None:
+    lattice = _by_lattice(step, power, num_colours)
+    best = lattice or _by_greed(step, power, num_colours)
+    best = best or Best(_of_power(step, power), power)
+    if best.colours.max() >= num_colours:
         return None
-    spread = _spread(best, step, num_colours)
-    return Best(coloured(spread, step, best.power), best.power)
+    if lattice is None or step.shape[0] <= _MANY:
+        best = Best(_spread(best, step, num_colours), best.power)
+    return Best(coloured(best.colours, step, best.power), best.power)
 
 
 def _of_power(step: Sparse, power: int) -> Colours:
@@ -118,7 +124,7 @@ def _of_power(step: Sparse, power: int) -> Colours:
     if grid is not None:
         lattice = smallest_lattice(grid, power, int(found.max()) + 1)
         if lattice is not None:
-            colours = grid.coloured(lattice.slope, lattice.count)
+            colours = grid.coloured(lattice.slope, lattice.num_colours)
             found = colours if keeps_apart(colours, reached) else found
     return found
 
@@ -128,7 +134,7 @@ def _by_lattice(step: Sparse, power: int, num_colours: int) -> Best | None:
     lattice = None if grid is None else best_lattice(grid, num_colours, power)
     if grid is None or lattice is None:
         return None
-    colours = grid.coloured(lattice.slope, lattice.count)
+    colours = grid.coloured(lattice.slope, lattice.num_colours)
     # A closed grid has a seam.
     fits = keeps_apart(colours, within(step, lattice.power))
     return Best(colours, lattice.power) if fits else None

@@ -23,7 +23,8 @@ from traceax._probes.graph import Sparse
 _MOST_AXES = 3
 _MOST_OFFSETS = 130  # of diagonals: a stencil that reaches five steps in a plane
 _MOST_IN_BOX = 40_000
-_SHARE = 0.8  # of the colours that lattices are tried with
+_SHARE = 0.8  # of the colours: lattices are tried with more than that
+_MOST_WORK = 200_000_000
 
 
 class Grid(NamedTuple):
@@ -113,7 +114,8 @@ def _box(grid: Grid, num_colours: int) -> _Box:
     `greedy`, by the square of a resolvent, which here reaches a third of that distance."""
     axes = len(grid.shape)
     spacing = num_colours ** (1 / axes)
-    radius = max(2, min(math.ceil(2.2 * spacing), int((_MOST_IN_BOX ** (1 / axes) - 1) / 2)))
+    most = int((_MOST_IN_BOX ** (1 / axes) - 1) / 2)
+    radius = max(2, min(math.ceil(2.2 * spacing), most))
     side = 2 * radius + 1
     shape = (side,) * axes
     both = np.concatenate([grid.stencil, -grid.stencil])
@@ -140,17 +142,22 @@ def _box(grid: Grid, num_colours: int) -> _Box:
 
 class Lattice(NamedTuple):
     slope: int
-    count: int
+    num_colours: int
     power: int
     crowding: float
 
 
 def _judged(box: _Box, count: int) -> Iterator[Lattice]:
     axes = box.differences.shape[1]
-    for slope in range(1, count // 2 + 1) if axes > 1 else (1,):
+    for slope in _slopes(axes, count):
         same = box.differences @ _generator(slope, count, axes) % count == 0
         power = int(np.min(box.steps[same], initial=np.max(box.steps) + 1)) - 1
         yield Lattice(slope, count, power, float(np.sum(box.weights[same])))
+
+
+def _slopes(axes: int, count: int) -> range:
+    """Opposite ones are reflections of each other."""
+    return range(1, max(2, count // 2 + 1) if axes > 1 else 2)
 
 
 def best_lattice(grid: Grid, num_colours: int, power: int) -> Lattice | None:
@@ -158,8 +165,13 @@ def best_lattice(grid: Grid, num_colours: int, power: int) -> Lattice | None:
     keep apart what is at most `power` steps apart, and what the best of all does but for a
     step."""
     box = _box(grid, num_colours)
-    least = math.ceil(_SHARE * num_colours)
-    judged = [l for c in range(num_colours, least - 1, -1) for l in _judged(box, c)]
+    tries = box.weights.size * len(_slopes(len(grid.shape), num_colours))
+    counts = min(math.ceil((1 - _SHARE) * num_colours), max(1, _MOST_WORK // tries))
+    judged = [
+        lattice
+        for count in range(num_colours, num_colours - counts, -1)
+        for lattice in _judged(box, count)
+    ]
     power = max(power, max(lattice.power for lattice in judged) - 1)
     fitting = [lattice for lattice in judged if lattice.power >= power]
     return min(fitting, key=lambda lattice: lattice.crowding, default=None)

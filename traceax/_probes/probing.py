@@ -19,9 +19,7 @@ from traceax._probes.witnesses import Coloured, Witnesses
 class Probing:
     """A sampler of one signed probe a colour, times as often as the budget allows."""
 
-    def __init__(
-        self, colours: Int[np.ndarray, " n"], witnesses: Witnesses | None
-    ) -> None:
+    def __init__(self, colours: Int[np.ndarray, " n"], witnesses: Witnesses | None) -> None:
         self.colours = colours
         self.witnesses = witnesses
         self.num_colours = int(colours.max()) + 1

@@ -95,7 +95,8 @@ def _beyond(
     two = None if one is None else one_further(one, step)
     if one is None or two is None:
         return np.zeros((n, count), bool)
-    first, second, third = ((reached @ members).toarray() > 0 for reached in (near, one, two))
+    counts = [(reached @ members).toarray() for reached in (near, one, two)]
+    first, second, third = (each > 0 for each in counts)
     second, third = second & ~first, third & ~second & ~first
     shown = second.any(axis=1) & third.any(axis=1)
     return (second | third) & shown[:, None]
@@ -107,7 +108,7 @@ def witnesses_of(sampler: Any) -> Witnesses | None:
     return None if found is None else jax.tree.map(jnp.asarray, found)
 
 
-class Testimony(eqx.Module):
+class Account(eqx.Module):
     """Sums over repeats, entry by entry, in units of `scale`: of variances, and of what is
     seen beyond."""
 
@@ -116,12 +117,12 @@ class Testimony(eqx.Module):
     size: Float[Array, " n"]
     scale: Float[Array, ""]
 
-    def merged(self, other: Testimony) -> Testimony:
+    def merged(self, other: Account) -> Account:
         scale = jnp.maximum(self.scale, other.scale)
 
-        def moved(part: Testimony) -> Testimony:
+        def moved(part: Account) -> Account:
             factor = part.scale / scale
-            return Testimony(
+            return Account(
                 part.squares * factor**2, part.beyond * factor, part.size * factor, scale
             )
 
@@ -138,9 +139,9 @@ class Testimony(eqx.Module):
 
 
 @jax.jit
-def testimony(
+def account(
     z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], witnesses: Witnesses
-) -> Testimony:
+) -> Account:
     """Of one or more repeats, each whole."""
     colours, neighbours = witnesses.colours, witnesses.neighbours
     n, count = colours.size, witnesses.num_colours
@@ -148,7 +149,7 @@ def testimony(
     others = neighbours != jnp.arange(n)[:, None]
     degrees = jnp.sum(others, axis=1)
 
-    def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> Testimony:
+    def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> Account:
         signs = jnp.sum(z, axis=1) / count**0.5
         here = jnp.take_along_axis(seen, colours[neighbours], axis=1)
         there = seen[neighbours, colours[:, None]]
@@ -162,7 +163,7 @@ def testimony(
         sizes = jnp.abs(seen)
         beyond = jnp.max(jnp.where(witnesses.beyond, sizes, 0), axis=1)
         variance = jnp.where(degrees > 0, mean, alone) / count
-        return Testimony(variance, beyond, jnp.max(sizes, axis=1), jnp.ones_like(scale))
+        return Account(variance, beyond, jnp.max(sizes, axis=1), jnp.ones_like(scale))
 
     def cut(block: Inexact[Array, "n k"]) -> Inexact[Array, "r n c"]:
         return jnp.moveaxis(block.reshape(n, -1, count), 1, 0)

@@ -18,7 +18,7 @@ from traceax._linalg.jackknife import length
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream, all_at_once
-from traceax._probes.witnesses import DEGREES, Witnesses, testimony, witnesses_of
+from traceax._probes.witnesses import DEGREES, Witnesses, account, witnesses_of
 from traceax._traces.exact import exact_trace
 from traceax._traces.weights import MeanForm
 
@@ -128,7 +128,7 @@ def _only_trace(
     z, witnesses = probes
     products, eps = linear_map(z), resolution(linear_map.operator)
     samples, sizes = _forms(z, products)
-    told = testimony(z, products, witnesses).error(witnesses, 1, eps)
+    told = account(z, products, witnesses).error(witnesses, 1, eps)
     alike = 1 if jnp.iscomplexobj(z) else 2
     error = length(alike**0.5 * told, 4 * eps * mean(sizes))
     readout = MeanForm(all_at_once(z), 1 / witnesses.num_colours)
