@@ -30,7 +30,8 @@ def grid(*sides: int, closed: bool = False) -> Any:
 
 def roads() -> Any:
     """The road network of Minnesota, dense."""
-    pattern = scipy.io.mmread(ROADS).toarray() != 0
+    matrix: Any = scipy.io.mmread(ROADS)
+    pattern = matrix.toarray() != 0
     return (pattern | pattern.T) & ~np.eye(pattern.shape[0], dtype=bool)
 
 

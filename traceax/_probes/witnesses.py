@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from traceax._linalg.columns import magnitude, squared_modulus
+from traceax._linalg.columns import magnitude, row_norms_squared
 from traceax._probes.graph import Sparse, one_further, within
 
 # Neighbours that are asked, of those that there are.
@@ -41,16 +41,30 @@ DEGREES = 5.0
 
 
 class Witnesses(eqx.Module):
-    """For each dimension: its colour; neighbours, itself in the place of those that it
-    lacks; and the colours that are one or two steps beyond what is kept apart."""
+    """For each dimension: its colour; neighbours, in rows filled up with itself, their
+    colours and their number; the colours that are one or two steps beyond what is kept
+    apart, and whether there are any. Whatever can be is worked out here, on the host: the
+    compiler would take longer."""
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
+    columns: Int[Any, "n m"]
+    degrees: Int[Any, " n"]
     beyond: Bool[Any, "n c"]
+    shown: Bool[Any, " n"]
 
     @property
     def num_colours(self) -> int:
         return self.beyond.shape[1]
+
+    @staticmethod
+    def of(
+        colours: Int[np.ndarray, " n"], step: Sparse, beyond: Bool[np.ndarray, "n c"]
+    ) -> Witnesses:
+        nearby = _neighbours(step)
+        degrees = np.sum(nearby != np.arange(colours.size)[:, None], axis=1)
+        shown = beyond.any(axis=1)
+        return Witnesses(colours, nearby, colours[nearby], degrees, beyond, shown)
 
 
 class Coloured(np.ndarray):
@@ -61,9 +75,9 @@ class Coloured(np.ndarray):
 
 def coloured(colours: Int[np.ndarray, " n"], step: Sparse, power: int) -> Coloured:
     result = np.unique(colours, return_inverse=True)[1].view(Coloured)
-    plain, nearby = np.asarray(result), _neighbours(step)
-    if nearby.size:
-        result.witnesses = Witnesses(plain, nearby, _beyond(plain, step, power))
+    plain = np.asarray(result)
+    if step.nnz > plain.size:
+        result.witnesses = Witnesses.of(plain, step, _beyond(plain, step, power))
     return result
 
 
@@ -132,7 +146,7 @@ class Account(eqx.Module):
     def error(self, witnesses: Witnesses, repeats: int, eps: float) -> Float[Array, " n"]:
         """Of the mean over repeats."""
         error = self.scale * jnp.sqrt(self.squares) / repeats
-        shown = jnp.any(witnesses.beyond, axis=1)
+        shown = witnesses.shown
         none = self.beyond <= 4 * eps * self.size
         all_none = jnp.any(shown) & jnp.all(none | ~shown)
         return jnp.where(jnp.where(shown, none, all_none), 0, error)
@@ -143,27 +157,23 @@ def account(
     z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], witnesses: Witnesses
 ) -> Account:
     """Of one or more repeats, each whole."""
-    colours, neighbours = witnesses.colours, witnesses.neighbours
-    n, count = colours.size, witnesses.num_colours
-    scale = magnitude(products)
-    others = neighbours != jnp.arange(n)[:, None]
-    degrees = jnp.sum(others, axis=1)
+    neighbours, own = witnesses.neighbours, witnesses.colours[:, None]
+    n, count, scale = own.size, witnesses.num_colours, magnitude(products)
+    degrees = witnesses.degrees
+    there_are = jnp.arange(neighbours.shape[1]) < degrees[:, None]
 
     def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> Account:
         signs = jnp.sum(z, axis=1) / count**0.5
-        here = jnp.take_along_axis(seen, colours[neighbours], axis=1)
-        there = seen[neighbours, colours[:, None]]
+        here = jnp.take_along_axis(seen, witnesses.columns, axis=1)
+        there = seen[neighbours, own]
         # The difference times s_a s_b, or its conjugate: of the same modulus.
         signed = signs[neighbours].conj() * here - signs[:, None] * there.conj()
-        between = jnp.where(others, squared_modulus(signed), 0) / 2
-        squares = squared_modulus(seen)
-        away = jnp.where(jnp.arange(count)[None, :] == colours[:, None], 0, squares)
-        alone = jnp.sum(away, axis=1) / max(count - 1, 1)
-        mean = jnp.sum(between, axis=1) / jnp.maximum(degrees, 1)
+        between = row_norms_squared(jnp.where(there_are, signed, 0))
+        alone = row_norms_squared(jnp.where(z == 0, seen, 0)) / max(count - 1, 1)
+        told = jnp.where(degrees > 0, between / (2 * jnp.maximum(degrees, 1)), alone)
         sizes = jnp.abs(seen)
         beyond = jnp.max(jnp.where(witnesses.beyond, sizes, 0), axis=1)
-        variance = jnp.where(degrees > 0, mean, alone) / count
-        return Account(variance, beyond, jnp.max(sizes, axis=1), jnp.ones_like(scale))
+        return Account(told / count, beyond, jnp.max(sizes, axis=1), jnp.ones_like(scale))
 
     def cut(block: Inexact[Array, "n k"]) -> Inexact[Array, "r n c"]:
         return jnp.moveaxis(block.reshape(n, -1, count), 1, 0)
