@@ -70,8 +70,8 @@ def colouring(
     [0 1 0 1 0 1 0 1]
     >>> print(tx.colouring(ring, power=3))
     [0 1 2 3 0 1 2 3]
-    >>> print(tx.colouring(ring, num_colours=5).max() + 1)
-    4
+    >>> print(tx.colouring(ring, num_colours=4))
+    [0 1 2 3 0 1 2 3]
 
     ```
 
