@@ -17,7 +17,8 @@ Colours = Int[np.ndarray, " n"]
 # Steps beyond the last that is kept apart, which colours to spare are spent on.
 _FURTHER = 2
 
-# From so many dimensions on, what moves at the edges of a lattice gain is not worth it.
+# From so many dimensions on, what moves at the edges of a lattice gain is not worth it, nor
+# is a message that tells the number of colours, where it is less work to tell a bound.
 _MANY = 20_000
 
 
@@ -87,7 +88,9 @@ def colouring(
     _check_count("num_colours", num_colours, "Pass as many as there are matvecs to spend.")
     found = best_colouring(step, power, num_colours)
     if found is None:
-        needed = int(_of_power(step, power).max()) + 1
+        needed = _clique(step, power)
+        if needed <= num_colours or step.shape[0] <= _MANY:
+            needed = int(_of_power(step, power).max()) + 1
         raise ValueError(
             f"traceax.colouring(num_colours=...) must be at least {needed}, because no "
             f"colouring with fewer was found that keeps {power} steps apart, but got "
@@ -107,15 +110,23 @@ def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
     """With at most so many colours, that of the largest power, spread; `None` if it is less
     than `power`."""
     if num_colours >= step.shape[0]:
-        return Best(coloured(np.arange(step.shape[0]), step, 1), step.shape[0])
+        return Best(np.arange(step.shape[0]), step.shape[0])
     lattice = _by_lattice(step, power, num_colours)
     best = lattice or _by_greed(step, power, num_colours)
-    best = best or Best(_of_power(step, power), power)
-    if best.colours.max() >= num_colours:
+    if best is None and _clique(step, power) <= num_colours:
+        best = Best(_of_power(step, power), power)
+    if best is None or best.colours.max() >= num_colours:
         return None
     if lattice is None or step.shape[0] <= _MANY:
         best = Best(_spread(best, step, num_colours), best.power)
     return Best(coloured(best.colours, step, best.power), best.power)
+
+
+def _clique(step: Sparse, power: int) -> int:
+    """So many dimensions are within `power` steps of each other: those half as far from
+    one. Of graphs with hubs it tells before the power is worked out, which may be full."""
+    half = power // 2
+    return int(np.diff(within(step, half).indptr).max()) if half else 1
 
 
 def _of_power(step: Sparse, power: int) -> Colours:

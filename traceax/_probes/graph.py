@@ -13,7 +13,7 @@ from jaxtyping import Int
 Sparse = Any
 
 # Products that make the entries of one power of a pattern: seconds.
-_MOST_PRODUCTS = 400_000_000
+_MOST_PRODUCTS = 100_000_000
 
 
 def graph(name: str, pattern: Any) -> Sparse:

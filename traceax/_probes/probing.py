@@ -60,16 +60,18 @@ def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
     `hutchinson_trace` and `hutchinson_diagonal`, which spend a multiple of the number of
     colours; the others need independent probes.
 
-    At equal budgets more colours are the more accurate, more repeats at most as well known.
+    At equal budgets more colours are the more accurate, and more repeats no better known.
     With the colours as `colouring` returned them (no copy, no part of them) one repeat has
     a standard error: each entry between neighbours in the graph is seen twice in it, and
-    what the two differ by is disturbance, for Hermitian operators nothing else. It is
-    somewhat too large where entries decay fast from step to step (twice, say, if they fall
-    to a tenth), larger where the operator is not Hermitian, and 0 but for rounding where
-    colours that are one and two steps too far show nothing. Further repeats are weighed
-    with it. Of colours from elsewhere one repeat has none, `inf`, and repeats speak for
-    themselves: of a diagonal two agree by chance, and then promise too much, as often as
-    every other time if a single neighbour disturbs an entry; three or more are honest.
+    what the two differ by is disturbance, for Hermitian operators nothing else. Measured,
+    it is 1.0 to 1.7 times the error for inverses of Laplacians plus 0.01 to 1, four to
+    seven times where entries fall faster still (exponentials), larger where the operator is
+    not Hermitian; rounding where colours that are one and two steps too far away show
+    nothing. Further repeats are weighed with it.
+
+    Of other colours one repeat has none, `inf`, and repeats speak for themselves: of a
+    diagonal two agree by chance, and then promise too much, as often as every other time if
+    a single neighbour disturbs an entry; three or more are honest.
 
     **Arguments**
 

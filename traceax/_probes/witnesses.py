@@ -109,8 +109,9 @@ def _beyond(
     two = None if one is None else one_further(one, step)
     if one is None or two is None:
         return np.zeros((n, count), bool)
-    counts = [(reached @ members).toarray() for reached in (near, one, two)]
-    first, second, third = (each > 0 for each in counts)
+    first, second, third = (
+        (reached @ members).astype(bool).toarray() for reached in (near, one, two)
+    )
     second, third = second & ~first, third & ~second & ~first
     shown = second.any(axis=1) & third.any(axis=1)
     return (second | third) & shown[:, None]
