@@ -27,8 +27,8 @@ from traceax._functions.logdet import logdet as logdet
 from traceax._functions.preconditioner import preconditioner as preconditioner
 from traceax._functions.schatten import schatten_norm as schatten_norm
 from traceax._functions.slq import slq_trace as slq_trace
+from traceax._probes.colouring import colouring as colouring
 from traceax._probes.hadamard import hadamard as hadamard
-from traceax._probes.probing import colouring as colouring
 from traceax._probes.probing import probing as probing
 from traceax._probes.samplers import normal as normal
 from traceax._probes.samplers import orthogonal as orthogonal

@@ -1,20 +1,17 @@
-"""Colourings, and the probes made of them."""
+"""Probes made of colourings."""
 
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-import scipy.sparse
-from jax.experimental.sparse import BCOO
 
 import traceax as tx
 from tests.helpers import REST, close, function, general
+from tests.probes.helpers import grid
 
 KEY = jax.random.key(9)
 N = 66
@@ -23,12 +20,6 @@ N = 66
 def band(width: int, dtype: Any = float, n: int = N) -> Any:
     i, j = np.indices((n, n))
     return general(n, dtype) * (abs(i - j) <= width)
-
-
-def grid(side: int) -> Any:
-    path: Any = scipy.sparse.csr_array(np.eye(side, k=1) + np.eye(side, k=-1))
-    eye = scipy.sparse.eye_array(side)
-    return scipy.sparse.kron(path, eye) + scipy.sparse.kron(eye, path)
 
 
 @pytest.mark.parametrize("dtype", [float, complex])
@@ -51,7 +42,9 @@ def test_as_many_colours_as_the_pattern_needs_are_exact(
         )
         close(one.value, truth, 1e-12)
         close(two.value, truth, 1e-12)
-        assert jnp.all(one.standard_error == jnp.inf)
+        # One repeat cannot know that nothing comes through: see `test_witnesses`.
+        assert jnp.all(one.standard_error > 0.01)
+        assert jnp.all(one.standard_error < 100)
         assert jnp.all(two.standard_error < 1e-12 * jnp.max(jnp.abs(truth)) * N)
         spent = one.num_matvecs, two.num_matvecs
         assert spent == (sampler.num_colours, 2 * sampler.num_colours)
@@ -113,8 +106,8 @@ def test_a_precision_matrix_is_what_it_is_for() -> None:
     """Marginal variances on a 16 x 16 grid, at equal matvecs: at least three times better
     than any method that does not know the grid."""
     side = 16
-    adjacency = grid(side)
-    precision = np.diag(adjacency.sum(1) + 0.5) - adjacency.toarray()
+    adjacency = grid(side, side)
+    precision = np.diag(adjacency.sum(1) + 0.5) - adjacency
     covariance = jnp.asarray(np.linalg.inv(precision))
     tags = [lx.symmetric_tag, lx.positive_semidefinite_tag]
     operator = lx.TaggedLinearOperator(function(covariance), tags)
@@ -130,66 +123,12 @@ def test_a_precision_matrix_is_what_it_is_for() -> None:
         assert error(entry.estimate) > 3 * probed, entry.name
 
 
-# The colouring.
-
-
-@hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@hypothesis.given(
-    n=st.integers(1, 30),
-    density=st.floats(0, 0.3),
-    power=st.integers(1, 4),
-    seed=st.integers(0, 99),
-)
-def test_colours_differ_within_the_power(
-    n: int, density: float, power: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    pattern = rng.random((n, n)) < density
-    colours = tx.colouring(pattern, power)
-    step = (pattern | pattern.T | np.eye(n, dtype=bool)).astype(float)
-    near = np.linalg.matrix_power(step, power) > 0
-    same = colours[:, None] == colours
-    assert not np.any(near & same & ~np.eye(n, dtype=bool))
-    assert set(colours.tolist()) == set(range(colours.max() + 1))
-    assert colours.max() + 1 <= near.sum(1).max()
-
-
-def test_patterns_of_every_kind() -> None:
-    dense = grid(5).toarray()
-    expected = tx.colouring(dense)
-    padded = BCOO.fromdense(jnp.asarray(dense), nse=200)
-    rows, columns = np.nonzero(np.triu(dense))
-    explicit_zeros = BCOO(
-        (jnp.zeros(len(rows)), jnp.stack([rows, columns], 1)), shape=(25, 25)
-    )
-    for pattern in (scipy.sparse.csr_array(dense), padded, explicit_zeros):
-        np.testing.assert_array_equal(tx.colouring(pattern), expected)
-    np.testing.assert_array_equal(tx.colouring(scipy.sparse.coo_array((4, 4))), np.zeros(4))
-
-
 # Errors.
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: tx.colouring(np.ones((2, 3))), ValueError, r"pattern=.*square.*\(2, 3\)"),
-        (lambda: tx.colouring(np.eye(3), 0), ValueError, r"power=.*at least 1.*got 0"),
-        (
-            lambda: tx.colouring(np.eye(3), 2.0),  # pyright: ignore[reportArgumentType]
-            TypeError,
-            r"power=.*Python int.*got 2.0",
-        ),
-        (
-            lambda: tx.colouring(BCOO.fromdense(jnp.ones((2, 2, 2)))),
-            ValueError,
-            r"pattern=.*square matrix.*\(2, 2, 2\)",
-        ),
-        (
-            lambda: jax.jit(lambda m: tx.colouring(BCOO.fromdense(m, nse=3)))(jnp.eye(3)),
-            TypeError,
-            r"pattern=.*concrete.*traced",
-        ),
         (lambda: tx.probing(np.arange(3) - 1), ValueError, r"colours=.*at least 0.*got -1"),
         (lambda: tx.probing(np.arange(0)), ValueError, r"colours=.*got none"),
         (lambda: tx.probing(np.ones(3)), TypeError, r"colours=.*integers.*got float64"),

@@ -18,7 +18,6 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import Structure, prepare
 from traceax._core.rule import Outcome, estimate_of
 from traceax._linalg.columns import mean
-from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.choice import for_mean
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler
@@ -83,7 +82,7 @@ def sampled_mean(
         sampler = for_mean(sampler, space, num_matvecs)
         plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
         algorithm = partial(_mean, plan=plan)
-        degrees = independent_degrees_of_freedom(plan.num_samples)
+        degrees = plan.degrees_of_freedom
     spent = probes.num_probes
     return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import PRNGKeyArray
@@ -17,11 +19,16 @@ from traceax._diagonals.exact import exact_diagonal
 from traceax._diagonals.hutchinson import hutchinson_diagonal
 from traceax._diagonals.xdiag import xdiag
 from traceax._diagonals.xnysdiag import xnysdiag
+from traceax._probes.choice import check_pattern, for_pattern
 from traceax._traces.choice import choice
 
 
 def diagonal(
-    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int = 100
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int = 100,
+    *,
+    pattern: Any = None,
 ) -> Estimate:
     """The diagonal of any square operator, by the best means there is for it.
 
@@ -32,12 +39,13 @@ def diagonal(
        exact from one application for those tagged diagonal;
     2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
        reaches n;
-    3. `xnysdiag` for operators tagged positive or negative semidefinite, from 3 matvecs;
-    4. `xdiag` for all others, from 6 matvecs;
-    5. `hutchinson_diagonal` for smaller budgets.
+    3. `hutchinson_diagonal` with `probing` where a `pattern` is given of which as many
+       colours as matvecs, or fewer, keep at least three steps apart;
+    4. `xnysdiag` for operators tagged positive or negative semidefinite, from 3 matvecs;
+    5. `xdiag` for all others, from 6 matvecs;
+    6. `hutchinson_diagonal` for smaller budgets.
 
-    Unbiased. Where entries decay with the distance in a graph, as in the inverse of a
-    sparse precision matrix, `hutchinson_diagonal` with `probing` is better still.
+    Unbiased.
 
     **Arguments**
 
@@ -45,19 +53,28 @@ def diagonal(
     - `key`: a JAX random key.
     - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
       least 1. Default 100.
+    - `pattern`: a graph in which the entries of the operator decay with the distance: where
+      it has entries or, if it is the inverse or another function of a sparse matrix, where
+      that one has. As for `colouring`: concrete, n x n, a sparse
+      `jax.experimental.sparse.BCOO` or anything that `scipy.sparse.coo_array` takes. Where
+      hardly anything decays within the steps that colours keep apart, sketches are better:
+      leave it out. Default `None`.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is 0 where the
     value is exact.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 1.
+    `num_matvecs` not a Python int, `pattern` traced; `ValueError` if `operator` is not
+    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
+    keys; if `num_matvecs` is below 1; if `pattern` is not a square matrix of the operator's
+    dimension.
 
     **Derivatives**: forward and reverse, to any order, unbiased; exact where the value is.
 
-    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells.
+    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells. A pattern is
+    coloured at each call, under `jax.jit` when it is compiled; for many calls outside of it
+    make a sampler, `probing(colouring(pattern, num_colours=num_matvecs))`, once.
 
     **Example**
 
@@ -80,6 +97,7 @@ def diagonal(
     section 6.1, doi:10.1137/23M1548323.
     """
     check_request("diagonal", operator, key, num_matvecs)
+    check_pattern("diagonal", operator, pattern)
     known = known_diagonal(operator)
     if known is not None:
         value, spent = known
@@ -87,9 +105,13 @@ def diagonal(
         zero = jnp.zeros_like(value.real)
         structure = operator.in_structure()
         return Estimate(as_result(value, structure), as_result(zero, structure), spent)
-    match choice(operator, num_matvecs):
-        case "exact":
-            return exact_diagonal(operator)
+    kind = choice(operator, num_matvecs)
+    if kind == "exact":
+        return exact_diagonal(operator)
+    sampler = for_pattern("diagonal", num_matvecs, pattern)
+    if sampler is not None:
+        return hutchinson_diagonal(operator, key, num_matvecs, sampler=sampler)
+    match kind:
         case "semidefinite":
             return xnysdiag(operator, key, num_matvecs)
         case "general":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,14 @@ from traceax._linalg.moments import Moments, moments
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream
+from traceax._probes.witnesses import (
+    DEGREES,
+    Account,
+    Witnesses,
+    account,
+    pooled,
+    witnesses_of,
+)
 
 
 def hutchinson_diagonal(
@@ -60,8 +69,8 @@ def hutchinson_diagonal(
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
-    entry, that of a mean of independent samples (for `probing`, repeats); `inf` for one; 0
-    where n applications were spent.
+    entry, that of a mean of independent samples (for `probing`, repeats); `inf` for one,
+    but for `probing` by a `colouring`; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
@@ -109,10 +118,14 @@ def sampled_diagonal(
     if num_matvecs >= size(operator):
         return exact_diagonal(operator, batch_size)
     plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
-    algorithm = partial(_diagonal, plan=plan)
-    degrees = max(plan.num_samples - 1, 1)
-    structure = operator.in_structure()
-    return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
+    degrees, structure = plan.num_samples - 1, operator.in_structure()
+    witnesses = witnesses_of(sampler)
+    if witnesses is None:
+        algorithm, degrees = partial(_diagonal, plan=plan), max(degrees, 1)
+        return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
+    algorithm, heard = partial(_witnessed, plan=plan), (probes, witnesses)
+    degrees += DEGREES
+    return estimate(algorithm, operator, heard, plan.num_probes, degrees, structure)
 
 
 def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
@@ -125,7 +138,29 @@ def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
         return _moments_of(z, linear_map(z), plan, hermitian)
 
     total = probes.reduce(moments_of, Moments.merged)
-    value, error = _judge(total, plan, resolution(linear_map.operator))
+    value, spread, rounding = _judge(total, plan, resolution(linear_map.operator))
+    return Outcome(value, both_errors(spread, rounding), MeanProduct(probes, total.weight))
+
+
+def _witnessed(
+    linear_map: LinearMap, heard: tuple[Stream, Witnesses], *, plan: Plan
+) -> Outcome:
+    """The same by `probing`, each repeat of which tells something of its error."""
+    probes, witnesses = heard
+    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+
+    def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Account]:
+        products = linear_map(z)
+        told = account(z, products, witnesses)
+        return _moments_of(z, products, plan, hermitian), told
+
+    def merged(one: Any, other: Any) -> Any:
+        return one[0].merged(other[0]), one[1].merged(other[1])
+
+    total, told = probes.reduce(sums_of, merged)
+    value, spread, rounding = _judge(total, plan, eps)
+    word = told.error(witnesses, plan.num_samples, eps)
+    error = both_errors(pooled(spread, word, plan.num_samples), rounding)
     return Outcome(value, error, MeanProduct(probes, total.weight))
 
 
@@ -141,7 +176,8 @@ def _moments_of(
 @partial(jax.jit, static_argnums=(1, 2))
 def _judge(
     total: Moments, plan: Plan, eps: float
-) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
+) -> tuple[Inexact[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
+    """The value, and its errors by the spread of samples and by rounding."""
     spread = plan.shrink * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
-    error = total.scale * both_errors(spread, 4 * eps * total.size) / total.weight
-    return total.scale * total.value(), error
+    unit = total.scale / total.weight
+    return total.scale * total.value(), unit * spread, unit * 4 * eps * total.size

@@ -36,7 +36,6 @@ from traceax._diagonals.xdiag import xdiag_samples
 from traceax._diagonals.xnysdiag import xnysdiag_samples
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
-    independent_degrees_of_freedom,
     jackknife_error,
     shared_error,
 )
@@ -107,8 +106,7 @@ def leaf_traces(
         return _exact(operator, key, num_matvecs)
     if kind == "few":
         plan, probes = plan_and_draw("leaf_traces", operator, key, num_matvecs, rademacher)
-        degrees = independent_degrees_of_freedom(plan.num_samples)
-        algorithm = partial(_few, plan=plan)
+        algorithm, degrees = partial(_few, plan=plan), plan.degrees_of_freedom
         return _estimate(algorithm, operator, probes, num_matvecs, degrees)
     each = 1 if kind == "semidefinite" else 2
     k = num_matvecs // each

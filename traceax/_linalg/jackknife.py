@@ -38,7 +38,21 @@ def standard_error(
     if k == 1:
         return jnp.full_like(rounding, jnp.inf)
     deviations = samples - mean(samples)[..., None]
-    return _length(deviations / (k * (k - 1)) ** 0.5, rounding)
+    return length(deviations / (k * (k - 1)) ** 0.5, rounding)
+
+
+def standard_error_of_parts(
+    samples: Inexact[Array, "*values k parts"], rounding: Float[Array, "*values"]
+) -> Float[Array, "*values"]:
+    """Of the mean of k samples, each the sum of independent parts; infinite for one. The
+    parts differ in their means, so each has a spread of its own, of k - 1 degrees of
+    freedom."""
+    k = samples.shape[-2]
+    if k == 1:
+        return jnp.full_like(rounding, jnp.inf)
+    means = mean(jnp.moveaxis(samples, -2, -1))
+    deviations = (samples - means[..., None, :]) / (k * (k - 1)) ** 0.5
+    return length(deviations.reshape(*deviations.shape[:-2], -1), rounding)
 
 
 def error_of_sum(length: Float[Array, "*values"], k: int) -> Float[Array, "*values"]:
@@ -109,7 +123,7 @@ def jackknife_error(
     """Of an estimator whose value without probe i is `replicates[..., i]`."""
     k = replicates.shape[-1]
     deviations = replicates - mean(replicates)[..., None]
-    return _length(deviations * ((k - 1) / k) ** 0.5, rounding)
+    return length(deviations * ((k - 1) / k) ** 0.5, rounding)
 
 
 def no_less_than_theory(
@@ -205,7 +219,7 @@ def xnysdiag_replicates(
     root = jnp.sqrt(jnp.diagonal(gram).real)
     overlap = gram / root[None, :] / root[:, None]
     others = (1 - jnp.eye(k, dtype=root.dtype)) / (k - 1)
-    pairs = others / _one_minus_squared_modulus(overlap)
+    pairs = others / one_minus_squared_modulus(overlap)
     tested, squares = probes.conj() / root[None, :], squared_modulus(z)
     removed = squares * jnp.sum(pairs, axis=1)[None, :] + squares @ pairs.T
     removed = removed - 2 * (z.conj() * (z @ (overlap * pairs.T))).real
@@ -266,7 +280,7 @@ def _mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     return jnp.sum(others, axis=1) / (k - 1)
 
 
-def _length(
+def length(
     deviations: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
     """sqrt(|deviations|^2 + rounding^2); the squares would leave the range of float32."""

@@ -14,18 +14,35 @@ less.
 (m - k)/(m - 1) times the variance of independent ones, m about n, for any operator: .94 of
 the error where k is an eighth of n, .71 where it is half. Drawing them takes a sort of m
 numbers, which is not worth it below PART of the dimensions.
+
+*Operators of which a pattern is known.* Measured (n = 1000 to 1300, budgets of 20, 50 and
+100; the inverse of a graph's Laplacian plus 0.1 or 1, and exp(A)): where the budget buys
+colours for three steps or more (grids of two and three axes, roads, random graphs of mean
+degree 2 and 4), probing has 1.1 to 10^9 times less error than sketches, of diagonals and
+traces. Where it buys one step or two (random graphs of mean degree 8, those grown by
+preferential attachment) it has from 0.2 of the error to 6 times as much. Plus 0.01, where
+nearly everything is near, sketches win by up to ten times on grids of three axes: such a
+matrix does not decay within its pattern.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import lineax as lx
 
 from traceax._core.operator import size
+from traceax._probes.colouring import best_colouring
+from traceax._probes.graph import graph
 from traceax._probes.hadamard import hadamard
+from traceax._probes.probing import Probing, probing
 from traceax._probes.samplers import Sampler, rademacher, sphere
 
 MANY = 100_000
 PART = 1 / 8
+
+# Steps that colours must keep apart, or a sketch is the better choice.
+ENOUGH = 3
 
 
 def for_sketch(sampler: Sampler | None, operator: lx.AbstractLinearOperator) -> Sampler:
@@ -41,3 +58,22 @@ def for_mean(
         return sampler
     many = num_probes > 1 and num_probes >= PART * size(operator)
     return hadamard if many else rademacher
+
+
+def check_pattern(name: str, operator: lx.AbstractLinearOperator, pattern: Any) -> None:
+    n = size(operator)
+    shape = (n, n) if pattern is None else graph(name, pattern).shape
+    if shape != (n, n):
+        raise ValueError(
+            f"traceax.{name}(pattern=...) must be {n} x {n}, a row and a column for each "
+            f"dimension of the operator, but got shape {shape}. Pass the pattern of this "
+            "operator, or of the matrix it is a function of."
+        )
+
+
+def for_pattern(name: str, num_matvecs: int, pattern: Any) -> Probing | None:
+    """Probing, if so many colours keep enough steps apart in the graph of the pattern."""
+    if pattern is None:
+        return None
+    best = best_colouring(graph(name, pattern), ENOUGH, num_matvecs)
+    return None if best is None else probing(best.colours)

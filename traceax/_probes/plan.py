@@ -16,7 +16,10 @@ from traceax._core.checks import check_batch_size, check_samples
 from traceax._core.coded import by_value
 from traceax._core.operator import size, skeleton
 from traceax._linalg.columns import mean
-from traceax._linalg.jackknife import standard_error
+from traceax._linalg.jackknife import (
+    independent_degrees_of_freedom,
+    standard_error_of_parts,
+)
 from traceax._probes.draw import draw, draw_samples
 from traceax._probes.samplers import (
     Sampler,
@@ -29,15 +32,30 @@ from traceax._probes.stream import Stream, all_at_once
 
 class Plan(NamedTuple):
     """Probes come as samples of a number of probes each; `shrink` is the factor by which
-    samples that exclude each other bring down the standard error of their mean."""
+    samples that exclude each other bring down the standard error of their mean.
+
+    The probes of one sample are independent, too, but of different means, one for each
+    colour: of a sum over them each colour has a spread of its own."""
 
     num_samples: int
     num_probes: int
     shrink: float
 
+    @property
+    def group(self) -> int:
+        """Probes a sample."""
+        return self.num_probes // self.num_samples
+
+    @property
+    def degrees_of_freedom(self) -> float:
+        """Of the interval of a mean of quadratic forms."""
+        return self.group * independent_degrees_of_freedom(self.num_samples)
+
     def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
-        shape = (*by_probe.shape[:-1], -1, self.num_probes // self.num_samples)
-        return jnp.sum(by_probe.reshape(shape), axis=-1)
+        return jnp.sum(self._by_sample(by_probe), axis=-1)
+
+    def _by_sample(self, by_probe: Inexact[Array, "*values k"]) -> Array:
+        return by_probe.reshape((*by_probe.shape[:-1], -1, self.group))
 
     def error_of_mean(
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
@@ -48,10 +66,8 @@ class Plan(NamedTuple):
     def mean_and_error(
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
-        average = mean(by_probe)
-        deviations = by_probe - average[..., None]
-        spread = self.totals(deviations * (self.num_samples / self.num_probes))
-        return average, standard_error(self.shrink * spread, rounding)
+        samples = self.shrink * self._by_sample(by_probe / self.group)
+        return mean(by_probe), standard_error_of_parts(samples, rounding)
 
 
 def plan_and_draw(

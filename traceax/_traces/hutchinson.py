@@ -14,12 +14,11 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._linalg.columns import column_dots, mean
-from traceax._linalg.jackknife import (
-    independent_degrees_of_freedom,
-)
+from traceax._linalg.jackknife import length
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.stream import Stream
+from traceax._probes.stream import Stream, all_at_once
+from traceax._probes.witnesses import DEGREES, Witnesses, account, witnesses_of
 from traceax._traces.exact import exact_trace
 from traceax._traces.weights import MeanForm
 
@@ -57,8 +56,8 @@ def hutchinson_trace(
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of a mean of
-    independent samples (for `probing`, repeats); `inf` for one; 0 where n applications were
-    spent.
+    independent samples (for `probing`, repeats); `inf` for one, but for `probing` by a
+    `colouring`; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
@@ -105,8 +104,11 @@ def sampled_trace(
     if num_matvecs >= size(operator):
         return exact_trace(operator, batch_size)
     plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
-    algorithm = partial(_trace, plan=plan)
-    degrees = independent_degrees_of_freedom(plan.num_samples)
+    witnesses = witnesses_of(sampler)
+    if plan.num_samples == 1 and witnesses is not None:
+        block = probes.collect(lambda z: z), witnesses
+        return estimate(_only_trace, operator, block, plan.num_probes, DEGREES)
+    algorithm, degrees = partial(_trace, plan=plan), plan.degrees_of_freedom
     return estimate(algorithm, operator, probes, plan.num_probes, degrees)
 
 
@@ -115,6 +117,22 @@ def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
     rounding = 4 * resolution(linear_map.operator) * mean(sizes)
     value, error = plan.mean_and_error(samples, rounding)
     return Outcome(value, error, MeanForm(probes, 1 / plan.num_probes))
+
+
+def _only_trace(
+    linear_map: LinearMap, probes: tuple[Inexact[Array, "n c"], Witnesses]
+) -> Outcome:
+    """By one repeat of `probing`. For real signs an entry of A disturbs two entries of the
+    diagonal alike, those of a symmetric A twice as much in variance as two independent
+    disturbances, others less; phases disturb them independently."""
+    z, witnesses = probes
+    products, eps = linear_map(z), resolution(linear_map.operator)
+    samples, sizes = _forms(z, products)
+    told = account(z, products, witnesses).error(witnesses, 1, eps)
+    alike = 1 if jnp.iscomplexobj(z) else 2
+    error = length(alike**0.5 * told, 4 * eps * mean(sizes))
+    readout = MeanForm(all_at_once(z), 1 / witnesses.num_colours)
+    return Outcome(mean(samples), error, readout)
 
 
 @jax.jit

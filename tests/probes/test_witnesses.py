@@ -1,0 +1,294 @@
+"""What one repeat of probing tells of its error, and the front doors that use it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.sparse
+
+import traceax as tx
+from tests.helpers import PSD, close, function, general, hermitian, slow
+from tests.probes.helpers import grid, laplacian, left, near, roads
+from traceax._probes.witnesses import Coloured, account, witnesses_of
+
+KEY = jax.random.key(4)
+ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]
+
+
+def signs_of(block: Any) -> Any:
+    """Of one repeat: each dimension's, from the columns of probes."""
+    return np.asarray(block).sum(1) / np.sqrt(block.shape[1])
+
+
+def told(matrix: Any, colours: Any, pattern: Any, signs: Any) -> Any:
+    """The squared error bars, pair by pair."""
+    variances = np.zeros(len(colours))
+    for a in range(len(colours)):
+        squares = []
+        for b in np.flatnonzero(pattern[a]):
+            mine, others = colours == colours[a], colours == colours[b]
+            there = matrix[b] @ (signs * mine) * np.conj(signs[a])
+            here = matrix[a] @ (signs * others) * np.conj(signs[b])
+            squares.append(abs(here - np.conj(there)) ** 2 / 2)
+        variances[a] = np.mean(squares)
+    return variances
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("make", [general, lambda n, dtype: hermitian(np.ones(n), dtype)])
+def test_error_bars_are_what_neighbours_disagree_by(
+    make: Callable[..., Any], dtype: Any
+) -> None:
+    """Of a diagonal, and of the trace as the sum of its entries, each disturbed with its
+    partner if probes are real."""
+    pattern = grid(11, 6)
+    matrix = make(66, dtype) + general(66, dtype, seed=1)
+    matrix = matrix + matrix.conj().T if make is not general else matrix
+    colours = tx.colouring(pattern, power=2)
+    sampler = tx.probing(colours)
+    count = sampler.num_colours
+    operator = function(matrix)
+    diagonal, trace = (f(operator, KEY, count, sampler=sampler) for f in ESTIMATES)
+    block = sampler(KEY, operator.in_structure(), count).T
+    expected = told(np.asarray(matrix), np.asarray(colours), pattern, signs_of(block))
+    close(diagonal.standard_error, np.sqrt(expected), 1e-12)
+    alike = 1 if dtype is complex else 2
+    close(trace.standard_error, np.sqrt(alike * expected.sum()), 1e-12)
+    assert diagonal.degrees_of_freedom == trace.degrees_of_freedom == 5
+
+
+def test_variances_over_all_signs() -> None:
+    """Of a symmetric A, what is told is the mean of the variances of neighbours, each as
+    the other sees it: by enumeration."""
+    n, pattern = 9, grid(9)
+    matrix = np.asarray(general(n))
+    matrix = matrix + matrix.T
+    colours: Any = tx.colouring(pattern, power=2)
+    witnesses = witnesses_of(tx.probing(colours))
+    assert witnesses is not None
+    mine = jnp.asarray(colours[:, None] == np.arange(3))
+
+    def variance(signs: Any) -> Any:
+        z = 3**0.5 * jnp.where(mine, signs[:, None], 0)
+        found = account(z, matrix @ z, witnesses)
+        return found.squares * found.scale**2
+
+    every = 1 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
+    mean = jnp.mean(jax.vmap(variance)(jnp.asarray(every)), axis=0)
+    expected = np.zeros(n)
+    for a in range(n):
+        neighbours = np.flatnonzero(pattern[a])
+        for b in neighbours:
+            of_a = (colours == colours[a]) & (np.arange(n) != a)
+            of_b = (colours == colours[b]) & (np.arange(n) != b)
+            pair = np.sum(matrix[b, of_a] ** 2) + np.sum(matrix[a, of_b] ** 2)
+            expected[a] += pair / 2 / len(neighbours)
+    close(mean, expected, 1e-12)
+
+
+SIDE = 24
+FIELD = grid(SIDE, SIDE)
+ROADS = roads()[:700, :700]
+EXPONENT = scipy.linalg.expm(ROADS.astype(float))
+
+
+def resolvent(adjacency: Any, shift: float) -> Any:
+    return np.linalg.inv(laplacian(adjacency * 1.0) + shift * np.eye(len(adjacency)))
+
+
+def shares(
+    matrix: Any, pattern: Any, num_colours: int, repeats: int, factor: float = 1
+) -> tuple[float, float]:
+    """Of entries held by the interval, over keys; and error bars over errors."""
+    truth = np.diag(matrix)
+    sampler = tx.probing(tx.colouring(pattern, num_colours=num_colours))
+    operator = function(jnp.asarray(matrix))
+    budget = repeats * sampler.num_colours
+
+    @jax.jit
+    def run(key: Any) -> Any:
+        estimate = tx.hutchinson_diagonal(operator, key, budget, sampler=sampler)
+        return (estimate.value, *estimate.interval(0.95), estimate.standard_error)
+
+    value, low, high, error = jax.lax.map(run, jax.random.split(KEY, 8))
+    low, high = value + factor * (low - value), value + factor * (high - value)
+    ratio = jnp.linalg.norm(error) / jnp.linalg.norm(value - truth)
+    return float(jnp.mean((low <= truth) & (truth <= high))), float(ratio)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, slow(3)])
+@pytest.mark.parametrize(
+    ("matrix", "pattern", "widest"),
+    [
+        (resolvent(FIELD, 0.1), FIELD, 1.3),
+        (resolvent(FIELD, 1.0), FIELD, 1.8),
+        (resolvent(ROADS, 0.1), ROADS, 1.3),
+        (resolvent(ROADS, 1.0), ROADS, 2.1),
+        (EXPONENT, ROADS, 6.0),
+    ],
+    ids=["field, far", "field, near", "roads, far", "roads, near", "roads, exp"],
+)
+def test_intervals_hold(matrix: Any, pattern: Any, widest: float, repeats: int) -> None:
+    """At least 90 % of entries, from one repeat on; and the bars of two and more repeats
+    are those of the spread, on the whole."""
+    held, ratio = shares(matrix, pattern, 30, repeats)
+    assert held >= 0.92
+    assert 0.9 < ratio < (widest if repeats == 1 else 1.1)
+    sabotaged, _ = shares(matrix, pattern, 30, repeats, factor=0.25 / max(ratio, 1))
+    assert sabotaged < 0.9
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES)
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_where_nothing_comes_through_the_error_is_rounding(
+    estimate: Callable[..., tx.Estimate], repeats: int
+) -> None:
+    """Triangles through intersections: 12 colours see that A^3 ends after three steps."""
+    step = jnp.asarray(ROADS.astype(float))
+    cubed = step @ step @ step
+    sampler = tx.probing(tx.colouring(ROADS, power=3))
+    run = partial(estimate, sampler=sampler)
+    found = run(function(cubed), KEY, repeats * sampler.num_colours)
+    truth = cubed.trace() if estimate is tx.hutchinson_trace else jnp.diagonal(cubed)
+    close(found.value, truth, 1e-12)
+    assert jnp.max(found.standard_error) < 1e-12 * jnp.trace(cubed)
+    # A^5 does not end there, and one repeat tells.
+    other = run(function(cubed @ step @ step), KEY, sampler.num_colours)
+    assert jnp.max(other.standard_error) > 1
+
+
+def test_other_colours_tell_nothing() -> None:
+    """Copies and parts of a colouring have forgotten the graph; a graph without edges has
+    nothing to tell."""
+    colours = tx.colouring(FIELD, power=2)
+    assert isinstance(colours, Coloured)
+    operator = function(jnp.asarray(resolvent(FIELD, 1.0)))
+    for plain in (np.array(colours), colours.copy(), colours[:], np.asarray(colours)):
+        sampler = tx.probing(plain)
+        budget = sampler.num_colours
+        for estimate in ESTIMATES:
+            alone = estimate(operator, KEY, budget, sampler=sampler)
+            assert jnp.all(alone.standard_error == jnp.inf)
+    assert witnesses_of(tx.probing(tx.colouring(np.eye(5)))) is None
+
+
+def test_lone_dimensions_hear_of_all_colours() -> None:
+    """Without neighbours: the mean square of what other colours send."""
+    pattern = grid(70)
+    pattern[33] = pattern[:, 33] = 0
+    matrix = general(70)
+    sampler = tx.probing(tx.colouring(pattern, power=3))
+    estimate = tx.hutchinson_diagonal(function(matrix), KEY, 4, sampler=sampler)
+    block = sampler(KEY, jax.ShapeDtypeStruct((70,), float), 4).T
+    seen = np.delete(np.asarray(matrix @ block)[33], sampler.colours[33])
+    close(estimate.standard_error[33], np.sqrt(np.mean(seen**2) / 4), 1e-12)
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_scale_and_batches_change_nothing(repeats: int) -> None:
+    sampler = tx.probing(tx.colouring(FIELD, power=3))
+    single = jnp.asarray(resolvent(FIELD, 0.5), jnp.float32)
+    budget = repeats * sampler.num_colours
+    for estimate in ESTIMATES:
+        expected = estimate(function(single), KEY, budget, sampler=sampler)
+        for scale in (1e-25, 1e30):
+            got = estimate(function(scale * single), KEY, budget, sampler=sampler)
+            close(got.standard_error / scale, expected.standard_error, 1e-4)
+        batches = partial(estimate, batch_size=sampler.num_colours)
+        got = batches(function(single), KEY, budget, sampler=sampler)
+        close(got.standard_error, expected.standard_error, 1e-4)
+
+
+def test_each_colour_has_a_spread_of_its_own() -> None:
+    """Traces of two repeats: 2 - 1 degrees of freedom a colour."""
+    sampler = tx.probing(tx.colouring(FIELD, power=3))
+    count = sampler.num_colours
+    matrix = jnp.asarray(resolvent(FIELD, 0.5))
+    estimate = tx.hutchinson_trace(function(matrix), KEY, 2 * count, sampler=sampler)
+    assert estimate.degrees_of_freedom == count / 3
+    keys = jax.random.split(KEY, 2)
+    block = jnp.concatenate([sampler(k, matrix[0], count).T for k in keys], axis=1)
+    forms = jnp.sum(block * (matrix @ block), axis=0).reshape(2, count) / count
+    spread = jnp.sum((forms[0] - forms[1]) ** 2) / 4
+    close(estimate.standard_error, jnp.sqrt(spread), 1e-9)
+
+
+# The front doors.
+
+
+@pytest.mark.parametrize("door", [tx.diagonal, tx.trace])
+def test_front_doors_probe_where_colours_keep_three_steps_apart(
+    door: Callable[..., tx.Estimate],
+) -> None:
+    field = jnp.asarray(resolvent(FIELD, 1.0))
+    operator = lx.TaggedLinearOperator(function(field), PSD)
+    truth = jnp.diagonal(field) if door is tx.diagonal else jnp.trace(field)
+    sketched = door(operator, KEY, 40)
+    pattern = scipy.sparse.csr_array(FIELD)
+    probed = jax.jit(lambda key: door(operator, key, 40, pattern=pattern))(KEY)
+    wrong = [float(jnp.linalg.norm(e.value - truth)) for e in (sketched, probed)]
+    assert wrong[1] < 0.1 * wrong[0]
+    colours = tx.colouring(pattern, num_colours=40)
+    by_hand = tx.hutchinson_diagonal if door is tx.diagonal else tx.hutchinson_trace
+    same = by_hand(operator, KEY, 40, sampler=tx.probing(colours))
+    close(probed.value, same.value, 1e-12)
+    close(probed.standard_error, same.standard_error, 1e-12)
+    # Eight colours are enough for three steps, seven are not.
+    assert left(np.asarray(field), tx.colouring(FIELD, power=3)) > 0
+    assert door(operator, KEY, 8, pattern=pattern).degrees_of_freedom == 5
+    few = door(operator, KEY, 7, pattern=pattern)
+    close(few.value, door(operator, KEY, 7).value, 1e-12)
+    # Two steps reach everybody.
+    star = np.zeros_like(FIELD)
+    star[0] = star[:, 0] = 1
+    assert np.all(near(star, 2))
+    close(door(operator, KEY, 40, pattern=star).value, sketched.value, 1e-12)
+
+
+@pytest.mark.parametrize("door", [tx.diagonal, tx.trace])
+def test_what_is_known_is_not_probed(door: Callable[..., tx.Estimate]) -> None:
+    stored = lx.MatrixLinearOperator(jnp.asarray(resolvent(FIELD, 1.0)))
+    assert door(stored, KEY, 40, pattern=FIELD).num_matvecs == 0
+    small = function(general(60))
+    assert door(small, KEY, 40, pattern=grid(60)).num_matvecs == 60
+
+
+@pytest.mark.parametrize("door", [tx.diagonal, tx.trace])
+@pytest.mark.parametrize(
+    ("pattern", "error", "words"),
+    [
+        (grid(5, 5), ValueError, r"pattern=.*must be 70 x 70.*got shape \(25, 25\)"),
+        (np.ones((2, 70)), ValueError, r"pattern=.*square"),
+        ("traced", TypeError, r"pattern=.*concrete.*traced"),
+    ],
+)
+def test_errors_of_the_front_doors(
+    door: Callable[..., tx.Estimate], pattern: Any, error: Any, words: str
+) -> None:
+    operator = function(general(70))
+
+    def run(pattern: Any) -> Any:
+        return door(operator, KEY, 40, pattern=pattern).value
+
+    call = partial(run, pattern)
+    if isinstance(pattern, str):
+        call = partial(jax.jit(run), jnp.eye(70))
+    with pytest.raises(error, match=rf"traceax\.{door.__name__}\({words}"):
+        call()
+
+
+@pytest.mark.parametrize("door", [tx.diagonal, tx.trace])
+def test_derivatives_are_those_of_the_value(door: Callable[..., tx.Estimate]) -> None:
+    field = jnp.asarray(resolvent(FIELD, 1.0))
+
+    def loss(scale: Any) -> Any:
+        estimate = door(function(scale * field), KEY, 20, pattern=FIELD)
+        return jnp.sum(estimate.value)
+
+    close(jax.grad(loss)(2.0), loss(1.0), 1e-12)

@@ -1,0 +1,194 @@
+"""Colourings: which dimensions may share a probe."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from traceax._probes.graph import Sparse, graph, keeps_apart, one_further, within
+from traceax._probes.greedy import disturbance, fewest, improved
+from traceax._probes.lattices import as_grid, best_lattice, smallest_lattice
+from traceax._probes.witnesses import coloured
+
+Colours = Int[np.ndarray, " n"]
+
+# Steps beyond the last that is kept apart, which colours to spare are spent on.
+_FURTHER = 2
+
+# From so many dimensions on, what moves at the edges of a lattice gain is not worth it, nor
+# is a message that tells the number of colours, where it is less work to tell a bound.
+_MANY = 20_000
+
+
+def colouring(
+    pattern: Any, power: int = 1, *, num_colours: int | None = None
+) -> Int[np.ndarray, " n"]:
+    """Colour the dimensions of a sparse operator so that neighbours differ.
+
+    Dimensions at most `power` steps apart in the graph of the pattern get different
+    colours: the pattern of A itself makes `probing` exact for A, power p exact for A^p, and
+    nearly exact for inverses and functions of A whose entries decay within p steps. On the
+    host; nothing random.
+
+    By as few colours as are found: greedily, in several orders; on grids of up to three
+    axes, which the pattern gives away, by lattices, colours (i + s j + s^2 k) mod c. With
+    `num_colours`, for a budget of as many applications, the best colouring found with at
+    most so many: that of the largest power that fits (or, where a lattice is better spread,
+    one less), and what is left of the colours is spent on pairs a little further apart, so
+    that the resolvent of the graph has the least entries between dimensions of one colour.
+
+    **Arguments**
+
+    - `pattern`: where the operator may have entries, n x n: a sparse
+      `jax.experimental.sparse.BCOO`, or anything that `scipy.sparse.coo_array` takes.
+      Stored zeros count. Need not be symmetric.
+    - `power`: how many steps are kept apart, with `num_colours` at least, a Python int of
+      at least 1. Default 1.
+    - `num_colours`: at most how many colours, a Python int of at least 1. Default `None`,
+      as few as the power needs.
+
+    **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
+    most one more than the greatest number of dimensions within `power` steps of one. Given
+    to `probing` as it is, it also brings who is near whom, of which an error bar is made.
+
+    **Raises** `TypeError` if the pattern is traced, or `power` or `num_colours` not a
+    Python int; `ValueError` if the pattern is not a square matrix, `power` or `num_colours`
+    is below 1, or no colouring of the power was found with so few colours.
+
+    **Derivatives**: none.
+
+    **Cost**: no applications; time and memory of the pattern of the power, of each power up
+    to two beyond the largest that fits with `num_colours`.
+
+    **Example**
+
+    ```python
+    >>> import numpy as np, traceax as tx
+    >>> ring = np.roll(np.eye(8), 1, axis=0)
+    >>> print(tx.colouring(ring))
+    [0 1 0 1 0 1 0 1]
+    >>> print(tx.colouring(ring, power=3))
+    [0 1 2 3 0 1 2 3]
+    >>> print(tx.colouring(ring, num_colours=4))
+    [0 1 2 3 0 1 2 3]
+
+    ```
+
+    **Reference**: Tang and Saad (2012), A probing method for computing the diagonal of a
+    matrix inverse, Numerical Linear Algebra with Applications 19(3), doi:10.1002/nla.779,
+    section 3. Korobov (1959), The approximate computation of multiple integrals, Doklady
+    Akademii Nauk SSSR 124, for lattices of one parameter.
+    """
+    _check_count("power", power, "Pass 1 for the pattern itself.")
+    step = graph("colouring", pattern)
+    if num_colours is None:
+        return coloured(_of_power(step, power), step, power)
+    _check_count("num_colours", num_colours, "Pass as many as there are matvecs to spend.")
+    found = best_colouring(step, power, num_colours)
+    if found is None:
+        needed = _clique(step, power)
+        if needed <= num_colours or step.shape[0] <= _MANY:
+            needed = int(_of_power(step, power).max()) + 1
+        raise ValueError(
+            f"traceax.colouring(num_colours=...) must be at least {needed}, because no "
+            f"colouring with fewer was found that keeps {power} steps apart, but got "
+            f"{num_colours}. Raise it, or lower the power."
+        )
+    return found.colours
+
+
+class Best(NamedTuple):
+    """Colours, and how many steps they keep apart."""
+
+    colours: Colours
+    power: int
+
+
+def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
+    """With at most so many colours, that of the largest power, spread; `None` if it is less
+    than `power`."""
+    if num_colours >= step.shape[0]:
+        return Best(np.arange(step.shape[0]), step.shape[0])
+    lattice = _by_lattice(step, power, num_colours)
+    best = lattice or _by_greed(step, power, num_colours)
+    if best is None and _clique(step, power) <= num_colours:
+        best = Best(_of_power(step, power), power)
+    if best is None or best.colours.max() >= num_colours:
+        return None
+    if lattice is None or step.shape[0] <= _MANY:
+        best = Best(_spread(best, step, num_colours), best.power)
+    return Best(coloured(best.colours, step, best.power), best.power)
+
+
+def _clique(step: Sparse, power: int) -> int:
+    """So many dimensions are within `power` steps of each other: those half as far from
+    one. Of graphs with hubs it tells before the power is worked out, which may be full."""
+    half = power // 2
+    return int(np.diff(within(step, half).indptr).max()) if half else 1
+
+
+def _of_power(step: Sparse, power: int) -> Colours:
+    reached = within(step, power)
+    found, grid = fewest(reached), as_grid(step)
+    if grid is not None:
+        lattice = smallest_lattice(grid, power, int(found.max()) + 1)
+        if lattice is not None:
+            colours = grid.coloured(lattice.slope, lattice.num_colours)
+            found = colours if keeps_apart(colours, reached) else found
+    return found
+
+
+def _by_lattice(step: Sparse, power: int, num_colours: int) -> Best | None:
+    grid = as_grid(step)
+    lattice = None if grid is None else best_lattice(grid, num_colours, power)
+    if grid is None or lattice is None:
+        return None
+    colours = grid.coloured(lattice.slope, lattice.num_colours)
+    # A closed grid has a seam.
+    fits = keeps_apart(colours, within(step, lattice.power))
+    return Best(colours, lattice.power) if fits else None
+
+
+def _by_greed(step: Sparse, power: int, num_colours: int) -> Best | None:
+    """Two powers in a row that do not fit are the end: greed may need fewer colours for the
+    larger one. So is one of which a dimension and those half as far from it need more."""
+    best, failed, reached, balls = None, 0, step, [1]
+    while failed < 2:
+        colours, steps = fewest(reached), len(balls)
+        fits = colours.max() < num_colours
+        best, failed = (Best(colours, steps), 0) if fits else (best, failed + 1)
+        balls.append(int(np.diff(reached.indptr).max()))
+        further = one_further(reached, step)
+        hopeless = balls[(steps + 1) // 2] > num_colours
+        if further is None or hopeless or further.nnz == reached.nnz:
+            break
+        reached = further
+    return best if best is not None and best.power >= power else None
+
+
+def _spread(best: Best, step: Sparse, num_colours: int) -> Colours:
+    """With what is left of the colours."""
+    near = further = within(step, best.power)
+    for _ in range(_FURTHER):
+        reached = one_further(further, step)
+        if reached is None:
+            return best.colours
+        further = reached
+    weights = disturbance(step, near, further)
+    return improved(best.colours, weights, num_colours)
+
+
+def _check_count(argument: str, count: object, cure: str) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(
+            f"traceax.colouring({argument}=...) must be a Python int, because it counts "
+            f"{'steps in a graph' if argument == 'power' else 'probes'}, but got "
+            f"{count!r}. {cure}"
+        )
+    if count < 1:
+        raise ValueError(
+            f"traceax.colouring({argument}=...) must be at least 1, but got {count}. One "
+            "colour for all is numpy.zeros(n, int)."
+        )
