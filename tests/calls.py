@@ -87,6 +87,13 @@ def by_leaves(matrix: Any, key: Any) -> Any:
     return tx.Estimate(value, error, estimate.num_matvecs)
 
 
+def pooled(matrix: Any, key: Any) -> Any:
+    def run(key: Any) -> Any:
+        return tx.hutchinson_trace(operator(matrix), key, 4)
+
+    return tx.pool(jax.vmap(run)(jax.random.split(key, 3)))
+
+
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
     "hutchinson_trace": budgeted(tx.hutchinson_trace, 6),
@@ -120,6 +127,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "biharmonic": of_point("biharmonic", energy),
     "hessian_diagonal": of_point("hessian_diagonal", energy),
     "leaf_traces": by_leaves,
+    "pool": pooled,
     "unbiased_square": squared,
 }
 

@@ -9,6 +9,7 @@ from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
 from traceax._core.layout import Layout as Layout
+from traceax._core.pool import pool as pool
 from traceax._diagonals.diagonal import diagonal as diagonal
 from traceax._diagonals.diagpp import diagpp as diagpp
 from traceax._diagonals.frobenius import frobenius_norm_squared as frobenius_norm_squared

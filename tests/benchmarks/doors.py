@@ -59,7 +59,7 @@ def matrices() -> Iterator[tuple[str, Any]]:
 
 def traces_and_diagonals() -> Iterator[Contest]:
     for name, matrix in matrices():
-        kinds = {"symmetric": lx.symmetric_tag}
+        kinds: dict[str, Any] = {"symmetric": lx.symmetric_tag}
         if name != "indefinite":
             kinds["semidefinite"] = SEMIDEFINITE
         for kind, tags in kinds.items():

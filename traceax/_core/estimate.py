@@ -8,12 +8,17 @@ import jax.numpy as jnp
 from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
+from traceax._core.serialise import exportable
+from traceax._core.words import as_table, formatted, in_words, is_here
+
 
 class Estimate(eqx.Module):
     """An estimate, its standard error, and what it cost.
 
     It is a pytree: return it from `jax.jit`, batch it with `jax.vmap`, stack it with
-    `jax.lax.scan`. Only `value` is differentiable.
+    `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits of its
+    error, `96.6 ± 3.1 (50 matvecs)`, a format like `f"{estimate:.3f}"` as you wish; arrays
+    and pytrees by their shapes and relative errors, traced ones by their types.
 
     **Attributes**
 
@@ -45,6 +50,18 @@ class Estimate(eqx.Module):
     standard_error: PyTree[Float[Array, ...]]
     num_matvecs: int | Int[Array, ...]
     degrees_of_freedom: float | Float[Array, ...] = 1e6
+
+    def __str__(self) -> str:
+        return in_words(self)
+
+    def __format__(self, spec: str) -> str:
+        return formatted(self, spec)
+
+    def __repr__(self) -> str:
+        return f"<{in_words(self)}>" if is_here(self) else in_words(self)
+
+    def _repr_html_(self) -> str | None:
+        return as_table(self)
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
@@ -79,7 +96,7 @@ class Estimate(eqx.Module):
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def ends(value: Array, error: Array) -> tuple[Array, Array]:
-            quantile = _student_quantile(level, degrees.astype(error.dtype))
+            quantile = student_quantile(level, degrees.astype(error.dtype))
             # Each estimate of a batch has its own, for all of its entries.
             entries = (1,) * (error.ndim - quantile.ndim)
             quantile = quantile.reshape(quantile.shape + entries)
@@ -103,8 +120,12 @@ class AdaptiveEstimate(Estimate):
     converged: Bool[Array, ""] | bool = False
 
 
+exportable(Estimate(0.0, 0.0, 0))
+exportable(AdaptiveEstimate(0.0, 0.0, 0))
+
+
 @jax.jit
-def _student_quantile(
+def student_quantile(
     level: float | Float[Array, ""], degrees: Real[Array, ...]
 ) -> Real[Array, ...]:
     """The t with P(|T| > t) = 1 - level, T having Student's distribution.

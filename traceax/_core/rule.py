@@ -136,17 +136,19 @@ def _settled_jvp(
 
 
 @eqx.filter_custom_jvp
-def refusing(error: Errors) -> Errors:
-    """A standard error that was made of differentiable numbers."""
+def refusing(error: Errors, source: Values | None = None) -> Errors:
+    """A standard error that was made of differentiable numbers; or, with a `source` of its
+    shape, of what was frozen of them."""
     return error
 
 
 @refusing.def_jvp
 def _refusing_jvp(
-    primals: tuple[Errors], tangents: tuple[Errors | None]
+    primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Errors, Errors | None]:
-    (error,), (tangent,) = primals, tangents
-    return error, None if tangent is None else _refuse(error, tangent)
+    error = primals[0]
+    moved = [tangent for tangent in tangents if tangent is not None]
+    return error, _refuse(error, moved[-1].real) if moved else None
 
 
 def _refuse(error: Errors, tangent: Errors) -> Errors:

@@ -21,6 +21,7 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import run_of
+from traceax._core.serialise import exportable
 from traceax._functions.exact_functions import hermitian_or_nan
 from traceax._functions.likelihood import Likelihood, likelihood
 from traceax._functions.logdet import STORED
@@ -60,6 +61,12 @@ class InvQuadLogdet(eqx.Module):
     inv_quad: Estimate
     logdet: Estimate
     solution: PyTree[Inexact[Array, ...]]
+
+    def __str__(self) -> str:
+        return f"inv_quad: {self.inv_quad}\nlogdet: {self.logdet}"
+
+
+exportable(InvQuadLogdet(Estimate(0.0, 0.0, 0), Estimate(0.0, 0.0, 0), 0.0))
 
 
 def inv_quad_logdet(

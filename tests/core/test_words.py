@@ -1,0 +1,112 @@
+"""How estimates print."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+
+def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
+    as_arrays = jax.tree.map(np.asarray, (value, error))
+    return tx.Estimate(*as_arrays, num_matvecs, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (96.612, 3.14, "96.6 ± 3.1"),
+        (96.612, 31.4, "97 ± 31"),
+        (96.612, 314.1, "97 ± 314"),
+        (-0.01234, 0.00056, "-0.01234 ± 0.00056"),
+        (96.612, 0.0, "96.612"),
+        (96.612, np.inf, "96.612 ± inf"),
+        (np.nan, np.nan, "nan ± nan"),
+        (1.2348e30, 6.7e28, "(1.235 ± 0.067)e+30"),
+        (1.2348e-30, 6.7e-32, "(1.235 ± 0.067)e-30"),
+        (-12345678.0, 91000.0, "(-1.2346 ± 0.0091)e+07"),
+        (0.0, 2e-12, "(0.0 ± 2.0)e-12"),
+        (96.5999999999123, 3.1e-12, "96.5999999999123 ± 3.1e-12"),
+        (3.21 + 1.12j, 0.43, "(3.21+1.12j) ± 0.43"),
+        (np.float32(2e38), np.float32(1e37), "(2.00 ± 0.10)e+38"),
+    ],
+)
+def test_a_number_shows_two_digits_of_its_error(
+    value: Any, error: float, words: str
+) -> None:
+    assert str(estimate(value, error)) == f"{words} (50 matvecs)"
+    assert repr([estimate(value, error)]) == f"[<{words} (50 matvecs)>]"
+    assert f"{estimate(value, error)}" == f"{words} (50 matvecs)"
+
+
+def test_one_is_no_plural_and_batches_have_a_range() -> None:
+    assert str(estimate(2.0, 1.0, 1)).endswith("(1 matvec)")
+    assert str(estimate(2.0, 1.0, np.array([4, 9]))).endswith("(4 to 9 matvecs)")
+    assert str(estimate(2.0, 1.0, jnp.array(7))).endswith("(7 matvecs)")
+
+
+def test_formats_are_for_both_numbers() -> None:
+    assert f"{estimate(96.612, 3.14159):.3f}" == "96.612 ± 3.142"
+    assert f"{estimate(96.612, 3.14159):+.1e}" == "+9.7e+01 ± +3.1e+00"
+    assert f"{estimate(96.612, 0.0):.1f}" == "96.6"
+    assert f"{estimate(1 + 2j, 0.5):.1f}" == "1.0+2.0j ± 0.5"
+    with pytest.raises(TypeError, match=r"spec=.*one number.*shape \(3,\).*Format entries"):
+        f"{estimate(np.ones(3), np.ones(3)):.3f}"
+
+
+def test_arrays_and_pytrees_tell_their_shapes_and_relative_errors() -> None:
+    values = np.array([[1.0, -2.0], [4.0, 0.0]])
+    errors = np.array([[0.1, 0.1], [0.1, 0.3]])
+    assert str(estimate(values, errors)) == "(2, 2) ± 2.5 to 10 % (50 matvecs)"
+    assert str(estimate(values, 0 * errors)) == "(2, 2) exact (50 matvecs)"
+    assert str(estimate(values, np.inf + errors)) == "(2, 2) ± inf (50 matvecs)"
+    some = np.where(errors == 0.3, np.inf, errors)
+    assert str(estimate(values, some)) == "(2, 2) ± 2.5 to 10 %, 1 unknown (50 matvecs)"
+    tree = estimate(
+        {"w": values, "b": (np.array(3.0), np.ones(2))},
+        {"w": errors, "b": (np.array(0.5), np.ones(2))},
+    )
+    lines = ["b.0: 3.00 ± 0.50", "b.1: (2,) ± 100 %", "w: (2, 2) ± 2.5 to 10 %"]
+    assert str(tree).splitlines() == [*lines, "(50 matvecs)"]
+
+
+def test_notebooks_show_a_table_of_what_is_more_than_a_number() -> None:
+    tree = estimate({"a<b": np.ones(2)}, {"a<b": np.ones(2)})
+    table = tree._repr_html_()
+    assert table is not None
+    assert "<td>a&lt;b</td><td>(2,) ± 100 %</td>" in table
+    assert "50 matvecs" in table
+    assert estimate(1.0, 0.1)._repr_html_() is None
+
+
+def test_traced_and_abstract_ones_print_as_they_did() -> None:
+    seen = []
+
+    def look(value: Any) -> Any:
+        inside = tx.Estimate(value, value, 3)
+        seen.extend([str(inside), repr(inside), inside._repr_html_()])
+        with pytest.raises(TypeError, match="whose value is there"):
+            f"{inside:.3f}"
+        return inside
+
+    shaped = jax.eval_shape(look, 1.0)
+    assert seen[0] == seen[1]
+    assert seen[0].startswith("Estimate(value=")
+    assert seen[2] is None
+    assert str(shaped).startswith("Estimate(")
+
+
+def test_estimators_print_what_they_found() -> None:
+    matrix = jnp.diag(jnp.arange(1.0, 101.0))
+    both = tx.inv_quad_logdet(
+        lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag),
+        jnp.ones(100),
+        jax.random.key(0),
+    )
+    first, second = str(both).splitlines()
+    assert first.startswith("inv_quad: 5.187")
+    assert second.startswith("logdet: 363.7")

@@ -1,0 +1,153 @@
+"""Estimates in words: how they print.
+
+A number is shown to two digits of its standard error; exact ones as they are. What has
+many entries is told by its shapes, and by how large the errors are beside the values. What
+is not there to be looked at (traced, abstract, on other machines) is told as Equinox tells
+any module.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.core import Tracer
+
+
+def in_words(estimate: Any) -> str:
+    """`96.6 ± 3.1 (50 matvecs)`, or a line for each leaf."""
+    if not is_here(estimate):
+        return eqx.tree_pformat(estimate)
+    rows = leaf_rows(estimate)
+    cost = f"({matvecs(estimate)})"
+    if len(rows) == 1 and not rows[0][0]:
+        return f"{rows[0][1]} {cost}"
+    return "\n".join([f"{path}: {words}" for path, words in rows] + [cost])
+
+
+def formatted(estimate: Any, spec: str) -> str:
+    """One number and its error, each by `spec`."""
+    if not spec:
+        return str(estimate)
+    leaves = jax.tree.leaves(estimate.value)
+    if not is_here(estimate) or len(leaves) != 1 or np.ndim(leaves[0]):
+        shapes = jax.tree.map(np.shape, estimate.value)
+        raise TypeError(
+            "traceax.Estimate.__format__(spec=...) must be asked of one number whose value "
+            f"is there, but got {spec!r} for values of shape {shapes}. Format entries of "
+            "`value` and `standard_error`."
+        )
+    value = np.asarray(leaves[0]).item()
+    error = np.asarray(jax.tree.leaves(estimate.standard_error)[0]).item()
+    shown = format(value, spec)
+    return shown if error == 0 else f"{shown} ± {error:{spec}}"
+
+
+def as_table(estimate: Any) -> str | None:
+    """HTML for notebooks, of what is more than one number."""
+    if not is_here(estimate):
+        return None
+    rows = leaf_rows(estimate)
+    if len(rows) == 1 and not rows[0][0]:
+        return None
+    cells = "".join(
+        f"<tr><td>{html.escape(path)}</td><td>{html.escape(words)}</td></tr>"
+        for path, words in rows
+    )
+    caption = f"<caption>{matvecs(estimate)}</caption>"
+    head = "<tr><th>leaf</th><th>value ± standard error</th></tr>"
+    return f"<table>{caption}{head}{cells}</table>"
+
+
+def is_here(estimate: Any) -> bool:
+    """Whether every number in it can be looked at."""
+
+    def here(leaf: Any) -> bool:
+        if isinstance(leaf, Tracer):
+            return False
+        if isinstance(leaf, jax.Array):
+            return leaf.is_fully_addressable and not leaf.is_deleted()
+        return isinstance(leaf, int | float | complex | np.ndarray | np.generic)
+
+    leaves = jax.tree.leaves(estimate)
+    same = jax.tree.structure(estimate.value) == jax.tree.structure(estimate.standard_error)
+    return bool(leaves) and same and all(map(here, leaves))
+
+
+def leaf_rows(estimate: Any) -> list[tuple[str, str]]:
+    """Where each leaf is, and what it says."""
+    pairs = zip(
+        jax.tree.leaves_with_path(estimate.value),
+        jax.tree.leaves(estimate.standard_error),
+        strict=True,
+    )
+    return [
+        (_place(path), leaf_in_words(np.asarray(value), np.asarray(error)))
+        for (path, value), error in pairs
+    ]
+
+
+def _place(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def leaf_in_words(value: np.ndarray, error: np.ndarray) -> str:
+    if value.ndim == 0:
+        return number(value.dtype.type(value), error.item())
+    return f"{value.shape} {relative_errors(value, error)}"
+
+
+def relative_errors(value: np.ndarray, error: np.ndarray) -> str:
+    """The range of what errors are of values, where there are both."""
+    if not np.any(error):
+        return "exact"
+    some = (value != 0) & np.isfinite(error) & (error > 0)
+    if not np.any(some):
+        return "± inf" if np.any(np.isinf(error)) else "± nan"
+    with np.errstate(all="ignore"):
+        relative = error[some].astype(float) / np.abs(value[some]).astype(float)
+    low, high = (_percent(100 * end) for end in (relative.min(), relative.max()))
+    range_ = f"± {low} %" if low == high else f"± {low} to {high} %"
+    unknown = value.size - int(np.sum(np.isfinite(error)))
+    return range_ + (f", {unknown} unknown" if unknown else "")
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2g}" if share < 100 or share >= 1e6 else f"{share:.0f}"
+
+
+def number(value: np.generic, error: float) -> str:
+    """To two digits of the error."""
+    if error == 0:
+        return str(value)
+    if not np.isfinite(error) or not np.isfinite(value):
+        shown = f"{value.item():.6g}"
+        shown = f"({shown})" if np.iscomplexobj(value) else shown
+        return f"{shown} ± {error:.2g}"
+    size = max(abs(value.item()), error)
+    power = int(np.floor(np.log10(size) + 1e-6))
+    if -4 <= power < 6:
+        return _plain(value.item(), error)
+    # A power of ten that double precision holds, of what single precision may not.
+    scale = 10.0 ** max(power, -300)
+    return f"({_plain(value.item() / scale, error / scale)})e{max(power, -300):+03d}"
+
+
+def _plain(value: float | complex, error: float) -> str:
+    # A little more, for what single precision makes of 0.1.
+    decimals = max(0, 1 - int(np.floor(np.log10(error) + 1e-6)))
+    shown = f"{value:.{min(decimals, 16)}f}"
+    shown = f"({shown})" if isinstance(value, complex) else shown
+    return f"{shown} ± {error:.1e}" if decimals > 6 else f"{shown} ± {error:.{decimals}f}"
+
+
+def matvecs(estimate: Any) -> str:
+    """How many were spent; of a batch the range."""
+    counts = np.asarray(estimate.num_matvecs)
+    low, high = counts.min(), counts.max()
+    if low == high:
+        return f"{low} matvec{'s' if low != 1 else ''}"
+    return f"{low} to {high} matvecs"
