@@ -80,7 +80,7 @@ def test_at_any_scale_in_float32(scale: float) -> None:
 
 
 def run(key: Any, scale: Any = 1.0) -> tx.Estimate:
-    return tx.xdiag(function(scale * MATRIX), key, 20)
+    return tx.hutchinson_diagonal(function(scale * MATRIX), key, 20)
 
 
 def test_a_batch_is_its_list_also_under_jit_with_its_slope() -> None:
