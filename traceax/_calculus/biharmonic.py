@@ -31,6 +31,7 @@ from traceax._core.operator import (
     unflatten,
     working_dtype,
 )
+from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import rademacher
 from traceax._probes.stream import Stream
 
@@ -43,6 +44,7 @@ def biharmonic(
     *,
     args: PyTree = None,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the biharmonic operator of a function at x, the Laplacian of its Laplacian.
 
@@ -67,6 +69,9 @@ def biharmonic(
     - `args`: passed on to `fn`. Default `None`.
     - `batch_size`: how many pairs live at a time, a Python int of at least 1. Default
       `None`, all. The numbers are the same.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where the
@@ -98,7 +103,9 @@ def biharmonic(
     x = checked_point("biharmonic", fn, x, key, num_matvecs)
     subject = FourthDerivatives(closed(fn, x, args), x, args)
     check_inexact_values("biharmonic", subject.result)
-    return sampled_mean("biharmonic", subject, key, num_matvecs, rademacher, batch_size)
+    return sampled_mean(
+        "biharmonic", subject, key, num_matvecs, rademacher, batch_size, progress_meter
+    )
 
 
 class FourthDerivatives(AlongProbes):

@@ -11,6 +11,7 @@ from traceax._core.function_checks import (
     check_same_structure,
 )
 from traceax._probes.choice import for_mean
+from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler
 from traceax._traces.hutchinson import sampled_trace
 
@@ -24,6 +25,7 @@ def divergence(
     args: PyTree = None,
     sampler: Sampler | None = None,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the divergence of a vector field at x, the trace of its Jacobian.
 
@@ -54,6 +56,9 @@ def divergence(
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and pushed forwards again in a gradient rather than stored. `orthogonal`,
       `hadamard` and samplers of your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` of shape `()`, in the dtype of x (at least 32 bits).
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where n
@@ -109,4 +114,6 @@ def divergence(
     operator = lx.JacobianLinearOperator(fn, x, args)
     check_same_structure("divergence", operator.in_structure(), operator.out_structure())
     sampler = for_mean(sampler, operator, num_matvecs)
-    return sampled_trace("divergence", operator, key, num_matvecs, sampler, batch_size)
+    return sampled_trace(
+        "divergence", operator, key, num_matvecs, sampler, batch_size, progress_meter
+    )

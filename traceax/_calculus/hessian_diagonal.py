@@ -13,6 +13,7 @@ from traceax._core.function_checks import (
 )
 from traceax._diagonals.hutchinson import sampled_diagonal
 from traceax._diagonals.xdiag import xdiag
+from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler, rademacher
 
 # From here on sketches have less error on Hessians of networks, at first by little.
@@ -28,6 +29,7 @@ def hessian_diagonal(
     args: PyTree = None,
     sampler: Sampler | None = None,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the diagonal of a function's Hessian at x: d2 fn/dx_a2 for every entry a.
 
@@ -53,6 +55,9 @@ def hessian_diagonal(
       the numbers are the same; they are drawn and the Hessian applied again in a gradient
       rather than stored. `orthogonal` and samplers of your own still draw all probes
       together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` with the structure of x (leaves of at least 32 bits).
     `standard_error` is, entry by entry, that of `xdiag`, or of a mean of independent
@@ -90,5 +95,5 @@ def hessian_diagonal(
         return xdiag(operator, key, num_matvecs)
     sampler = sampler or rademacher
     return sampled_diagonal(
-        "hessian_diagonal", operator, key, num_matvecs, sampler, batch_size
+        "hessian_diagonal", operator, key, num_matvecs, sampler, batch_size, progress_meter
     )

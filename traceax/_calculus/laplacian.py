@@ -16,6 +16,7 @@ from traceax._core.function_checks import (
     is_one_real_number,
 )
 from traceax._core.operator import size
+from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler
 
 # From here on a sketch costs no more than a seventh of the accuracy where it is of no use
@@ -32,6 +33,7 @@ def laplacian(
     args: PyTree = None,
     sampler: Sampler | None = None,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the Laplacian of a function at x, the trace of its Hessian.
 
@@ -67,6 +69,9 @@ def laplacian(
       independent probes the numbers are the same as without sketch; they are drawn and
       pushed forwards again in a gradient rather than stored. `orthogonal`, `hadamard` and
       samplers of your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where n
@@ -108,7 +113,9 @@ def laplacian(
     chosen = sampler is None and batch_size is None
     if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):
         return sketched_laplacian("laplacian", subject, key, num_matvecs)
-    return sampled_mean("laplacian", subject, key, num_matvecs, sampler, batch_size)
+    return sampled_mean(
+        "laplacian", subject, key, num_matvecs, sampler, batch_size, progress_meter
+    )
 
 
 def _sketchable(subject: Curvature) -> bool:

@@ -19,6 +19,7 @@ from traceax._core.operator import Structure, prepare
 from traceax._core.rule import Outcome, estimate_of
 from traceax._linalg.columns import mean
 from traceax._probes.choice import for_mean
+from traceax._probes.meters import SILENT, ProgressMeter, checked_meter
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Stream
@@ -60,8 +61,10 @@ class MeanAlong(eqx.Module):
     probes: Stream
     share: float = eqx.field(static=True)
 
-    def __call__(self, subject: AlongProbes) -> Inexact[Array, " p"]:
-        return self.probes.reduce(subject.along) * self.share
+    def __call__(
+        self, subject: AlongProbes, meter: ProgressMeter = SILENT
+    ) -> Inexact[Array, " p"]:
+        return self.probes.reduce(subject.along, meter=meter) * self.share
 
 
 def sampled_mean(
@@ -71,34 +74,39 @@ def sampled_mean(
     num_matvecs: int,
     sampler: Sampler | None,
     batch_size: int | None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """The mean over probes, or the sum over a basis, on behalf of the public function
     `name`, which has checked the rest."""
     check_batch_size(name, batch_size, 1)
+    meter = checked_meter(name, progress_meter)
     space, basis = subject.space, subject.basis(batch_size)
     if num_matvecs >= basis.num_probes:
-        probes, algorithm, degrees = basis, _exact, float(basis.num_probes)
+        probes, degrees = basis, float(basis.num_probes)
+        algorithm = partial(_exact, meter=meter)
     else:
         sampler = for_mean(sampler, space, num_matvecs)
         plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
-        algorithm = partial(_mean, plan=plan)
+        algorithm = partial(_mean, plan=plan, meter=meter)
         degrees = plan.degrees_of_freedom
     spent = probes.num_probes
     return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
 
 
-def _exact(subject: AlongProbes, basis: Stream) -> Outcome:
+def _exact(subject: AlongProbes, basis: Stream, *, meter: ProgressMeter) -> Outcome:
     readout = MeanAlong(basis, 1.0)
-    value = readout(subject)
+    value = readout(subject, meter)
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _mean(subject: AlongProbes, probes: Stream, *, plan: Plan) -> Outcome:
+def _mean(
+    subject: AlongProbes, probes: Stream, *, plan: Plan, meter: ProgressMeter
+) -> Outcome:
     """The samples are for the standard error alone, and cost nothing if it is not used."""
     readout = MeanAlong(probes, 1 / plan.num_probes)
     samples = probes.collect(subject.along_each)
     error = plan.error_of_mean(samples, rounding(subject, samples))
-    return Outcome(readout(subject), error, readout)
+    return Outcome(readout(subject, meter), error, readout)
 
 
 def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:

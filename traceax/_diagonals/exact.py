@@ -9,17 +9,20 @@ from jaxtyping import Array, Inexact
 from traceax._core.estimate import Estimate
 from traceax._core.operator import dimension, size, working_dtype
 from traceax._diagonals.weights import AllRowNorms, MeanProduct, SquaredNorm
+from traceax._probes.meters import SILENT, ProgressMeter
 from traceax._probes.stream import unit_vectors
 from traceax._traces.exact import exactly
 
 
 def exact_diagonal(
-    operator: lx.AbstractLinearOperator, batch_size: int | None = None
+    operator: lx.AbstractLinearOperator,
+    batch_size: int | None = None,
+    meter: ProgressMeter = SILENT,
 ) -> Estimate:
     n = size(operator)
     ones = jnp.ones(n, jnp.finfo(working_dtype(operator)).dtype)
     readout = MeanProduct(unit_vectors(operator, batch_size or n), ones)
-    return exactly(operator, readout, n, operator.in_structure())
+    return exactly(operator, readout, n, operator.in_structure(), meter)
 
 
 def cost_of_norms(operator: lx.AbstractLinearOperator) -> int:

@@ -21,6 +21,7 @@ from traceax._linalg.jackknife import (
     error_of_sum,
 )
 from traceax._linalg.moments import Moments, moments
+from traceax._probes.meters import ProgressMeter, checked_meter
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream
@@ -41,6 +42,7 @@ def hutchinson_diagonal(
     *,
     sampler: Sampler = rademacher,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate diag A of any square operator by comparing probes with their images.
 
@@ -66,6 +68,9 @@ def hutchinson_diagonal(
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and the operator applied again in a gradient rather than stored.
       `orthogonal` and samplers of your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
@@ -100,7 +105,13 @@ def hutchinson_diagonal(
     """
     check_request("hutchinson_diagonal", operator, key, num_matvecs)
     return sampled_diagonal(
-        "hutchinson_diagonal", operator, key, num_matvecs, sampler, batch_size
+        "hutchinson_diagonal",
+        operator,
+        key,
+        num_matvecs,
+        sampler,
+        batch_size,
+        progress_meter,
     )
 
 
@@ -111,24 +122,28 @@ def sampled_diagonal(
     num_matvecs: int,
     sampler: Sampler,
     batch_size: int | None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Hutchinson's diagonal on behalf of the public function `name`, which has checked the
     rest."""
     check_batch_size(name, batch_size, 1)
+    meter = checked_meter(name, progress_meter)
     if num_matvecs >= size(operator):
-        return exact_diagonal(operator, batch_size)
+        return exact_diagonal(operator, batch_size, meter)
     plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
     degrees, structure = plan.num_samples - 1, operator.in_structure()
     witnesses = witnesses_of(sampler)
     if witnesses is None:
-        algorithm, degrees = partial(_diagonal, plan=plan), max(degrees, 1)
+        algorithm, degrees = partial(_diagonal, plan=plan, meter=meter), max(degrees, 1)
         return estimate(algorithm, operator, probes, plan.num_probes, degrees, structure)
-    algorithm, heard = partial(_witnessed, plan=plan), (probes, witnesses)
+    algorithm, heard = partial(_witnessed, plan=plan, meter=meter), (probes, witnesses)
     degrees += DEGREES
     return estimate(algorithm, operator, heard, plan.num_probes, degrees, structure)
 
 
-def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
+def _diagonal(
+    linear_map: LinearMap, probes: Stream, *, plan: Plan, meter: ProgressMeter
+) -> Outcome:
     """A ratio of sums, whose error is that of the sum of residuals; for probes of modulus 1
     no more than a mean."""
 
@@ -137,13 +152,17 @@ def _diagonal(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
     def moments_of(z: Inexact[Array, "n b"]) -> Moments:
         return _moments_of(z, linear_map(z), plan, hermitian)
 
-    total = probes.reduce(moments_of, Moments.merged)
+    total = probes.reduce(moments_of, Moments.merged, meter)
     value, spread, rounding = _judge(total, plan, resolution(linear_map.operator))
     return Outcome(value, both_errors(spread, rounding), MeanProduct(probes, total.weight))
 
 
 def _witnessed(
-    linear_map: LinearMap, heard: tuple[Stream, Witnesses], *, plan: Plan
+    linear_map: LinearMap,
+    heard: tuple[Stream, Witnesses],
+    *,
+    plan: Plan,
+    meter: ProgressMeter,
 ) -> Outcome:
     """The same by `probing`, each repeat of which tells something of its error."""
     probes, witnesses = heard
@@ -157,7 +176,7 @@ def _witnessed(
     def merged(one: Any, other: Any) -> Any:
         return one[0].merged(other[0]), one[1].merged(other[1])
 
-    total, told = probes.reduce(sums_of, merged)
+    total, told = probes.reduce(sums_of, merged, meter)
     value, spread, rounding = _judge(total, plan, eps)
     word = told.error(witnesses, plan.num_samples, eps)
     error = both_errors(pooled(spread, word, plan.num_samples), rounding)

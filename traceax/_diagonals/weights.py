@@ -15,6 +15,7 @@ from traceax._linalg.columns import (
     row_norms_squared,
     squared_modulus,
 )
+from traceax._probes.meters import SILENT, ProgressMeter
 from traceax._probes.stream import Stream
 from traceax._traces.leave_one_out import LeaveOneOut
 
@@ -25,8 +26,13 @@ class MeanProduct(eqx.Module):
     probes: Stream
     lengths: Float[Array, " n"]
 
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
-        return self.probes.reduce(lambda z: row_dots(linear_map(z), z)) / self.lengths
+    def __call__(
+        self, linear_map: LinearMap, meter: ProgressMeter = SILENT
+    ) -> Inexact[Array, " n"]:
+        def products(z: Inexact[Array, "n b"]) -> Inexact[Array, " n"]:
+            return row_dots(linear_map(z), z)
+
+        return self.probes.reduce(products, meter=meter) / self.lengths
 
 
 class TwoSidedWeight(eqx.Module):

@@ -10,6 +10,7 @@ from traceax._core.checks import check_function_request, check_grid
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
 from traceax._functions.slq import real_dtype, slq_trace
+from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler, sphere
 
 
@@ -24,6 +25,7 @@ def spectral_density(
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the density of the eigenvalues of a Hermitian operator, on a grid.
 
@@ -53,6 +55,9 @@ def spectral_density(
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
       the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
       your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
     `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
@@ -104,6 +109,7 @@ def spectral_density(
         sampler=sampler,
         reorthogonalise=reorthogonalise,
         batch_size=batch_size,
+        progress_meter=progress_meter,
         num_probes=num_probes,
         num_steps=num_steps,
     )

@@ -30,6 +30,7 @@ from traceax._linalg.jackknife import (
     standard_error,
 )
 from traceax._linalg.krylov import by_levels, lanczos
+from traceax._probes.meters import ProgressMeter, checked_meter
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, check_independent, sphere
 from traceax._probes.stream import Stream
@@ -57,6 +58,7 @@ def slq_trace(
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
     combine: Callable | None = None,
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian operator by stochastic Lanczos quadrature.
@@ -96,6 +98,9 @@ def slq_trace(
       -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
       derivatives are then those of the combination. It may close over parameters, or be an
       `eqx.Module`. Default `None`, the traces.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
     `standard_error` covers sampling and quadrature, the latter by comparison with fewer
@@ -149,7 +154,10 @@ def slq_trace(
     subject = MatrixFunction(LinearMap(prepare(operator)), fn, together)
     num_steps = min(num_steps, size(operator))
     probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
-    algorithm = partial(_slq, num_steps=num_steps, reorthogonalise=reorthogonalise)
+    meter = checked_meter("slq_trace", progress_meter)
+    algorithm = partial(
+        _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=meter
+    )
     degrees = independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
     return estimate_of(subject, algorithm, probes, spent, degrees, structure)
@@ -160,7 +168,12 @@ def real_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
 
 
 def _slq(
-    subject: MatrixFunction, probes: Stream, *, num_steps: int, reorthogonalise: bool
+    subject: MatrixFunction,
+    probes: Stream,
+    *,
+    num_steps: int,
+    reorthogonalise: bool,
+    meter: ProgressMeter,
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
     again = Again(probes, num_steps, reorthogonalise)
@@ -168,7 +181,7 @@ def _slq(
         sampled, run = again.sample(subject, probes.source)
         readout = Traced((run,))
     else:
-        sampled = probes.collect(lambda z: again.sample(subject, z)[0])
+        sampled = probes.collect(lambda z: again.sample(subject, z)[0], meter)
         readout = again
     return sampled.outcome(subject, num_steps, readout)
 

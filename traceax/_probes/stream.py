@@ -21,6 +21,7 @@ from jaxtyping import Array, Int, Shaped
 
 from traceax._core.coded import static
 from traceax._core.operator import size, working_dtype
+from traceax._probes.meters import SILENT, ProgressMeter
 
 T = TypeVar("T")
 Columns = Array
@@ -47,7 +48,9 @@ class Stream(eqx.Module):
     def num_probes(self) -> int:
         return self.num_samples * self.group
 
-    def _scan(self, fn: Callable[[T, Columns], tuple[T, Any]], carry: T) -> tuple[T, Any]:
+    def _scan(
+        self, fn: Callable[[T, Columns], tuple[T, Any]], carry: T, meter: ProgressMeter
+    ) -> tuple[T, Any]:
         """Batches through `fn(carry, columns)`; what it returns besides has a last axis of
         probes, and comes for all of them."""
         if self.is_whole:
@@ -58,25 +61,38 @@ class Stream(eqx.Module):
 
         whole, rest = divmod(self.num_samples, self.batch)
         often = jax.checkpoint(partial(step, count=self.batch), prevent_cse=False)
+
+        def shown(both: tuple[T, Any], first: Array) -> tuple[tuple[T, Any], Any]:
+            carry, piece = often(both[0], first)
+            done = (first + self.batch) / self.num_samples
+            return (carry, meter.step(both[1], done)), piece
+
         starts = self.batch * jnp.arange(whole)
-        carry, pieces = jax.lax.scan(often, carry, starts)
+        (carry, seen), pieces = jax.lax.scan(shown, (carry, meter.init()), starts)
         pieces = jax.tree.map(_side_by_side, pieces)
         if rest:
             last = jax.checkpoint(partial(step, count=rest))
             carry, piece = last(carry, jnp.asarray(self.batch * whole))
             pieces = jax.tree.map(partial(_append), pieces, piece)
+            seen = meter.step(seen, jnp.asarray(1.0))
+        meter.close(seen)
         return carry, pieces
 
-    def collect(self, fn: Callable[[Columns], Any]) -> Any:
-        return self._scan(lambda _, columns: (None, fn(columns)), None)[1]
+    def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
+        return self._scan(lambda _, columns: (None, fn(columns)), None, meter)[1]
 
-    def reduce(self, fn: Callable[[Columns], T], merge: Callable[[T, T], T] = jnp.add) -> T:
+    def reduce(
+        self,
+        fn: Callable[[Columns], T],
+        merge: Callable[[T, T], T] = jnp.add,
+        meter: ProgressMeter = SILENT,
+    ) -> T:
         """Of sums over batches; `merge` must take zeros for the sum over none."""
         if self.is_whole:
             return fn(self._columns(0, self.num_samples))
         shapes = jax.eval_shape(lambda: fn(self._columns(0, self.batch)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return self._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros)[0]
+        return self._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros, meter)[0]
 
     def _columns(self, first: int | Array, count: int) -> Columns:
         if self.draw is not None:

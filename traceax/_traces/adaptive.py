@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -26,7 +26,6 @@ from traceax._core.checks import (
     check_key,
     check_limit,
     check_operator,
-    check_progress_meter,
     check_tolerance,
 )
 from traceax._core.estimate import AdaptiveEstimate
@@ -34,6 +33,7 @@ from traceax._core.operator import LinearMap, is_negative, is_positive, size
 from traceax._core.rule import Outcome, run
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
+from traceax._probes.meters import ProgressMeter, checked_meter
 from traceax._probes.samplers import (
     Sampler,
     check_independent,
@@ -45,14 +45,6 @@ from traceax._traces.weights import TraceWeight
 
 # The first sketch: the fewest probes whose jackknife can be relied on.
 FIRST = 8
-
-
-class ProgressMeter(Protocol):
-    """What diffrax's progress meters do."""
-
-    def init(self) -> Any: ...
-    def step(self, state: Any, progress: Any) -> Any: ...
-    def close(self, state: Any) -> Any: ...
 
 
 def adaptive_trace(
@@ -132,8 +124,7 @@ def adaptive_trace(
     check_independent("adaptive_trace", sampler)
     check_tolerance("adaptive_trace", "rtol", rtol)
     check_tolerance("adaptive_trace", "atol", atol)
-    meter = _Silent() if progress_meter is None else progress_meter
-    check_progress_meter("adaptive_trace", meter)
+    meter = checked_meter("adaptive_trace", progress_meter)
     semidefinite = is_positive(operator) or is_negative(operator)
     method = Growing(
         semidefinite, -1 if is_negative(operator) else 1, is_rotation_invariant(sampler)
@@ -149,12 +140,6 @@ def adaptive_trace(
         report.degrees_of_freedom,
         report.converged,
     )
-
-
-class _Silent:
-    def init(self) -> None: ...
-    def step(self, state: Any, progress: Any) -> None: ...
-    def close(self, state: Any) -> None: ...
 
 
 class _Ladder(NamedTuple):

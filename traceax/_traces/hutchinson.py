@@ -15,6 +15,7 @@ from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome, estimate
 from traceax._linalg.columns import column_dots, mean
 from traceax._linalg.jackknife import length
+from traceax._probes.meters import ProgressMeter, checked_meter
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Stream, all_at_once
@@ -30,6 +31,7 @@ def hutchinson_trace(
     *,
     sampler: Sampler = rademacher,
     batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate tr A of any square operator by the mean of quadratic forms z_i* A z_i.
 
@@ -53,6 +55,9 @@ def hutchinson_trace(
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and the operator applied again in a gradient rather than stored.
       `orthogonal` and samplers of your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
 
     **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
     real if the operator is known to be Hermitian). `standard_error` is that of a mean of
@@ -86,7 +91,7 @@ def hutchinson_trace(
     """
     check_request("hutchinson_trace", operator, key, num_matvecs)
     return sampled_trace(
-        "hutchinson_trace", operator, key, num_matvecs, sampler, batch_size
+        "hutchinson_trace", operator, key, num_matvecs, sampler, batch_size, progress_meter
     )
 
 
@@ -97,23 +102,27 @@ def sampled_trace(
     num_matvecs: int,
     sampler: Sampler,
     batch_size: int | None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Hutchinson's trace on behalf of the public function `name`, which has checked the
     rest."""
     check_batch_size(name, batch_size, 1)
+    meter = checked_meter(name, progress_meter)
     if num_matvecs >= size(operator):
-        return exact_trace(operator, batch_size)
+        return exact_trace(operator, batch_size, meter)
     plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
     witnesses = witnesses_of(sampler)
     if plan.num_samples == 1 and witnesses is not None:
         block = probes.collect(lambda z: z), witnesses
         return estimate(_only_trace, operator, block, plan.num_probes, DEGREES)
-    algorithm, degrees = partial(_trace, plan=plan), plan.degrees_of_freedom
+    algorithm, degrees = partial(_trace, plan=plan, meter=meter), plan.degrees_of_freedom
     return estimate(algorithm, operator, probes, plan.num_probes, degrees)
 
 
-def _trace(linear_map: LinearMap, probes: Stream, *, plan: Plan) -> Outcome:
-    samples, sizes = probes.collect(lambda z: _forms(z, linear_map(z)))
+def _trace(
+    linear_map: LinearMap, probes: Stream, *, plan: Plan, meter: ProgressMeter
+) -> Outcome:
+    samples, sizes = probes.collect(lambda z: _forms(z, linear_map(z)), meter)
     rounding = 4 * resolution(linear_map.operator) * mean(sizes)
     value, error = plan.mean_and_error(samples, rounding)
     return Outcome(value, error, MeanForm(probes, 1 / plan.num_probes))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from traceax._core.operator import LinearMap
+from traceax._probes.meters import SILENT, ProgressMeter
 from traceax._probes.stream import Stream
 
 
@@ -29,8 +30,10 @@ class MeanForm(eqx.Module):
     probes: Stream
     share: float = eqx.field(static=True)
 
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
+    def __call__(
+        self, linear_map: LinearMap, meter: ProgressMeter = SILENT
+    ) -> Inexact[Array, ""]:
         def forms(z: Inexact[Array, "n b"]) -> Inexact[Array, ""]:
             return jnp.sum(z.conj() * linear_map(z))
 
-        return self.share * self.probes.reduce(forms)
+        return self.share * self.probes.reduce(forms, meter=meter)
