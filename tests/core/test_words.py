@@ -12,8 +12,8 @@ import traceax as tx
 
 
 def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
-    as_arrays = jax.tree.map(np.asarray, (value, error))
-    return tx.Estimate(*as_arrays, num_matvecs, 9.0)
+    value, error = jax.tree.map(np.asarray, (value, error))
+    return tx.Estimate(value, error, num_matvecs, 9.0)
 
 
 @pytest.mark.parametrize(
