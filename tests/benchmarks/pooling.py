@@ -3,8 +3,8 @@
 `python -m tests.benchmarks.pooling [--pools 300]`, from the root of the repository.
 
 Four spectra, n = 300; runs of one kind with independent keys, 2, 8 and 50 in a pool, and
-four of different budgets. *z* is the root mean square error over that of the standard error,
-*held* the share of `interval(0.95)` that holds the truth.
+four of different budgets. *z* is the root mean square error over that of the standard
+error, *held* the share of `interval(0.95)` that holds the truth.
 """
 
 import argparse

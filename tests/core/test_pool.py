@@ -179,7 +179,9 @@ def test_they_are_pickled_and_serialised(name: str, kept: dict[str, Any]) -> Non
     )
     assert same(eqx.tree_deserialise_leaves(file, blank), estimate)
     flat = jax.tree.leaves_with_path(estimate)
-    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
+    arrays: dict[str, Any] = {
+        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat
+    }
     file = io.BytesIO()
     np.savez(file, **arrays)
     file.seek(0)
