@@ -61,7 +61,8 @@ def hessian_diagonal(
 
     **Returns** an `Estimate` with the structure of x (leaves of at least 32 bits).
     `standard_error` is, entry by entry, that of `xdiag`, or of a mean of independent
-    samples; `inf` for one; 0 where n products were spent.
+    samples; `inf` for one; 0 where n products were spent. Where `fn` is an estimate itself,
+    its probes are the same for all of these, and what it is wrong by is not in the bar.
 
     **Raises** `TypeError` if `fn` is not callable or returns anything but one real number,
     x has leaves that are not real numbers, `key` is not a random key, `num_matvecs` not a
