@@ -75,7 +75,8 @@ CASES: dict[str, Callable[..., Any]] = {
     "spectral_density": quadrature(
         lambda a, *x, **y: tx.spectral_density(a, jnp.linspace(0.0, 9.0, 5), *x, **y)
     ),
-    "laplacian": calculus("laplacian", energy),
+    "laplacian": calculus("laplacian", energy, sampler=tx.rademacher),
+    "biharmonic": calculus("biharmonic", energy),
     "divergence": calculus("divergence", waves),
     "hessian_diagonal": calculus("hessian_diagonal", energy, sampler=tx.rademacher),
 }

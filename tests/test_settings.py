@@ -68,6 +68,10 @@ def kept(name: str) -> Callable[[Any], tx.Estimate]:
         "spectral_density": lambda k: tx.spectral_density(shared, grid, k, **counts),
         "divergence": lambda k: tx.divergence(field, MATRIX[0], k, 6, args=MATRIX),
         "laplacian": lambda k: tx.laplacian(energy, MATRIX[0], k, 6, args=MATRIX),
+        "biharmonic": lambda k: tx.biharmonic(energy, MATRIX[0], k, 6, args=MATRIX),
+        "pool": lambda k: tx.pool(
+            [tx.hutchinson_trace(shared, jax.random.fold_in(k, i), 4) for i in range(3)]
+        ),
         "hessian_diagonal": lambda k: tx.hessian_diagonal(
             energy, MATRIX[0], k, 6, args=MATRIX
         ),

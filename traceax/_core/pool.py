@@ -173,10 +173,11 @@ def _pooled(
 ) -> _Pooled:
     axes = (-1,) + (1,) * (values.ndim - 1)
     share, degree = (x.astype(errors.dtype).reshape(axes) for x in (shares, degrees))
-    exact = errors == 0
+    exact = (errors == 0).astype(errors.dtype)
     number = jnp.sum(exact, axis=0)
-    weights = jnp.where(number > 0, exact / jnp.maximum(number, 1), share)
-    value = jnp.sum(weights * values, axis=0).astype(values.dtype)
+    alone = exact / jnp.maximum(number, 1)
+    weights = jnp.where(number > 0, alone, share).astype(values.dtype)
+    value = jnp.sum(weights * values, axis=0)
     deviations = jnp.abs(jax.lax.stop_gradient(values - value))
     sizes = jnp.maximum(jnp.where(jnp.isinf(errors), 0, errors), deviations)
     scale = jnp.maximum(jnp.max(sizes, axis=0), jnp.finfo(errors.dtype).tiny)
