@@ -15,9 +15,12 @@ from traceax._core.operator import (
 )
 from traceax._diagonals.exact import exact_diagonal
 from traceax._diagonals.hutchinson import hutchinson_diagonal
+from traceax._diagonals.second_batch import sketched_or_sampled_diagonal
+from traceax._diagonals.shared_batch import ENOUGH, semidefinite_diagonal
 from traceax._diagonals.xdiag import xdiag
 from traceax._diagonals.xnysdiag import xnysdiag
 from traceax._traces.choice import choice
+from traceax._traces.second_batch import FEWEST
 
 
 def diagonal(
@@ -25,18 +28,23 @@ def diagonal(
 ) -> Estimate:
     """The diagonal of any square operator, by the best means there is for it.
 
-    The choice depends on structure, tags and budget, never on the estimate:
+    The choice depends on structure, tags and budget:
 
     1. exact and free for operators that store their diagonal (matrices, pytrees of
        matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
        exact from one application for those tagged diagonal;
     2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
        reaches n;
-    3. `xnysdiag` for operators tagged positive or negative semidefinite, from 3 matvecs;
-    4. `xdiag` for all others, from 6 matvecs;
-    5. `hutchinson_diagonal` for smaller budgets.
+    3. for operators tagged positive or negative semidefinite, from 6 matvecs, `xnysdiag`
+       where eigenvalues decay and `hutchinson_diagonal` where they do not, both made of the
+       same products;
+    4. for all others, from 12 matvecs, `xdiag` where singular values decay and
+       `hutchinson_diagonal` where they do not, half of the budget being spent on finding
+       out; where the probes disagree the key decides;
+    5. below, `xnysdiag` from 3 matvecs, `xdiag` from 6, `hutchinson_diagonal` for less.
 
-    Unbiased. Where entries decay with the distance in a graph, as in the inverse of a
+    Each probe is left out of its own choice, so that no estimate chooses itself: unbiased.
+    Where entries decay with the distance in a graph, as in the inverse of a
     sparse precision matrix, `hutchinson_diagonal` with `probing` is better still.
 
     **Arguments**
@@ -90,8 +98,12 @@ def diagonal(
     match choice(operator, num_matvecs):
         case "exact":
             return exact_diagonal(operator)
+        case "semidefinite" if num_matvecs >= ENOUGH:
+            return semidefinite_diagonal("diagonal", operator, key, num_matvecs)
         case "semidefinite":
             return xnysdiag(operator, key, num_matvecs)
+        case "general" if num_matvecs >= FEWEST:
+            return sketched_or_sampled_diagonal("diagonal", operator, key, num_matvecs)
         case "general":
             return xdiag(operator, key, num_matvecs)
         case "few":
