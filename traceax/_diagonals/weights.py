@@ -34,8 +34,9 @@ class TwoSidedWeight(eqx.Module):
 
     The mean over l pairs P_i, w_i with P_i = Q (I - s_i s_i*) Q*, the s_i in `directions`
     (None where P = Q Q* serves all); `complement` holds mu_i = (I - P_i) w_i; `weights`, of
-    sum 1, make it a weighted one. What is left to chance is second order in what P misses. With one-sided projections, diag(P B) +
-    conj(w) o (I - P) B w, it is first order: on tangents no better than no sketch at all.
+    sum 1, make it a weighted one. What is left to chance is second order in what P misses.
+    With one-sided projections, diag(P B) + conj(w) o (I - P) B w, it is first order: on
+    tangents no better than no sketch at all.
 
     With H = Q* B Q, the first term is
 

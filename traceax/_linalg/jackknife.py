@@ -210,7 +210,7 @@ def xnysdiag_replicates(
     root = jnp.sqrt(jnp.diagonal(gram).real)
     overlap = gram / root[None, :] / root[:, None]
     others = (1 - jnp.eye(k, dtype=root.dtype)) / (k - 1)
-    pairs = others / _one_minus_squared_modulus(overlap)
+    pairs = others / one_minus_squared_modulus(overlap)
     tested, squares = probes.conj() / root[None, :], squared_modulus(z)
     removed = squares * jnp.sum(pairs, axis=1)[None, :] + squares @ pairs.T
     removed = removed - 2 * (z.conj() * (z @ (overlap * pairs.T))).real

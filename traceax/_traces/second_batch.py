@@ -180,7 +180,9 @@ def missed_shares(
 
 
 def shares_of(
-    missed: Float[Array, "k k"], probes: Inexact[Array, "n k"], sketch: Inexact[Array, "n k"]
+    missed: Float[Array, "k k"],
+    probes: Inexact[Array, "n k"],
+    sketch: Inexact[Array, "n k"],
 ) -> Float[Array, " k"]:
     """t_i from what is missed of probe j where i is left out, for all i and j."""
     others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
