@@ -163,8 +163,9 @@ def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> No
 
 @KINDS
 def test_it_sketches_what_decays_and_samples_what_does_not(kind: str) -> None:
-    """Over 10 keys the error of all 150 entries is within 8 % of the better room's; it
-    varies by about 2 % from one set of keys to another on flat spectra."""
+    """Over 10 keys the door errs no more than the better of the two rooms behind it. On
+    flat spectra the mean square of 150 entries is uncertain by (2/150)^(1/2) for one key, a
+    ratio of errors so by 2.6 %; on 0.7^i, measured over 40 keys, by 11 %: thrice that."""
     keys = jax.random.split(KEY, 10)
     room = tx.xnysdiag if kind == "semidefinite" else tx.xdiag
     for name, better, worse in (
@@ -179,7 +180,7 @@ def test_it_sketches_what_decays_and_samples_what_does_not(kind: str) -> None:
             return float(jnp.sqrt(jnp.mean((values - jnp.diagonal(matrix)) ** 2)))
 
         door = error(tx.diagonal)
-        assert door < (1.08 if name == "flat" else 1.5) * error(better)
+        assert door < (1.08 if name == "flat" else 1.35) * error(better)
         assert door < 0.87 * error(worse)
 
 

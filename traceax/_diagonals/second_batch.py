@@ -19,7 +19,9 @@ a sketch tilts them. On flat spectra t is therefore above 1. Measured, over nine
 (n = 500, 12 to 100 products), XDiag and Hutchinson's diagonal are as good as each other
 where t is 0.55 to 0.6 (symmetric), 0.5 to 0.55 (general): the e_i, half as many, share
 probes, and of symmetric operators they miss less, (I - P_ij) A (I - P_ij) w_j. There the
-votes turn from 1 to 0.
+votes turn from 1 to 0: over a range of `WIDTH` that begins at 0.4, and later by 1.2/k, for
+P_ij lacks two of k probes, and with few of them a probe that catches what others miss has
+them vote for fresh ones in its own case alone, where they are worst.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from traceax._probes.samplers import rademacher
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 from traceax._traces.second_batch import Choice, Probes, choose, missed_shares, ramp
 
-LEAST, WIDTH = 0.45, 0.2
+WIDTH = 0.2
 
 
 def sketched_or_sampled_diagonal(
@@ -73,7 +75,8 @@ def sketched_or_sampled(linear_map: LinearMap, probes: Probes) -> Outcome:
 @jax.jit
 def votes(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """a_i: what all probes but the i-th say of A* Q."""
-    return ramp(missed_shares(loo, sketch, of_diagonal=True), LEAST, WIDTH)
+    least = 0.4 + 1.2 / sketch.shape[1]
+    return ramp(missed_shares(loo, sketch, of_diagonal=True), least, WIDTH)
 
 
 @partial(jax.jit, static_argnames=("eps", "hermitian"))
