@@ -105,7 +105,7 @@ def test_the_mean_over_all_probes_and_lots(dtype: Any, kind: str) -> None:
     """Both sides of the lot have their probability. The mean is the diagonal, and that of
     whatever else is read through the frozen blocks. Sabotage: a choice that all probes make
     together is biased."""
-    matrix = hermitian(np.array([4.0, 1.5, 1.0, 0.5, 0.3]), dtype)
+    matrix = hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     if kind == "general":
         matrix = matrix + 0.3 * general(5, dtype)
     other = general(5, dtype, seed=3)

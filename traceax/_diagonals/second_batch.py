@@ -22,6 +22,12 @@ probes, and of symmetric operators they miss less, (I - P_ij) A (I - P_ij) w_j. 
 votes turn from 1 to 0: over a range of `WIDTH` that begins at 0.4, and later by 1.2/k, for
 P_ij lacks two of k probes, and with few of them a probe that catches what others miss has
 them vote for fresh ones in its own case alone, where they are worst.
+
+Measured (`tests.benchmarks.second_batch --diagonals`; 40 keys, of what is between 100): on
+flat spectra Hutchinson's error to 1 %, 1.3 to 2.4 times less than XDiag's; where
+eigenvalues fall as i^-1 or faster XDiag's error, with 12 products to 5 %; between, up to a
+tenth above the better of the two, and at worst, with 12 products on i^-0.75, a fifth: rare
+keys on which few probes are averaged make that of it.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ K = G* G and g_j less what is along g_i,
 
 Measured, over nine spectra (n = 500, 12 to 100 products), the two are as good as each other
 where t is 0.9 to 1: they have as many samples.
+On flat spectra the mean of the g_i has Hutchinson's error, 1.2 to 2.1 times less than
+XNysDiag's, on all others XNysDiag's, to 2 % (6 products and more; with 3 up to 30 % more).
 """
 
 from __future__ import annotations
