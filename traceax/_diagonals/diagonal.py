@@ -17,10 +17,13 @@ from traceax._core.operator import (
 )
 from traceax._diagonals.exact import exact_diagonal
 from traceax._diagonals.hutchinson import hutchinson_diagonal
+from traceax._diagonals.second_batch import sketched_or_sampled_diagonal
+from traceax._diagonals.shared_batch import ENOUGH, semidefinite_diagonal
 from traceax._diagonals.xdiag import xdiag
 from traceax._diagonals.xnysdiag import xnysdiag
 from traceax._probes.choice import check_pattern, for_pattern
 from traceax._traces.choice import choice
+from traceax._traces.second_batch import FEWEST
 
 
 def diagonal(
@@ -32,7 +35,7 @@ def diagonal(
 ) -> Estimate:
     """The diagonal of any square operator, by the best means there is for it.
 
-    The choice depends on structure, tags and budget, never on the estimate:
+    The choice depends on structure, tags and budget:
 
     1. exact and free for operators that store their diagonal (matrices, pytrees of
        matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
@@ -41,11 +44,15 @@ def diagonal(
        reaches n;
     3. `hutchinson_diagonal` with `probing` where a `pattern` is given of which as many
        colours as matvecs, or fewer, keep at least three steps apart;
-    4. `xnysdiag` for operators tagged positive or negative semidefinite, from 3 matvecs;
-    5. `xdiag` for all others, from 6 matvecs;
-    6. `hutchinson_diagonal` for smaller budgets.
+    4. for operators tagged positive or negative semidefinite, from 6 matvecs, `xnysdiag`
+       where eigenvalues decay and `hutchinson_diagonal` where they do not, both made of the
+       same products;
+    5. for all others, from 12 matvecs, `xdiag` where singular values decay and
+       `hutchinson_diagonal` where they do not, half of the budget being spent on finding
+       out; where the probes disagree the key decides;
+    6. below, `xnysdiag` from 3 matvecs, `xdiag` from 6, `hutchinson_diagonal` for less.
 
-    Unbiased.
+    Each probe is left out of its own choice, so that no estimate chooses itself: unbiased.
 
     **Arguments**
 
@@ -112,8 +119,12 @@ def diagonal(
     if sampler is not None:
         return hutchinson_diagonal(operator, key, num_matvecs, sampler=sampler)
     match kind:
+        case "semidefinite" if num_matvecs >= ENOUGH:
+            return semidefinite_diagonal("diagonal", operator, key, num_matvecs)
         case "semidefinite":
             return xnysdiag(operator, key, num_matvecs)
+        case "general" if num_matvecs >= FEWEST:
+            return sketched_or_sampled_diagonal("diagonal", operator, key, num_matvecs)
         case "general":
             return xdiag(operator, key, num_matvecs)
         case "few":

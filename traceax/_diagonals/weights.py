@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import LinearMap
 from traceax._linalg.columns import (
@@ -39,9 +39,10 @@ class TwoSidedWeight(eqx.Module):
     """diag B = diag(P B + B P - P B P) + E[conj(w) o (I - P) B (I - P) w], P a projector.
 
     The mean over l pairs P_i, w_i with P_i = Q (I - s_i s_i*) Q*, the s_i in `directions`
-    (None where P = Q Q* serves all); `complement` holds mu_i = (I - P_i) w_i. What is left
-    to chance is second order in what P misses. With one-sided projections, diag(P B) +
-    conj(w) o (I - P) B w, it is first order: on tangents no better than no sketch at all.
+    (None where P = Q Q* serves all); `complement` holds mu_i = (I - P_i) w_i; `weights`, of
+    sum 1, make it a weighted one. What is left to chance is second order in what P misses.
+    With one-sided projections, diag(P B) + conj(w) o (I - P) B w, it is first order: on
+    tangents no better than no sketch at all.
 
     With H = Q* B Q, the first term is
 
@@ -53,18 +54,35 @@ class TwoSidedWeight(eqx.Module):
     directions: Inexact[Array, "k l"] | None
     probes: Inexact[Array, "n l"]
     complement: Inexact[Array, "n l"]
+    weights: Float[Array, " l"] | None = None
 
     @staticmethod
-    def of(loo: LeaveOneOut) -> TwoSidedWeight:
-        return TwoSidedWeight(loo.basis.columns, loo.directions, loo.probes, loo.mu)
+    def of(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> TwoSidedWeight:
+        q = loo.basis.columns
+        return TwoSidedWeight(q, loo.directions, loo.probes, loo.mu, weights)
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
         image = linear_map(self.basis)
         hermitian = linear_map.is_hermitian
         coimage = image if hermitian else linear_map.adjoint(self.basis)
-        residual = self.residual(linear_map(self.complement))
+        return self.of_images(image, coimage, linear_map(self.complement))
+
+    def of_images(
+        self,
+        image: Inexact[Array, "n k"],
+        coimage: Inexact[Array, "n k"],
+        remainder: Inexact[Array, "n l"],
+    ) -> Inexact[Array, " n"]:
+        """From B Q, B* Q and the columns B mu_i."""
+        tested = row_dots(self.residual(remainder), self.probes * self.shares[None, :])
+        return self.known(image, coimage) + tested
+
+    @property
+    def shares(self) -> Float[Array, " l"]:
+        if self.weights is not None:
+            return self.weights
         count = self.probes.shape[1]
-        return self.known(image, coimage) + row_dots(residual, self.probes / count)
+        return jnp.full(count, 1 / count, self.probes.real.dtype)
 
     def known(
         self, image: Inexact[Array, "n k"], coimage: Inexact[Array, "n k"]
@@ -74,7 +92,7 @@ class TwoSidedWeight(eqx.Module):
         h = q.conj().T @ image
         if s is None:
             return row_dots(q, coimage) + row_dots(image - q @ h, q)
-        weighted = s.conj().T / s.shape[1]
+        weighted = self.shares[:, None] * s.conj().T
         core = h - s @ (weighted @ h) - (h @ s) @ weighted
         core = core + (s * column_dots(s, h @ s)[None, :]) @ weighted
         kept, kept_image = q - (q @ s) @ weighted, image - (image @ s) @ weighted
@@ -87,6 +105,47 @@ class TwoSidedWeight(eqx.Module):
         if s is not None:
             inside = inside - s * column_dots(s, inside)[None, :]
         return remainder - self.basis @ inside
+
+
+class EitherWeight(eqx.Module):
+    """Two-sided, or the mean of Hutchinson's over the same probes and over `fresh` ones, to
+    which the adjoint is applied: of the two only the blocks of one are multiplied."""
+
+    two_sided: TwoSidedWeight
+    fresh: Inexact[Array, "n k"]
+    sketches: Bool[Array, ""]
+
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
+        sketched = self.two_sided
+        basis = jnp.where(self.sketches, sketched.basis, self.fresh)
+        tested = jnp.where(self.sketches, sketched.complement, sketched.probes)
+        coimage = linear_map.adjoint(basis)
+        image = coimage if linear_map.is_hermitian else linear_map(basis)
+        products = linear_map(tested)
+        first = row_dots(products, sketched.probes * sketched.shares[None, :])
+        sampled = (first + row_dots(self.fresh, coimage) / self.fresh.shape[1]) / 2
+        two_sided = sketched.of_images(image, coimage, products)
+        return jnp.where(self.sketches, two_sided, sampled)
+
+
+class PartlyTwoSided(eqx.Module):
+    """`share` of it two-sided, and of each probe what `rest` says Hutchinson's; the sum of
+    `rest` is 1 - `share`. As w = mu + Q x, no product is of Hutchinson's alone."""
+
+    two_sided: TwoSidedWeight
+    x: Inexact[Array, "k k"]
+    share: Float[Array, ""]
+    rest: Float[Array, " k"]
+
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, " n"]:
+        sketched = self.two_sided
+        image = linear_map(sketched.basis)
+        hermitian = linear_map.is_hermitian
+        coimage = image if hermitian else linear_map.adjoint(sketched.basis)
+        remainder = linear_map(sketched.complement)
+        products = remainder + image @ self.x
+        sampled = row_dots(products, sketched.probes * self.rest[None, :])
+        return self.share * sketched.of_images(image, coimage, remainder) + sampled
 
 
 class RowNorms(eqx.Module):

@@ -139,15 +139,16 @@ def xdiag_samples(
     loo = leave_one_out(sketch, probes, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
-    return loo, _samples(loo, sketch, image, eps, hermitian)
+    return loo, samples_of(loo, sketch, image, eps, hermitian=hermitian)
 
 
 @partial(jax.jit, static_argnames=("eps", "hermitian"))
-def _samples(
+def samples_of(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
     image: Inexact[Array, "n k"],
     eps: float,
+    *,
     hermitian: bool,
 ) -> Samples:
     """From Y = A Omega and A* Q."""

@@ -27,7 +27,7 @@ from traceax._linalg.columns import (
     squared_modulus,
 )
 from traceax._linalg.jackknife import xnysdiag_replicates
-from traceax._linalg.nystrom import nystrom
+from traceax._linalg.nystrom import Nystrom, nystrom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, check_independent, rademacher
 from traceax._traces.leave_one_out import leave_one_out
@@ -129,7 +129,12 @@ def xnysdiag_samples(
     replicated: bool = False,
 ) -> tuple[Samples, Float[Array, "n k"] | None]:
     """From A Omega; with the jackknife's replicates if they are wanted."""
-    factor = nystrom(sketch, probes)
+    return samples_of(nystrom(sketch, probes), probes, eps, replicated=replicated)
+
+
+def samples_of(
+    factor: Nystrom, probes: Inexact[Array, "n k"], eps: float, *, replicated: bool = False
+) -> tuple[Samples, Float[Array, "n k"] | None]:
     lengths = jnp.sqrt(column_norms_squared(factor.right))
     z = factor.left @ (factor.right / lengths[None, :])
     whole = row_norms_squared(factor.left)

@@ -87,6 +87,11 @@ def independent_degrees_of_freedom(k: int) -> float:
     return (k - 1) / 3
 
 
+def unevenness(weights: Float[Array, " k"]) -> Float[Array, ""]:
+    """How much less certain a weighted mean is than the mean; the sum of weights is 1."""
+    return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
+
+
 def both_errors(
     spread: Float[Array, "*values"], bias: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:

@@ -67,10 +67,11 @@ from traceax._linalg.jackknife import (
     both_errors,
     one_minus_squared_modulus,
     standard_error,
+    unevenness,
 )
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
-from traceax._probes.samplers import is_rotation_invariant, rademacher
+from traceax._probes.samplers import Sampler, is_rotation_invariant, rademacher
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 from traceax._traces.weights import TraceWeight
 from traceax._traces.xtrace import xtrace_of
@@ -87,20 +88,30 @@ def sketched_or_sampled_trace(
     has left at least `FEWEST` matvecs and fewer than n."""
     k = num_matvecs // 2
     sampler = for_sketch(None, operator)
-    sketch_key, fresh_key, lot_key = jax.random.split(key, 3)
-    probes = draw(name, sampler, sketch_key, operator, k)
-    fresh = draw(name, rademacher, fresh_key, operator, k)
-    lot = jax.random.uniform(lot_key, (), probes.real.dtype)
+    probes = Probes.drawn(name, sampler, operator, key, k)
     algorithm = partial(sketched_or_sampled, resphere=is_rotation_invariant(sampler))
-    return estimate(
-        algorithm, operator, Probes(probes, fresh, lot), 2 * k, degrees_of_freedom=k - 1
-    )
+    return estimate(algorithm, operator, probes, 2 * k, degrees_of_freedom=k - 1)
 
 
 class Probes(NamedTuple):
     first: Inexact[Array, "n k"]
     fresh: Inexact[Array, "n k"]
     lot: Float[Array, ""]
+
+    @staticmethod
+    def drawn(
+        name: str,
+        sampler: Sampler,
+        operator: lx.AbstractLinearOperator,
+        key: PRNGKeyArray,
+        k: int,
+    ) -> Probes:
+        """On behalf of the public function `name`; those of a sketch by `sampler`."""
+        sketch_key, fresh_key, lot_key = jax.random.split(key, 3)
+        first = draw(name, sampler, sketch_key, operator, k)
+        fresh = draw(name, rademacher, fresh_key, operator, k)
+        lot = jax.random.uniform(lot_key, (), first.real.dtype)
+        return Probes(first, fresh, lot)
 
 
 class Choice(NamedTuple):
@@ -109,18 +120,13 @@ class Choice(NamedTuple):
     sketches: Bool[Array, ""]
     weights: Float[Array, " k"]
 
-    def uneven(self) -> Float[Array, ""]:
-        """How much less certain a weighted mean is than the mean."""
-        k = self.weights.shape[0]
-        return jnp.sqrt(k * jnp.sum(self.weights**2))
-
 
 def sketched_or_sampled(
     linear_map: LinearMap, probes: Probes, *, resphere: bool
 ) -> Outcome:
     sketch = linear_map(probes.first)
     loo = leave_one_out(sketch, probes.first, resphere=resphere)
-    choice = choose(loo, sketch, probes.lot)
+    choice = choose(votes(loo, sketch), probes.lot)
     images = linear_map(jnp.where(choice.sketches, loo.basis.columns, probes.fresh))
     eps = resolution(linear_map.operator)
     value, error = _judge(choice, loo, sketch, images, probes.fresh, eps, resphere)
@@ -128,27 +134,37 @@ def sketched_or_sampled(
 
 
 @jax.jit
-def choose(
-    loo: LeaveOneOut, sketch: Inexact[Array, "n k"], lot: Float[Array, ""]
-) -> Choice:
-    ayes = votes(loo, sketch)
+def choose(ayes: Float[Array, " k"], lot: Float[Array, ""]) -> Choice:
     # Products of whole numbers: where all agree, no rounding may outvote them.
     sketches = lot * ayes.shape[0] < jnp.sum(ayes)
-    chosen = jnp.where(sketches, ayes, 1 - ayes)
-    least = jnp.finfo(chosen.dtype).tiny
-    return Choice(sketches, chosen / jnp.maximum(jnp.sum(chosen), least))
+    return Choice(sketches, of_sum_one(jnp.where(sketches, ayes, 1 - ayes)))
 
 
+def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
+    """Or zero, where all are."""
+    return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
+
+
+@jax.jit
 def votes(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """a_i: what all probes but the i-th say of A Q."""
     least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
-    return jnp.clip(1 - (missed_shares(loo, sketch) - least) / WIDTH, 0, 1)
+    return ramp(missed_shares(loo, sketch), least, WIDTH)
 
 
-def missed_shares(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
-    """t_i: what a sketch misses of the variance, by all probes but the i-th."""
-    s, w, k = loo.directions, loo.probes, sketch.shape[1]
-    others = 1 - jnp.eye(k, dtype=w.real.dtype)
+def ramp(shares: Float[Array, " k"], least: float, width: float) -> Float[Array, " k"]:
+    """From 1, up to `least`, to 0."""
+    return jnp.clip(1 - (shares - least) / width, 0, 1)
+
+
+def missed_shares(
+    loo: LeaveOneOut, sketch: Inexact[Array, "n k"], *, of_diagonal: bool = False
+) -> Float[Array, " k"]:
+    """t_i: what a sketch misses of the variance, by all probes but the i-th.
+
+    A diagonal is compared with probes as they are, not with what a sketch leaves of them:
+    there r_ij, too, is counted but for what is along w_j, and r_ij* w_j = r_ij* mu_ij."""
+    s, w = loo.directions, loo.probes
     overlap = s.conj().T @ s
     inverse = 1 / one_minus_squared_modulus(overlap)
     sw = s.conj().T @ (loo.basis.columns.conj().T @ w)
@@ -156,13 +172,24 @@ def missed_shares(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Arra
     # u_ij* Q* w_j and t_ij* Q* w_j, but for a.
     uw, tw = sw - overlap * own, own - overlap.conj() * sw
     lengths = column_norms_squared(loo.mu)[None, :] + squared(uw) * inverse
+    if of_diagonal:
+        lengths = column_norms_squared(w)[None, :]
     across = 1 - squared(tw) * inverse / lengths
-    missed = others * loo.distances[None, :] ** 2 * inverse * across
+    missed = loo.distances[None, :] ** 2 * inverse * across
+    return shares_of(missed, w, sketch / loo.basis.scale)
 
-    y = sketch / loo.basis.scale
-    along = squared(column_dots(w, y)) / column_norms_squared(w)
-    whole = others @ (column_norms_squared(y) - along)
-    return jnp.sum(missed, axis=1) / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
+
+def shares_of(
+    missed: Float[Array, "k k"],
+    probes: Inexact[Array, "n k"],
+    sketch: Inexact[Array, "n k"],
+) -> Float[Array, " k"]:
+    """t_i from what is missed of probe j where i is left out, for all i and j."""
+    others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
+    along = squared(column_dots(probes, sketch)) / column_norms_squared(probes)
+    whole = others @ (column_norms_squared(sketch) - along)
+    missed = jnp.sum(others * missed, axis=1)
+    return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
 
 
 @partial(jax.jit, static_argnums=(5, 6))
@@ -180,12 +207,13 @@ def _judge(
         loo, sketch, images, eps, resphere=resphere, weights=choice.weights
     )
     first, first_error = _forms(loo.probes, sketch, eps)
+    uneven = unevenness(choice.weights)
     forms, error = _forms(fresh, images, eps)
     sampled = (jnp.sum(choice.weights * first) + mean(forms)) / 2
-    sampled_error = both_errors(choice.uneven() * first_error, error) / 2
+    sampled_error = both_errors(uneven * first_error, error) / 2
     return (
         jnp.where(choice.sketches, sketched, sampled),
-        jnp.where(choice.sketches, choice.uneven() * sketched_error, sampled_error),
+        jnp.where(choice.sketches, uneven * sketched_error, sampled_error),
     )
 
 
