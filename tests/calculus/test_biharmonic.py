@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import traceax as tx
-from tests.helpers import close, leaks_checked
+from tests.helpers import close, leaks_checked, slow
 
 KEY = jax.random.key(3)
 X = jnp.array([0.3, -0.7, 0.5])
@@ -36,7 +36,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [slow("network"), "many values", "complex", "cubic"])
 def test_all_pairs_are_exact(name: str) -> None:
     """From n (n + 1) / 2 on, value and gradient, alone and in batches."""
     fn = FUNCTIONS[name]

@@ -96,6 +96,7 @@ def test_what_fn_depends_on() -> None:
     close(curvature, jax.hessian(truth)(1.5), 1e-11)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_the_operator_are_refused() -> None:
     """But what `fn` depends on may come second: that reads the same vectors."""
     matrix = MATRICES["general"]

@@ -10,7 +10,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general, leaks_checked
+from tests.helpers import close, function, general, leaks_checked, slow
 
 KEY = jax.random.key(8)
 N = 12
@@ -55,7 +55,10 @@ CALLS: dict[str, Callable[..., tx.Estimate]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+SLOW = {"spectral_density", "exact diagonal", "exact laplacian", "hessian_diagonal"}
+
+
+@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in CALLS])
 def test_batches_are_shown_once_and_change_nothing(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

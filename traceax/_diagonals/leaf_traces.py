@@ -57,7 +57,8 @@ def leaf_traces(
     How the curvature of a network, a Gauss-Newton matrix or a Fisher matrix is spread over
     its layers, say. One sketch serves all leaves: Nyström's of operators tagged
     semidefinite, XDiag's of others, plain probes for few matvecs; exact where structure
-    gives it, or n is at most 64 or `num_matvecs`. Unbiased. For the sum of all use `trace`, whose error bar is that of the sum.
+    gives it, or n is at most 64 or `num_matvecs`. Unbiased. For the sum of all use `trace`,
+    whose error bar is that of the sum.
 
     **Arguments**
 
