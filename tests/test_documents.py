@@ -82,8 +82,11 @@ def test_help_opens_with_a_signature_that_one_can_read(name: str) -> None:
     shown = pydoc.plain(pydoc.render_doc(FUNCTIONS[name]))
     heading = shown.split("\n\n")[1].split("\n    ")[0]
     signature = re.sub(r" at 0x\w+", "", heading)
-    assert signature.startswith(f"{name}(operator" if "operator" in heading else name)
-    many = len(inspect.signature(FUNCTIONS[name]).parameters) >= 7
+    parameters = list(inspect.signature(FUNCTIONS[name]).parameters)
+    assert signature.startswith(f"{name}({parameters[0]}: ")
+    if "operator" in parameters:  # comes first, or right after what is to be done with it
+        assert parameters.index("operator") == (1 if parameters[0] == "algorithm" else 0)
+    many = len(parameters) >= 7
     assert len(" ".join(signature.split())) <= (4 if many else 3) * 80, signature
     assert "Union" not in signature
 

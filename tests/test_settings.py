@@ -13,7 +13,7 @@ from jax import export
 from jax.experimental import checkify
 
 import traceax as tx
-from tests.calls import CALLS, OTHERS, PSD, N, energy, field, logarithm
+from tests.calls import CALLS, OTHERS, PSD, N, energy, field, hutchinson, logarithm
 from tests.helpers import DRAWN, close, compilations, hermitian
 
 KEY = jax.random.key(5)
@@ -57,6 +57,7 @@ def kept(name: str) -> Callable[[Any], tx.Estimate]:
     state = tracker.init(shared, KEY) if name == "deltashift" else None
     special: dict[str, Callable[[Any], Any]] = {
         "adaptive_trace": lambda k: tx.adaptive_trace(shared, k, rtol=0.3, max_matvecs=32),
+        "custom_trace": lambda k: tx.custom_trace(hutchinson, shared, k, 6),
         "deltashift": lambda k: tracker.update(shared, state, k)[0],  # pyright: ignore
         "function_trace": lambda k: tx.function_trace(shared, logarithm, k, 40),
         "logdet": lambda k: tx.logdet(shared, k, 40),
