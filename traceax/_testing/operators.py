@@ -20,6 +20,7 @@ from traceax._testing.matrices import (
     with_singular_values,
 )
 
+Names = Sequence[str] | None
 Pair = tuple[lx.AbstractLinearOperator, Inexact[Array, "n n"]]
 
 _SINGLE = {clothes.name: clothes for clothes in SINGLE}
@@ -32,10 +33,10 @@ USUAL = (*_USUAL, *_AROUND, *_JOIN)
 
 def operators(
     *,
-    kinds: Sequence[str] | None = None,
+    kinds: Names = None,
     sizes: Sequence[int] = (1, 2, 3, 8),
-    dtypes: Sequence[str] | None = None,
-    spectra: Sequence[str] | None = None,
+    dtypes: Names = None,
+    spectra: Names = None,
     semidefinite: bool = False,
     depth: int = 2,
 ) -> st.SearchStrategy[Pair]:
@@ -48,11 +49,11 @@ def operators(
 
     **Arguments**
 
-    - `kinds`: the classes, a sequence of names. Default `None`: all of lineax's that users make,
-      `"Matrix"`, `"PyTree"`, `"Jacobian"`, `"Function"`, `"Diagonal"`, `"Tridiagonal"`,
-      `"Identity"`, which stand for themselves, and `"Tagged"`, `"Neg"`, `"Mul"`, `"Div"`,
-      `"Add"`, `"Composed"`, which are put around others. There is `"Tangent"`, too, of
-      which lineax does not answer all questions.
+    - `kinds`: the classes, a sequence of names. Default `None`: all of lineax's that users
+      make, `"Matrix"`, `"PyTree"`, `"Jacobian"`, `"Function"`, `"Diagonal"`,
+      `"Tridiagonal"`, `"Identity"`, which stand for themselves, and `"Tagged"`, `"Neg"`,
+      `"Mul"`, `"Div"`, `"Add"`, `"Composed"`, which are put around others. There is
+      `"Tangent"`, too, of which lineax does not answer all questions.
     - `sizes`: dimensions n. Default `(1, 2, 3, 8)`; each is a compilation.
     - `dtypes`: names of dtypes. Default `None`: single precision, real and complex, and
       double where JAX has it enabled.
