@@ -94,6 +94,12 @@ def pooled(matrix: Any, key: Any) -> Any:
     return tx.pool(jax.vmap(run)(jax.random.split(key, 3)))
 
 
+def hutchinson(apply: Any, probes: Any) -> Any:
+    k = probes.shape[1]
+    samples = jnp.sum(probes.conj() * apply(probes), axis=0)
+    return jnp.mean(samples), jnp.std(samples, ddof=1) / k**0.5, (probes / k, probes)
+
+
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
     "hutchinson_trace": budgeted(tx.hutchinson_trace, 6),
@@ -105,6 +111,9 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
         operator(matrix), key, rtol=0.3, max_matvecs=32
     ),
     "deltashift": tracked,
+    "custom_trace": lambda matrix, key: tx.custom_trace(
+        hutchinson, operator(matrix), key, 6
+    ),
     "diagonal": budgeted(tx.diagonal, 20),
     "hutchinson_diagonal": budgeted(tx.hutchinson_diagonal, 6),
     "diagpp": budgeted(tx.diagpp, 12),

@@ -1,4 +1,4 @@
-"""One dense matrix in the clothes of every operator class, and the table of estimators."""
+"""The table of estimators, and what many tests use."""
 
 import gc
 import os
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -15,12 +14,16 @@ import pytest
 from jax import monitoring
 
 import traceax as tx
+from traceax._testing.clothes import BANDED, EVERY, FULL, function, part_of, pytree
+from traceax._testing.matrices import general, hermitian, spectrum
+
+__all__ = ["BANDED", "EVERY", "FULL"]
+__all__ += ["function", "general", "hermitian", "part_of", "pytree", "spectrum"]
 
 # Normal numbers are drawn in single precision. The compiler's older emitters, which the
 # suite asks for, round their last digit by the shape of the batch.
 DRAWN = 1e-6 if "use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "") else 0.0
 
-Maker = Callable[[Any], lx.AbstractLinearOperator]
 PSD = lx.positive_semidefinite_tag
 
 
@@ -100,134 +103,6 @@ def names(entries: list[Entry]) -> list[str]:
 def as_semidefinite(entry: Entry, operator: lx.AbstractLinearOperator) -> Any:
     """The operator, tagged where the estimator insists on it."""
     return lx.TaggedLinearOperator(operator, PSD) if entry.semidefinite else operator
-
-
-# Every class, made from the matrix it stands for (so that derivatives reach the matrix).
-
-
-def function(matrix: Any) -> lx.AbstractLinearOperator:
-    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
-
-
-def jacobian(matrix: Any) -> lx.AbstractLinearOperator:
-    point = jnp.zeros(matrix.shape[1], matrix.dtype)
-
-    def bent(x: Any, args: Any) -> Any:
-        return matrix @ jnp.sin(x)
-
-    return lx.JacobianLinearOperator(bent, point)
-
-
-def pytree(matrix: Any) -> lx.AbstractLinearOperator:
-    n, k = matrix.shape[0], matrix.shape[0] // 3
-    structure = {
-        "a": jax.ShapeDtypeStruct((k,), matrix.dtype),
-        "b": jax.ShapeDtypeStruct((n - k,), matrix.dtype),
-    }
-    rows = {"a": matrix[:k], "b": matrix[k:]}
-    blocks = {i: {"a": row[:, :k], "b": row[:, k:]} for i, row in rows.items()}
-    return lx.PyTreeLinearOperator(blocks, structure)
-
-
-def tangent(matrix: Any) -> lx.AbstractLinearOperator:
-    """The derivative of theta -> theta^2 matrix + const at theta = 1/2."""
-
-    def make(theta: Any) -> lx.AbstractLinearOperator:
-        return function(theta**2 * matrix + jnp.eye(matrix.shape[0], dtype=matrix.dtype))
-
-    half = jnp.asarray(0.5, jnp.finfo(matrix.dtype).dtype)
-    primal, tangent = eqx.filter_jvp(make, (half,), (jnp.ones_like(half),))
-    return lx.TangentLinearOperator(primal, tangent)
-
-
-def composed(matrix: Any) -> lx.AbstractLinearOperator:
-    swap = jnp.eye(matrix.shape[0], dtype=matrix.dtype)[::-1]
-    return lx.MatrixLinearOperator(matrix @ swap) @ function(swap)
-
-
-def nested(matrix: Any) -> lx.AbstractLinearOperator:
-    third = jnp.asarray(3.0, jnp.finfo(matrix.dtype).dtype)
-    inner = composed(matrix) + function(matrix) + (-jacobian(matrix))
-    return -((lx.MatrixLinearOperator(matrix) - third * inner) / 2)
-
-
-FULL: dict[str, Maker] = {
-    "Matrix": lx.MatrixLinearOperator,
-    "PyTree": pytree,
-    "Jacobian": jacobian,
-    "Function": function,
-    "Tagged": lambda m: lx.TaggedLinearOperator(function(m), object()),
-    "Tangent": tangent,
-    "Add": lambda m: function(m / 4) + lx.MatrixLinearOperator(3 * m / 4),
-    "Mul": lambda m: 2.0 * function(m / 2),
-    "Neg": lambda m: -function(-m),
-    "Div": lambda m: function(2 * m) / 2.0,
-    "Composed": composed,
-    "nested": nested,
-}
-"""Classes that hold any matrix."""
-
-BANDED: dict[str, Maker] = {
-    "Diagonal": lambda m: lx.DiagonalLinearOperator(jnp.diagonal(m)),
-    "Tridiagonal": lambda m: lx.TridiagonalLinearOperator(
-        jnp.diagonal(m), jnp.diagonal(m, -1), jnp.diagonal(m, 1)
-    ),
-    "Identity": lambda m: (
-        m[0, 0] * lx.IdentityLinearOperator(jax.ShapeDtypeStruct(m.shape[1:], m.dtype))
-    ),
-}
-"""Classes that hold a part of a matrix; `part_of` says which."""
-
-EVERY: dict[str, Maker] = FULL | BANDED
-
-
-def part_of(kind: str, matrix: Any) -> Any:
-    """The matrix that `EVERY[kind](matrix)` stands for."""
-    n = matrix.shape[0]
-    i, j = np.indices((n, n))
-    match kind:
-        case "Diagonal":
-            return matrix * (i == j)
-        case "Tridiagonal":
-            return matrix * (abs(i - j) <= 1)
-        case "Identity":
-            return matrix[0, 0] * jnp.eye(n, dtype=matrix.dtype)
-        case _:
-            return matrix
-
-
-def spectrum(name: str, n: int) -> np.ndarray:
-    i = np.arange(n)
-    return {
-        "flat": np.linspace(3, 1, n),
-        "poly": (i + 1.0) ** -2,
-        "exp": 0.7**i,
-        "step": np.where(i < n // 20, 1, 1e-3),
-        "rank5": (i < 5) * 1.0,
-        "zero": 0.0 * i,
-    }[name]
-
-
-def hermitian(eigenvalues: np.ndarray, dtype: Any = float, seed: int = 0) -> Any:
-    """A dense Hermitian matrix with these eigenvalues in a random orthonormal basis."""
-    n = len(eigenvalues)
-    rng = np.random.default_rng(seed)
-    block: Any = rng.standard_normal((n, n))
-    if np.issubdtype(np.dtype(dtype), np.complexfloating):
-        block = block + 1j * rng.standard_normal((n, n))
-    basis, _ = np.linalg.qr(block)
-    matrix = (basis * eigenvalues) @ basis.conj().T
-    return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
-
-
-def general(n: int, dtype: Any = float, seed: int = 0) -> Any:
-    """A dense non-normal matrix."""
-    rng = np.random.default_rng(seed)
-    matrix = rng.standard_normal((n, n)) / np.sqrt(n) + 0.5 * np.triu(np.ones((n, n)))
-    if np.issubdtype(np.dtype(dtype), np.complexfloating):
-        matrix = matrix + 1j * rng.standard_normal((n, n))
-    return jnp.asarray(matrix, dtype)
 
 
 def suitable(entry: Entry, n: int, dtype: Any = float, seed: int = 0) -> Any:

@@ -12,13 +12,16 @@ import jax
 import pytest
 
 import traceax as tx
+from traceax import testing
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
+TESTING = {name: getattr(testing, name) for name in testing.__all__}
 PUBLIC = {name: value for name, value in vars(tx).items() if not name.startswith("_")}
+PUBLIC = {n: v for n, v in PUBLIC.items() if not inspect.ismodule(v)} | TESTING
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 SECTIONS = (
     "**Arguments**",
@@ -82,9 +85,11 @@ def test_help_opens_with_a_signature_that_one_can_read(name: str) -> None:
     shown = pydoc.plain(pydoc.render_doc(FUNCTIONS[name]))
     heading = shown.split("\n\n")[1].split("\n    ")[0]
     signature = re.sub(r" at 0x\w+", "", heading)
-    assert signature.startswith(f"{name}(operator" if "operator" in heading else name)
-    count = len(inspect.signature(FUNCTIONS[name]).parameters)
-    lines = 3 + (count >= 7) + (count >= 9)
+    parameters = list(inspect.signature(FUNCTIONS[name]).parameters)
+    assert re.match(rf"{name}\((\*, )?{parameters[0]}: ", signature)
+    if "operator" in parameters:  # comes first, or right after what is to be done with it
+        assert parameters.index("operator") == (1 if parameters[0] == "algorithm" else 0)
+    lines = 3 + (len(parameters) >= 7) + (len(parameters) >= 9)
     assert len(" ".join(signature.split())) <= lines * 80, signature
     assert "Union" not in signature
 

@@ -36,6 +36,7 @@ from traceax._probes.samplers import orthogonal as orthogonal
 from traceax._probes.samplers import rademacher as rademacher
 from traceax._probes.samplers import sphere as sphere
 from traceax._traces.adaptive import adaptive_trace as adaptive_trace
+from traceax._traces.custom import custom_trace as custom_trace
 from traceax._traces.deltashift import deltashift as deltashift
 from traceax._traces.hutchinson import hutchinson_trace as hutchinson_trace
 from traceax._traces.hutchpp import hutchpp_trace as hutchpp_trace

@@ -6,6 +6,7 @@ it is about a function; a new question to lineax into `operator`.
 
 The tour of the house. Arrows run downwards only; a test draws them and fails otherwise.
 
+    floor 6   _testing     checks of what users write, generated operators
     floor 5   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
     floor 4   _diagonals   diagonals and norms

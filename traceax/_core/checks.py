@@ -9,6 +9,7 @@ import lineax as lx
 from jax.core import Tracer
 from jaxtyping import ArrayLike
 
+from traceax._core.class_checks import check_answers
 from traceax._core.operator import dimension, is_negative, is_positive, size
 
 
@@ -38,6 +39,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
             "as lx.FunctionLinearOperator(lambda v: matrix @ v, "
             "jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
+    check_answers(name, operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
         raise ValueError(

@@ -112,10 +112,12 @@ def _is_foreign(node: Any) -> bool:
 
 def algorithm_by_value(fn: Callable[..., Any]) -> Callable[..., Any]:
     """One that is equal to another if it does the same. Not one that is made anew at each
-    call, or decides by itself what it compiles, as methods may."""
+    call, or decides by itself what it compiles, as methods may; unless it knows better."""
     inner = fn
     while isinstance(inner, partial):
         inner = inner.args[0] if inner.args else inner.func
+    if getattr(inner, "is_by_value", False):
+        return by_value(fn)
     if not isinstance(inner, types.FunctionType) or inner.__closure__:
         raise Unknown
     return by_value(fn)

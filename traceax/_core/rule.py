@@ -33,7 +33,6 @@ A new estimator is one function `(LinearMap, probes) -> Outcome`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -41,6 +40,7 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.coded import Unknown, algorithm_by_value, are_here
@@ -188,7 +188,7 @@ def run(
 ) -> Outcome:
     """Run an algorithm for an operator under the rule."""
     if is_hermitian(operator):
-        algorithm = partial(_real, algorithm)
+        algorithm = Partial(_real, algorithm)  # a pytree: one of a user's holds arrays
     return _evaluate(LinearMap(prepare(operator)), algorithm, probes)
 
 

@@ -1,0 +1,200 @@
+"""An algorithm of one's own under the library's rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+
+from traceax._core.algorithm_checks import (
+    check_algorithm,
+    check_applied,
+    check_block,
+    check_blocks,
+    check_result,
+    check_value,
+)
+from traceax._core.checks import check_function_request
+from traceax._core.coded import Coded, Unknown, are_here, code_of
+from traceax._core.estimate import Estimate
+from traceax._core.operator import LinearMap, prepare, size, working_dtype
+from traceax._core.rule import Outcome, estimate
+from traceax._probes.draw import draw
+from traceax._probes.samplers import Sampler, sphere
+from traceax._traces.applications import Apply, entries_applied, named
+from traceax._traces.weights import TraceWeight
+
+Block = Inexact[Array, "n r"]
+Answer = tuple[Inexact[Array, ""], Float[Array, ""], tuple[Block, Block]]
+
+
+def custom_trace(
+    algorithm: Callable[[Apply, Block], Answer],
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_probes: int,
+    *,
+    sampler: Sampler = sphere,
+) -> Estimate:
+    """Estimate tr A of any square operator by an algorithm of your own.
+
+    It gets its derivative, its batches and its checks from the library. What it owes is a
+    resolution of the identity: besides its value it returns the two blocks L, R with
+    E[L R*] = I through which it read the operator, value = sum conj(L) o (A R), and they
+    are read again for the derivative, sum conj(L) o (dA R).
+
+    Hutchinson's estimator is the mean of k forms z* A z. E[z z*] = I, so L = Z/k, R = Z:
+
+    ```python
+    def hutchinson(apply, probes):
+        k = probes.shape[1]
+        samples = jnp.sum(probes.conj() * apply(probes), axis=0)
+        error = jnp.std(samples, ddof=1) / k**0.5
+        return jnp.mean(samples), error, (probes / k, probes)
+    ```
+
+    Hutch++ sketches with one half of the probes. With Q an orthonormal basis of A S and
+    P = I - Q Q*, I = Q Q* + P, and E[P z z* P] = P for a z that Q does not know. So
+    L = [Q, P Z/l], R = [Q, P Z]:
+
+    ```python
+    def hutchpp(apply, probes):
+        sketch, rest = jnp.split(probes, 2, axis=1)
+        q, _ = jnp.linalg.qr(apply(sketch))
+        rest = rest - q @ (q.conj().T @ rest)
+        l = rest.shape[1]
+        samples = jnp.sum(rest.conj() * apply(rest), axis=0)
+        value = jnp.sum(q.conj() * apply(q)) + jnp.mean(samples)
+        error = jnp.std(samples, ddof=1) / l**0.5
+        return value, error, (jnp.hstack([q, rest / l]), jnp.hstack([q, rest]))
+    ```
+
+    **Arguments**
+
+    - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
+      standard_error, (left, right))`. `probes` is n x num_probes, columns in the operator's
+      flattened space; `apply` maps n x k blocks to n x k blocks, and is all that is to be
+      seen of the operator. It is traced as by `jax.jit`, so it may not branch on numbers;
+      it may close over anything, also over what is being differentiated or batched.
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. Blocks
+      of float16 and bfloat16 operators are float32.
+    - `key`: a JAX random key.
+    - `num_probes`: how many probes to draw, a Python int of at least 1.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `sphere`. One of your own may
+      draw its probes in groups that the algorithm then splits.
+
+    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
+    real if the operator is known to be Hermitian), with the algorithm's `standard_error`.
+    `num_matvecs` counts the columns that were applied (of a choice of branches those of the
+    dearest; a complex block of a real operator counts twice); `degrees_of_freedom` is
+    num_probes - 1, at least 1.
+
+    **Raises** `TypeError` if `algorithm` is no function or returns anything else, if
+    `operator` is not a lineax operator, `key` not a random key, `num_probes` not a Python
+    int; `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
+    dimension; if `key` is an array of keys; if `num_probes` is below 1; if the sampler's
+    probes are of the wrong shape; if `value` or `standard_error` is not a number, the
+    blocks are not n x r both, `apply` is given anything but n x k, is never called, or is
+    called in a loop of unknown length.
+
+    **Derivatives**: forward and reverse, to any order, unbiased if E[L R*] = I whatever
+    operator the blocks were made of; they are frozen. So is what the algorithm closes over:
+    the trace does not depend on it, and derivatives in it are zero. A gradient costs r
+    matvec-VJPs.
+
+    **Cost**: the algorithm's.
+
+    **Example**
+
+    ```python
+    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+    >>> def hutchinson(apply, probes):
+    ...     k = probes.shape[1]
+    ...     samples = jnp.sum(probes.conj() * apply(probes), axis=0)
+    ...     error = jnp.std(samples, ddof=1) / k**0.5
+    ...     return jnp.mean(samples), error, (probes / k, probes)
+    >>> operator = lx.MatrixLinearOperator(jnp.diag(jnp.arange(300.0)))
+    >>> key = jax.random.key(0)
+    >>> estimate = tx.custom_trace(hutchinson, operator, key, 10, sampler=tx.rademacher)
+    >>> print(estimate.value, estimate.num_matvecs)
+    44850.0 10
+
+    ```
+
+    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++: Optimal stochastic
+    trace estimation, SIAM Symposium on Simplicity in Algorithms,
+    doi:10.1137/1.9781611976496.16, for the second example; the rule is the library's own.
+    """
+    check_algorithm("custom_trace", algorithm)
+    check_function_request("custom_trace", operator, key, {"num_probes": num_probes})
+    probes = draw("custom_trace", sampler, key, operator, num_probes)
+    linear_map, program = _programmed(algorithm, LinearMap(prepare(operator)), probes)
+    num_matvecs = _num_matvecs(program.code, operator)
+    degrees = max(num_probes - 1, 1)
+    return estimate(program, linear_map.operator, probes, num_matvecs, degrees)
+
+
+class _Program(eqx.Module):
+    """An algorithm as a program of an operator's arrays. What it closes over, tracers among
+    it, are leaves, which the rule sees and takes for constants."""
+
+    code: Coded
+    is_by_value: bool = eqx.field(static=True)
+
+    def __call__(self, linear_map: LinearMap, probes: Block) -> Outcome:
+        return self.code(eqx.filter(linear_map, eqx.is_array), probes)
+
+
+def _programmed(
+    algorithm: Callable[[Apply, Block], Answer], linear_map: LinearMap, probes: Block
+) -> tuple[LinearMap, _Program]:
+    """The program, and the map whose arrays it takes: a coded one, whose equals are known,
+    where nothing is being traced."""
+    try:
+        linear_map, is_coded = linear_map.coded(), True
+    except Unknown:
+        is_coded = False
+    arrays, rest = eqx.partition(linear_map, eqx.is_array)
+
+    def run(arrays: Any, probes: Block) -> Outcome:
+        return _run(algorithm, eqx.combine(arrays, rest), probes)
+
+    code = code_of(run, arrays, probes)
+    is_by_value = is_coded and are_here((code, arrays, probes)) and not code.code.effects
+    return linear_map, _Program(code, is_by_value)
+
+
+def _run(
+    algorithm: Callable[[Apply, Block], Answer], linear_map: LinearMap, probes: Block
+) -> Outcome:
+    name, n = "custom_trace", probes.shape[0]
+    application = named(linear_map)
+
+    def apply(block: Block) -> Block:
+        check_block(name, block, n)
+        block = jnp.asarray(block)
+        return application(block.astype(jnp.result_type(block, probes)))
+
+    answer: Any = algorithm(apply, probes)
+    check_result(name, answer)
+    value, error, left, right = map(jnp.asarray, (*answer[:2], *answer[2]))
+    dtype = working_dtype(linear_map.operator)
+    check_value(name, "value", value, real=not jnp.issubdtype(dtype, jnp.complexfloating))
+    check_value(name, "standard_error", error, real=True)
+    check_blocks(name, left, right, n)
+    left, right = (block.astype(jnp.result_type(block, dtype)) for block in (left, right))
+    error = error.astype(jnp.finfo(dtype).dtype)
+    return Outcome(value.astype(dtype), error, TraceWeight(left, right))
+
+
+def _num_matvecs(code: Coded, operator: lx.AbstractLinearOperator) -> int:
+    real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
+    entries = entries_applied(code.code, real=real)
+    known = math.isfinite(entries)
+    check_applied("custom_trace", int(entries) // size(operator) if known else None)
+    return int(entries) // size(operator)
