@@ -94,7 +94,7 @@ def save(path: Path, matrix: np.ndarray) -> Path:
     return path
 
 
-def assert_honest(told: dict[str, Any], exact: float) -> None:
+def assert_honest(told: dict[str, Any], exact: Any) -> None:
     """`exact` is; each estimate is within six of its errors, which say something."""
     assert told["exact"] == pytest.approx(exact, rel=1e-11)
     for one in (told, *told["estimators"]):

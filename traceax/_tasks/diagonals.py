@@ -85,7 +85,7 @@ def _exact(matrix: Matrix) -> np.ndarray | None:
 
 def write(output: Path, estimate: tx.Estimate) -> None:
     """Two rows: the diagonal, and its standard errors."""
-    rows = np.stack([np.asarray(estimate.value).real, np.asarray(estimate.standard_error)])
+    rows = np.stack([jnp.real(estimate.value), estimate.standard_error])
     try:
         with output.open("wb") as target:
             np.save(target, rows)

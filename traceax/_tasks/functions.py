@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 import traceax as tx
 from traceax._command.matrix import Matrix, matrix_operator
@@ -47,7 +48,7 @@ def estrada_task(path: Path, matrix: Matrix, options: Options) -> Task:
         runs = _exponentials(jnp.exp, budget, None)
         return Task("tr exp(A), the Estrada index", matrix_operator(matrix), runs, exact)
 
-    def log(total: float) -> float:
+    def log(total: Array) -> Array:
         return top + jnp.log(total)
 
     exact = None

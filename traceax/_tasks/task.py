@@ -72,7 +72,8 @@ def only(name: str, run: Run, operator: lx.AbstractLinearOperator, seed: int) ->
 
 
 def _compile(run: Run, *arguments: Any) -> Callable[..., tx.Estimate]:
-    return eqx.filter_jit(run).lower(*arguments).compile()
+    jitted: Any = eqx.filter_jit(run)
+    return jitted.lower(*arguments).compile()
 
 
 def as_row(found: Compiled, *, real: bool) -> Row:
@@ -94,7 +95,7 @@ def interval(found: Compiled, *, real: bool) -> tuple[float, float] | None:
     return low.item(), high.item()
 
 
-def split(num_matvecs: int, *, probes_a_step: float) -> dict[str, int]:
+def split(num_matvecs: int, *, probes_a_step: float) -> dict[str, Any]:
     """Probes and steps of a budget, two of each at least."""
     num_steps = max(2, int(np.sqrt(num_matvecs / probes_a_step)))
     num_steps = min(num_steps, max(2, num_matvecs // 2))
