@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from traceax._command.matrix import Matrix, MatrixError, examine
 from traceax._command.options import Options
 from traceax._command.spectrum import eigenvalues, ends, shifted
 
 
-def definite(path: Path, matrix: Matrix, options: Options) -> Matrix:
-    """A + S I, tagged; a `MatrixError` where it is seen not to be positive definite."""
+class Definite(NamedTuple):
+    """A + S I, tagged, and its eigenvalues if they are few."""
+
+    matrix: Matrix
+    spectrum: np.ndarray | None
+
+
+def definite(path: Path, matrix: Matrix, options: Options) -> Definite:
+    """A `MatrixError` where A + S I is seen not to be positive definite."""
     check_hermitian(path, matrix, f"--{options.task}")
     whole = matrix
     if options.shift:
         entries: Any = shifted(matrix.entries, options.shift)
         whole = examine(entries, matrix.field)
-    if whole.positive == "" or _singular(whole):
+    spectrum = eigenvalues(whole)
+    if whole.positive == "" or _singular(whole, spectrum):
         raise _not_definite(path, matrix, options)
-    return whole._replace(positive=whole.positive or "smallest eigenvalue")
+    whole = whole._replace(positive=whole.positive or "smallest eigenvalue")
+    return Definite(whole, spectrum)
 
 
 def check_hermitian(path: Path, matrix: Matrix, option: str) -> None:
@@ -46,15 +54,14 @@ def _kind(matrix: Matrix) -> str:
     return "Hermitian" if np.iscomplexobj(matrix.entries) else "symmetric"
 
 
-def _singular(matrix: Matrix) -> bool:
+def _singular(matrix: Matrix, spectrum: np.ndarray | None) -> bool:
     """By all eigenvalues, or by the smallest where nothing else is proven."""
-    every = eigenvalues(matrix)
-    if every is not None:
-        return bool(every[0] <= _rounding(every))
+    if spectrum is not None:
+        return bool(spectrum[0] <= _rounding(spectrum))
     return not matrix.positive and ends(matrix).low <= 0
 
 
-def _rounding(spectrum: Float[np.ndarray, " n"]) -> float:
+def _rounding(spectrum: np.ndarray) -> float:
     return len(spectrum) * np.finfo(float).eps * np.abs(spectrum).max()
 
 

@@ -42,7 +42,7 @@ def diagonal(path: Path, matrix: Matrix, options: Options) -> Diagonal:
 
 
 def _of_inverse(path: Path, matrix: Matrix, options: Options) -> Diagonal:
-    positive = definite(path, matrix, options)
+    positive = definite(path, matrix, options).matrix
     door = partial(
         tx.diagonal, num_matvecs=options.num_matvecs, pattern=pattern_of(positive)
     )

@@ -27,7 +27,7 @@ between about {low:.6g} and {high:.6g}, whatever the error bars of an estimate b
 
 
 def logdet_task(path: Path, matrix: Matrix, options: Options) -> Task:
-    spectrum = eigenvalues(definite(path, matrix, options))
+    spectrum = definite(path, matrix, options).spectrum
     exact = None if spectrum is None else float(np.sum(np.log(spectrum)))
     shift, budget = options.shift, options.num_matvecs
     runs: dict[str, Run] = {

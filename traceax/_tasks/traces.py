@@ -15,7 +15,6 @@ from jaxtyping import Array
 import traceax as tx
 from traceax._command.matrix import Matrix, MatrixError, matrix_operator
 from traceax._command.options import Options
-from traceax._command.spectrum import eigenvalues
 from traceax._tasks.definite import definite, parenthesised
 from traceax._tasks.task import Run, Task
 
@@ -54,13 +53,12 @@ def trace_task(path: Path, matrix: Matrix, options: Options) -> Task:
 
 def inverse_task(path: Path, matrix: Matrix, options: Options) -> Task:
     """With the pattern of a sparse matrix for the front door, and without for the rest."""
-    positive = definite(path, matrix, options)
+    positive, spectrum = definite(path, matrix, options)
     operator = inverse_operator(positive)
     heading = _INVERSE.format(of=parenthesised(options.shift))
     pattern = pattern_of(positive)
     if pattern is not None:
         heading += _PATTERN
-    spectrum = eigenvalues(positive)
     exact = None if spectrum is None else float(np.sum(1 / spectrum))
     door = partial(tx.trace, num_matvecs=options.num_matvecs, pattern=pattern)
     runs = {"trace": door, **_fitting(_OF_INVERSES, operator, options)}
