@@ -33,9 +33,9 @@ _TRIANGLES = """\
 """
 
 _FLAT = """\
-   XTrace loses to Hutchinson, because the spectrum is flat: the {rank} largest of {n}
-   eigenvalues have {share:.0%} of the sum of squares. Its sketch finds little to take out,
-   and costs half of the probes. `trace` looks at its first probes, and chooses.
+   XTrace loses, because the spectrum is flat: the {rank} largest of {n} eigenvalues have
+   {share:.0%} of the sum of squares. Its sketch finds little to take out, and costs half of
+   its probes. `trace` lets its first half choose between XTrace and Hutchinson for the rest.
 """
 
 _COLOURS = """\
@@ -74,8 +74,8 @@ def _triangles(matrix: Matrix, options: Options) -> None:
     a = matrix.entries
     task = Task("", _cube(matrix), _of_cubes(a, options), _num_triangles(a))
     rows = _shown(task, options)
-    xtrace, hutchinson = rows.get("xtrace"), rows["hutchinson_trace"]
-    if xtrace is not None and 0 < hutchinson.error < xtrace.error < np.inf:
+    xtrace = rows.get("xtrace")
+    if xtrace is not None and 0 < rows["trace"].error < xtrace.error < np.inf:
         print(_FLAT.format(rank=_EXPLAINED, n=matrix.size, share=share(a)))
     if "colouring" in rows:
         print(_COLOURS.format(matvecs=rows["colouring"].num_matvecs))
@@ -99,7 +99,6 @@ def _of_cubes(a: scipy.sparse.csr_array, options: Options) -> dict[str, Run]:
     runs: dict[str, Run] = {"trace": partial(tx.trace, num_matvecs=budget)}
     if budget >= 2:
         runs["xtrace"] = partial(tx.xtrace, num_matvecs=budget)
-    runs["hutchinson_trace"] = partial(tx.hutchinson_trace, num_matvecs=budget)
     colours = tx.colouring(a, power=3)
     num_colours = int(colours.max()) + 1
     if budget >= num_colours:
