@@ -34,8 +34,8 @@ _TRIANGLES = """\
 
 _FLAT = """\
    XTrace loses, because the spectrum is flat: the {rank} largest of {n} eigenvalues have
-   {share:.0%} of the sum of squares. Its sketch finds little to take out, and costs half of
-   its probes. `trace` lets its first half choose between XTrace and Hutchinson for the rest.
+   {share:.0%} of the sum of squares. Its sketch finds little to take out and costs half of
+   the probes. `trace` lets the first half choose between XTrace and Hutchinson.
 """
 
 _COLOURS = """\
