@@ -16,26 +16,29 @@ class Row(NamedTuple):
     error: float
     num_matvecs: int
     seconds: float
+    interval: tuple[float, float] | None = None
 
 
-def table(rows: list[Row], exact: float | complex) -> Iterator[str]:
-    """Aligned lines; numbers far from 1 share a power of ten."""
-    power = _power_of_ten([abs(exact), *(abs(row.value) for row in rows)])
+def table(rows: list[Row], exact: float | complex | None) -> Iterator[str]:
+    """Aligned lines; numbers far from 1 share a power of ten. `exact` if it is known."""
+    known = [] if exact is None else [exact]
+    power = _power_of_ten([abs(value) for value in [*known, *(row.value for row in rows)]])
     rows = [_divide(row, 10.0**power) for row in rows]
-    exact = exact / 10.0**power
+    known = [value / 10.0**power for value in known]
     forms = [_forms(row.error) for row in rows]
     values = _aligned(
-        [*(row.value for row in rows), exact],
-        [*(form for form, _ in forms), _exact_form(exact, rows)],
+        [*(row.value for row in rows), *known],
+        [*(form for form, _ in forms), *(_exact_form(value, rows) for value in known)],
     )
     errors = [f"± {row.error:{form}}" for row, (_, form) in zip(rows, forms, strict=True)]
-    pairs = [" ".join(pair) for pair in zip(values, [*errors, ""], strict=True)]
+    blank = [""] * len(known)
+    pairs = [" ".join(pair) for pair in zip(values, [*errors, *blank], strict=True)]
     unit = f" (times 1e{power:+d})" if power else ""
     columns = (
-        _left(["estimator", *(row.name for row in rows), "exact"]),
+        _left(["estimator", *(row.name for row in rows), *["exact"][: len(known)]]),
         _left([f"estimate ± standard error{unit}", *pairs]),
-        _right(["matvecs", *(str(row.num_matvecs) for row in rows), ""]),
-        _right(["time", *(f"{1000 * row.seconds:,.1f} ms" for row in rows), ""]),
+        _right(["matvecs", *(str(row.num_matvecs) for row in rows), *blank]),
+        _right(["time", *(f"{1000 * row.seconds:,.1f} ms" for row in rows), *blank]),
     )
     for line in zip(*columns, strict=True):
         yield ("  " + "   ".join(line)).rstrip()

@@ -6,7 +6,8 @@ it is about a function; a new question to lineax into `operator`.
 
 The tour of the house. Arrows run downwards only; a test draws them and fails otherwise.
 
-    floor 6   _testing     checks of what users write, generated operators
+    floor 7   _testing     checks of what users write, generated operators
+    floor 6   _tasks       what `python -m traceax` does with a matrix, by the front doors
     floor 5   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
     floor 4   _diagonals   diagonals and norms
@@ -15,7 +16,7 @@ The tour of the house. Arrows run downwards only; a test draws them and fails ot
               _probes      random vectors: samplers, and how a budget becomes probes
     floor 1   _linalg      small dense linear algebra of tall blocks
               _core        operators, the rule, estimates, checks
-              _command     matrix files and tables, for `python -m traceax`
+              _command     matrix files, options and tables of `python -m traceax`
 
 A call of `traceax.xtrace` passes through four of them: `_core.checks` judges what it got,
 `_probes.draw` makes probes, `_core.rule` runs the algorithm that `_traces.xtrace` holds,
