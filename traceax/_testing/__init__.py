@@ -1,4 +1,4 @@
-"""What tests are made of, those of users and our own. (Floor 6; may use every other wing.)
+"""What tests are made of, those of users and our own. (Floor 7; may use every other wing.)
 
 Matrices of known spectra (`matrices`), one matrix in the clothes of every operator class
 (`clothes`), the strategy that draws from both (`operators`), and the checks of what users
