@@ -11,7 +11,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import ESTIMATORS, PSD, Entry, as_semidefinite, close
+from tests.helpers import ESTIMATORS, PSD, Entry, as_semidefinite, close, slow
 from traceax.testing import operators
 
 hypothesis.settings.register_profile(
@@ -61,6 +61,12 @@ def cases(draw: Any, *, semidefinite: bool) -> Case:
 
 EITHER = {known: cases(semidefinite=known) for known in (True, False)}
 every_estimator = pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
+FEW = ("hutchinson_trace", "xtrace")
+a_few_estimators = pytest.mark.parametrize(
+    "entry",
+    [e if e.name in FEW else slow(e) for e in ESTIMATORS],
+    ids=lambda e: e.name,
+)
 
 
 def suitable(data: st.DataObject, entry: Entry) -> Case:
@@ -87,7 +93,7 @@ def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
     assert exact.standard_error == 0
 
 
-@every_estimator
+@a_few_estimators
 @hypothesis.given(data=st.data())
 def test_jvp_is_vjp_and_euler(entry: Entry, data: st.DataObject) -> None:
     """In a factor of the operator, and in all that it holds."""

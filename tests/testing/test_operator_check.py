@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from tests.helpers import EVERY, general, hermitian, part_of
+from tests.helpers import EVERY, general, hermitian, part_of, slow
 from traceax.testing import check_operator, operators
 
 KEY = jax.random.key(0)
@@ -21,7 +21,7 @@ PSD, NSD = lx.positive_semidefinite_tag, lx.negative_semidefinite_tag
 
 
 @pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("dtype", [float, slow(complex)])
 def test_every_class_is_right(kind: str, dtype: Any) -> None:
     check_operator(EVERY[kind](general(N, dtype)), KEY)
 

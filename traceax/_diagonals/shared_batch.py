@@ -108,7 +108,7 @@ def _samples(
     scale, share = factor.scale, mean(ayes)
     sketched, _ = samples_of(factor, probes, eps)
     sampled = independent(probes.conj() * (sketch / scale), scale, eps, hermitian=True)
-    values = ayes * sketched.values + (1 - ayes) * sampled.values
+    values = ayes[None, :] * sketched.values + (1 - ayes)[None, :] * sampled.values
     rounding = share * sketched.rounding + (1 - share) * sampled.rounding
     return Samples(values, rounding, scale, 1 + share)
 
