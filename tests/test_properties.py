@@ -81,7 +81,7 @@ def test_linear_in_the_scale(entry: Entry, data: st.DataObject, factor: float) -
     close(scaled.value / factor, plain.value, case.tolerance, case.size)
 
 
-@every_estimator
+@a_few_estimators
 @hypothesis.given(data=st.data())
 def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
     case = suitable(data, entry)

@@ -16,6 +16,9 @@ from traceax.testing import check_estimator
 
 COUNTER = count()
 LINEAR = [*ESTIMATORS, *DIAGONALS]
+# Half a minute of statistics each.
+pytestmark = pytest.mark.slow
+
 QUICK = ("hutchinson_trace", "xdiag")
 
 

@@ -112,11 +112,13 @@ for question in QUESTIONS:
 lx.conj.register(Own, lambda o: o if o.wrong == "conj" else Own(o.matrix.conj()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_a_class_of_ones_own(dtype: Any) -> None:
     check_operator(Own(general(N, dtype)), KEY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -148,6 +150,7 @@ UNTRUE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNTRUE)
 def test_untrue_tags_are_named(name: str) -> None:
     tag, matrix = UNTRUE[name]

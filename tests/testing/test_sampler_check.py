@@ -12,6 +12,8 @@ import traceax as tx
 from traceax.testing import check_sampler
 
 COUNTER = count()
+# Half a minute of statistics each.
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("sampler", [tx.rademacher, tx.sphere, tx.normal])
