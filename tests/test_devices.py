@@ -61,6 +61,7 @@ def test_blocks_stay_where_they_are(names: list[str]) -> None:
         assert found["sharded"], name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_processes_share_an_operator() -> None:
     """By JAX's own jax.distributed: two processes of four devices each."""

@@ -15,12 +15,15 @@ from jax.experimental import checkify
 
 import traceax as tx
 from tests.calls import CALLS, OTHERS, PSD, N, energy, field, hutchinson, logarithm
-from tests.helpers import DRAWN, close, compilations, hermitian
+from tests.helpers import DRAWN, close, compilations, hermitian, slow
 
 KEY = jax.random.key(5)
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 
 every_function = pytest.mark.parametrize("name", CALLS)
+QUICK = ("trace", "diagonal", "logdet", "slq_trace", "divergence")
+QUICKLY = [name if name in QUICK else slow(name) for name in CALLS]
+a_few_functions = pytest.mark.parametrize("name", QUICKLY)
 
 
 def loss(name: str, matrix: Any, key: Any) -> Any:
@@ -95,7 +98,7 @@ def test_compilations_are_counted() -> None:
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("name", [*CALLS, *WAYS])
+@pytest.mark.parametrize("name", [*QUICKLY, *WAYS])
 def test_the_second_call_compiles_nothing(name: str) -> None:
     """Called as it is, outside of `jax.jit`, with the same functions and shapes."""
     call = kept(name)
@@ -171,7 +174,7 @@ def test_strict_settings(name: str) -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(small))
 
 
-@every_function
+@a_few_functions
 def test_nested_batches(name: str) -> None:
     """vmap in vmap in jit."""
     keys = jax.random.split(KEY, (2, 2))
@@ -190,7 +193,7 @@ def test_donation(name: str) -> None:
     close(slope(name, jnp.array(MATRIX), KEY), expected, 1e-9)
 
 
-@every_function
+@a_few_functions
 def test_without_jit(name: str) -> None:
     """Loops and branches run as Python's, where JAX knows what they hang on: there is no
     function that could not."""
@@ -203,7 +206,7 @@ def test_without_jit(name: str) -> None:
         close(value, CALLS[name](MATRIX, KEY).value, 1e-9 + DRAWN)
 
 
-@every_function
+@a_few_functions
 def test_checked_for_errors(name: str) -> None:
     """No NaN, no division by zero and no index out of bounds on the way, not even one that
     nothing depends on. (Arnoldi's is the only one that writes at an index.)"""

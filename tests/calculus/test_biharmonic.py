@@ -36,7 +36,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [slow("network"), "many values", "complex", "cubic"])
+@pytest.mark.parametrize("name", [slow("network"), slow("many values"), "complex", "cubic"])
 def test_all_pairs_are_exact(name: str) -> None:
     """From n (n + 1) / 2 on, value and gradient, alone and in batches."""
     fn = FUNCTIONS[name]

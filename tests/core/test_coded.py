@@ -10,7 +10,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, compilations
+from tests.helpers import close, compilations, slow
 from traceax._core.coded import Unknown, algorithm_by_value, coded, coded_operator, static
 
 N, KEY = 70, jax.random.key(0)
@@ -49,7 +49,10 @@ def made_anew(numbers: Any, power: float) -> tuple[lx.AbstractLinearOperator, An
     return lx.FunctionLinearOperator(apply, SPACE, PSD), lambda x: x**power
 
 
-@pytest.mark.parametrize("name", CALLS)
+QUICK = ("trace", "diagonal", "slq_trace", "divergence", "deltashift")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in CALLS])
 def test_functions_made_anew_compile_nothing(name: str) -> None:
     """With other numbers in them, which are seen; another function is another program."""
     first = jnp.linspace(1.0, 2.0, N)

@@ -121,6 +121,7 @@ def test_values_and_gradients(dtype: Any) -> None:
     close(forwards[1], jnp.sum(logdet), 1e-10)
 
 
+@pytest.mark.slow
 def test_second_derivatives() -> None:
     y = numbers(N, seed=3)
 

@@ -36,6 +36,7 @@ def test_generated_operators_are_right_and_their_oracle(pair: Any) -> None:
     assert jnp.all(jnp.abs(matrix - dense) <= 100 * eps * jnp.max(jnp.abs(dense)))
 
 
+@pytest.mark.slow
 def test_right_tags_and_shapes() -> None:
     banded = part_of("Tridiagonal", SYMMETRIC)
     right: list[lx.AbstractLinearOperator] = [

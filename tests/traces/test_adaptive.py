@@ -134,6 +134,7 @@ def test_a_basis_that_grew_is_orthonormal(rank: int, dtype: Any) -> None:
         close(basis.scale * q @ basis.factor, sketch, 100 * eps)
 
 
+@pytest.mark.slow
 def test_a_sketch_that_grew_is_as_good_as_one_in_one_go() -> None:
     """Rank below the probes: exact to rounding, though most of the basis is noise."""
     matrix = jnp.asarray(spectrum("rank5", N)) * jnp.eye(N)
