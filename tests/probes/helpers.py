@@ -30,7 +30,7 @@ def grid(*sides: int, closed: bool = False) -> Any:
 
 def roads() -> Any:
     """The road network of Minnesota, dense."""
-    matrix: Any = scipy.io.mmread(ROADS)
+    matrix: Any = scipy.io.mmread(ROADS, spmatrix=False)
     pattern = matrix.toarray() != 0
     return (pattern | pattern.T) & ~np.eye(pattern.shape[0], dtype=bool)
 
