@@ -34,6 +34,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import ALL, REST_ALL, names
+from tests.seldom import is_seldom
 
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
@@ -63,8 +64,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByScope:
     return ByScope(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # `-m` must see the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: whoever has them alone at the end keeps the others waiting."""
+    for item in items:
+        if is_seldom(item.nodeid):
+            item.add_marker(pytest.mark.slow)
     scopes = {id(item): scope(item.nodeid) for item in items}
     sizes = Counter(scopes.values())
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import traceax
+from tests.seldom import SELDOM
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "traceax"
@@ -139,6 +140,7 @@ def test_importing_takes_no_detour() -> None:
 import sys, jax, equinox, lineax
 before = set(sys.modules)
 import traceax
+from tests.seldom import SELDOM
 new = set(sys.modules) - before
 print(*{n for n in new if not n.startswith("traceax.") or "testing" in n})
 """
@@ -167,3 +169,9 @@ import traceax.testing
     *_, last = done.stderr.strip().splitlines()
     assert last.startswith("ImportError: traceax.testing must have hypothesis")
     assert 'pip install "traceax[test]"' in last
+
+
+def test_what_is_left_to_the_slow_tests_exists() -> None:
+    for file, tests in SELDOM.items():
+        text = (ROOT / "tests" / file).read_text()
+        assert [name for name in tests if f"def {name}(" not in text] == []
