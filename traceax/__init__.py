@@ -45,7 +45,7 @@ from traceax._traces.trace import trace as trace
 from traceax._traces.xnystrace import xnystrace as xnystrace
 from traceax._traces.xtrace import xtrace as xtrace
 
-__version__ = "2.0.0.dev0"
+__version__ = "2.0.0"
 
 # In `help`, tracebacks and pickles they go by the names that users write.
 for _thing in list(globals().values()):

@@ -1,10 +1,7 @@
-"""What every estimator stands on. (The ground floor; uses nothing of ours.)
+"""The tour of the house, whose ground floor this is: what every estimator stands on.
 
-An operator as a map of blocks, the derivative rule, the estimate that is returned, the
-checks of arguments. A new message to the user goes into `checks`, or `function_checks` if
-it is about a function; a new question to lineax into `operator`.
-
-The tour of the house. Arrows run downwards only; a test draws them and fails otherwise.
+Wings are folders, rooms are files of one noun, arrows run downwards only; a test draws them
+and fails otherwise.
 
     floor 7   _testing     checks of what users write, generated operators
     floor 6   _tasks       what `python -m traceax` does with a matrix, by the front doors
@@ -22,6 +19,27 @@ A call of `traceax.xtrace` passes through four of them: `_core.checks` judges wh
 `_probes.draw` makes probes, `_core.rule` runs the algorithm that `_traces.xtrace` holds,
 `(LinearMap, probes) -> Outcome`, made of the arithmetic of `_linalg`, and freezes what the
 derivative reads. So a new estimator is one room: a public function that checks, draws and
-calls the rule, and its algorithm beneath it. Then its name goes into `traceax/__init__.py`,
-and its line into the tables of `tests/helpers.py`, which test it as all others are tested.
+calls the rule, and its algorithm beneath it.
+
+A new thing has one place, and one of its kind stands there to look at:
+
+    an estimator of the trace         a room of _traces: `xtrace`
+    of the diagonal, of a norm        a room of _diagonals: `xdiag`, `frobenius`
+    of f(A), a likelihood             a room of _functions: `slq`; the engine is _quadrature's
+    a differential operator           a room of _calculus: `divergence`
+    a sampler                         `_probes.samplers`, or a room of _probes: `hadamard`
+    an error bar                      `_linalg.jackknife`
+    a question to lineax              `_core.operator`
+    a message to the user             the `checks` of its subject: an operator, a key, a
+                                      budget, in `_core.checks`; a user's function in
+                                      `function_checks`; a shift or right-hand side in
+                                      `equation_checks`; an estimate in `estimate_checks`;
+                                      a user's class in `class_checks`, algorithm in
+                                      `algorithm_checks`
+    a command line option, a file     `_command.options`, a room of _command: `npz`
+    a check of what users write       a room of _testing: `sampler_check`
+
+Whatever is public has its line in `traceax/__init__.py`, in the tables of
+`tests/helpers.py` or `tests/calls.py`, which test it as all others are tested, on a page of
+the reference (`notebooks/site`), and in the changelog.
 """

@@ -1,0 +1,140 @@
+"""The tables of `tests/benchmarks/README.md`, from the benchmarks' own output.
+
+`python -m tests.benchmarks.report [NAME ...] [--gpytorch PYTHON]`, from the root of the
+repository, on a machine that does nothing else; an hour for all. NAME is of a benchmark,
+as `accuracy`; all if none. What is not named stays as it stands, with the date on which it
+was measured. PYTHON is an interpreter that has GPyTorch, for the likelihoods.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).with_name("README.md")
+PACKAGES = ("jax", "equinox", "lineax", "matfree")
+INTRODUCTION = """\
+# Benchmarks
+
+Side by side with matfree, GPyTorch and loops by hand: what each benchmark printed,
+as `python -m tests.benchmarks.report` wrote it down. Every table names the command that
+prints it, the day, versions and machine. Errors and coverage hang on the keys alone;
+times on the machine, and of these only ratios mean something elsewhere. What the columns
+are is said in the first lines of each file. They need an extra,
+`python -m pip install ".[test,benchmarks]"`.
+"""
+
+
+class Section(NamedTuple):
+    """`command` is what stands after `python -m tests.benchmarks.`."""
+
+    title: str
+    command: str
+
+    @property
+    def name(self) -> str:
+        return self.command.split()[0]
+
+
+SECTIONS = (
+    Section("Traces: error and coverage", "accuracy"),
+    Section("Diagonals and norms: error and coverage", "diagonals"),
+    Section("Sparse inverses: probes that know the graph", "probing"),
+    Section("Functions of a matrix: error and coverage", "spectra --keys 100"),
+    Section("Log-determinants of kernels, and their gradients", "functions logdet"),
+    Section("Likelihoods of Gaussian processes", "likelihoods"),
+    Section("Preconditioned solves", "solves"),
+    Section("Front doors against the rooms behind them", "doors --keys 40"),
+    Section("Pools of runs", "pooling --pools 100"),
+    Section("Tolerances and drifts", "stopping --keys 100"),
+    Section("Speed, compilation and memory beside matfree", "table"),
+    Section("Estimators beside their bare matvecs", "overhead"),
+    Section("Losses beside loops by hand", "losses"),
+    Section("First calls", "first_calls"),
+    Section("Memory of many long probes", "memory"),
+)
+
+
+def machine() -> str:
+    """In words: "2 cores of an Intel(R) Xeon(R) CPU, 31 GiB"."""
+    cores, model, size = os.cpu_count(), platform.machine(), ""
+    if Path("/proc/cpuinfo").exists():
+        named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        model = named[1] if named else model
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        size = f", {pages / 2**30:.0f} GiB"
+    return f"{cores} cores of {model}{size}"
+
+
+def measured(section: Section, options: Sequence[str]) -> str:
+    """The section's text: what the benchmark prints, and where and when it did."""
+    busy, start = os.getloadavg()[0], time.perf_counter()
+    words = [*section.command.split(), *options]
+    command = [sys.executable, "-m", f"tests.benchmarks.{words[0]}", *words[1:]]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    minutes = (time.perf_counter() - start) / 60
+    summary = (import_module(f"tests.benchmarks.{section.name}").__doc__ or "").split(
+        "\n\n"
+    )[0]
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return "\n".join(
+        [
+            f"## {section.title}",
+            "",
+            " ".join(summary.split()),
+            "",
+            f"`python -m tests.benchmarks.{section.command}`, {datetime.date.today()},"
+            f" {minutes:.0f} minutes. Python {platform.python_version()}, {versions};"
+            f" {machine()}, load {busy:.1f} before.",
+            "",
+            "```text",
+            done.stdout.strip("\n"),
+            "```",
+            "",
+        ]
+    )
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """What stands in the page, by title."""
+    parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
+    return {
+        part.splitlines()[0].removeprefix("## "): part.rstrip() + "\n" for part in parts
+    }
+
+
+def page_of(sections: dict[str, str]) -> str:
+    """In the order of `SECTIONS`."""
+    known = [sections[section.title] for section in SECTIONS if section.title in sections]
+    return "\n".join([INTRODUCTION, *known])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--gpytorch", metavar="PYTHON")
+    chosen = parser.parse_args()
+    unknown = set(chosen.names) - {section.name for section in SECTIONS}
+    if unknown:
+        parser.error(f"NAME must be a benchmark with a section, but got {sorted(unknown)}")
+    for section in SECTIONS:
+        if chosen.names and section.name not in chosen.names:
+            continue
+        options = ["--gpytorch", chosen.gpytorch] if section.name == "likelihoods" else []
+        new = measured(section, options if chosen.gpytorch else [])
+        old = sections_of(PAGE.read_text()) if PAGE.exists() else {}
+        PAGE.write_text(page_of(old | {section.title: new}))
+        print(f"{section.title}: written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What the changelog tells a user of traceax 1.0.2 to write runs, and agrees with what such
+users wrote: with the folder that `pip install --no-deps --target FOLDER traceax==1.0.2`
+makes, named by TRACEAX_1, as CI does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import traceax as tx
+
+ROOT = Path(__file__).parent.parent
+MIGRATION = (ROOT / "CHANGELOG.md").read_text().split("### Changed")[0]
+BEFORE, AFTER = re.findall(r"^```python\n(.*?)^```$", MIGRATION, re.DOTALL | re.MULTILINE)
+NAMES = ("flat", "sketched", "value", "error", "semidefinite")
+TRUTH = float(jnp.sum(jnp.arange(1.0, 201.0) ** -2) + 200 * 0.01)
+OLD = os.environ.get("TRACEAX_1")
+
+
+def now() -> dict[str, float]:
+    scope: dict[str, Any] = {}
+    with jax.enable_x64(False):
+        exec(compile(AFTER, "CHANGELOG.md", "exec"), scope)
+    return {name: float(scope[name]) for name in NAMES}
+
+
+def then(folder: str) -> dict[str, float]:
+    program = f"{BEFORE}\nimport json, traceax\nassert traceax.__version__ == '1.0.2'\n"
+    program += f"print(json.dumps([float(x) for x in ({', '.join(NAMES)})]))"
+    run = [sys.executable, "-c", program]
+    where = os.environ | {"PYTHONPATH": folder}
+    done = subprocess.run(
+        run, cwd=folder, env=where, capture_output=True, text=True, timeout=100, check=True
+    )
+    return dict(zip(NAMES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def hutchinson_deviation() -> float:
+    """Of normal probes: var z* A z = 2 |A|_F^2."""
+    matrix = jnp.diag(jnp.arange(1.0, 201.0) ** -2) + 0.01
+    return float(jnp.sqrt(2 * jnp.sum(matrix**2) / 60))
+
+
+def agrees(found: dict[str, float]) -> None:
+    error = found["error"]
+    assert 0.0 < error < 0.01
+    assert abs(found["flat"] - TRUTH) < 4 * hutchinson_deviation()
+    for name in ("sketched", "value", "semidefinite"):
+        assert abs(found[name] - TRUTH) < 0.02
+
+
+def test_what_one_must_write_now() -> None:
+    agrees(now())
+
+
+@pytest.mark.skipif(OLD is None, reason="TRACEAX_1 names no folder with traceax 1.0.2")
+def test_what_one_wrote() -> None:
+    assert OLD is not None
+    agrees(then(OLD))
+
+
+def test_every_old_name_has_a_new_one() -> None:
+    """The public names of 1.0.2 are in the table, and what stands beside them exists."""
+    old = ("Hutchinson", "HutchPlusPlus", "XTrace", "XNysTrace", "AbstractTrace")
+    names = [f"{name}Estimator" for name in old]
+    names += [f"{name}Sampler" for name in ("Rademacher", "Normal", "Sphere", "Abstract")]
+    rows = [line.split("|")[1:3] for line in MIGRATION.splitlines() if line[:2] == "| "]
+    for name in names:
+        news = [new for before, new in rows if re.search(rf"\b{name}\b", before)]
+        assert news, name
+        for thing in re.findall(r"`(?:sampler=tx\.)?(\w+)", news[0]):
+            assert hasattr(tx, thing), thing
