@@ -25,7 +25,7 @@ A new thing has one place, and one of its kind stands there to look at:
 
     an estimator of the trace         a room of _traces: `xtrace`
     of the diagonal, of a norm        a room of _diagonals: `xdiag`, `frobenius`
-    of f(A), a likelihood             a room of _functions: `slq`; the engine is _quadrature's
+    of f(A), a likelihood             a room of _functions: `slq`, by _quadrature's engines
     a differential operator           a room of _calculus: `divergence`
     a sampler                         `_probes.samplers`, or a room of _probes: `hadamard`
     an error bar                      `_linalg.jackknife`
