@@ -1,0 +1,129 @@
+"""What the site shows and does not hold: README, changelog, benchmarks, licence, notebooks.
+
+Each stands once in the repository; here it becomes a page. A line `derivation: _wing.room`
+is what that file says of itself in its first lines; `beside: name, Library` two programs of
+that name in `examples`, in tabs. Mathematics, `$...$` in markdown, becomes MathML, which
+browsers draw by themselves: no script, nothing fetched.
+"""
+
+import ast
+import json
+import re
+import tempfile
+from html import escape
+from pathlib import Path
+from textwrap import indent
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+EXAMPLES = Path(__file__).parent / "examples"
+NOTEBOOKS = Path(__file__).parent.parent
+ROOT = NOTEBOOKS.parent
+PAGES = {
+    "index.md": ROOT / "README.md",
+    "changelog.md": ROOT / "CHANGELOG.md",
+    "benchmarks.md": ROOT / "tests" / "benchmarks" / "README.md",
+    "license.md": ROOT / "LICENSE",
+}
+LINKS = {
+    "](notebooks)": "](notebooks/quickstart.ipynb)",
+    "](LICENSE)": "](license.md)",
+    "](CHANGELOG.md)": "](changelog.md)",
+    "](tests/benchmarks/README.md)": "](benchmarks.md)",
+}
+VERBATIM = r"```.*?^\s*```|`[^`\n]+`"
+FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
+SCRIPTS_FROM_ELSEWHERE = re.compile(
+    r'<script[^>]*\bsrc="https?:.*?</script>'
+    r'|<script type="text/x-mathjax-config">.*?</script>'
+    r'|<script type="module">(?:(?!</script>).)*https?:.*?</script>',
+    re.DOTALL,
+)
+
+
+def mathematics(markdown: str) -> str:
+    """Formulas as MathML, but for what stands in code."""
+
+    def drawn(found: re.Match[str]) -> str:
+        if found["block"]:
+            return convert(found["block"].strip(), display="block")
+        # In a span, or a line that begins with it is taken for a block of HTML.
+        inline = found["inline"]
+        return f"<span>{convert(inline)}</span>" if inline else found[0]
+
+    return re.sub(f"{VERBATIM}|{FORMULA}", drawn, markdown, flags=re.DOTALL | re.MULTILINE)
+
+
+def derivations(markdown: str) -> str:
+    """Docstrings as they stand, line by line: their formulas are set in columns."""
+
+    def room(found: re.Match[str]) -> str:
+        path = ROOT / "traceax" / (found[1].replace(".", "/") + ".py")
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        first, _, rest = text.partition("\n\n")
+        return f"\n### {' '.join(first.split())}\n\n`{found[1]}`\n\n```text\n{rest}\n```\n"
+
+    return re.sub(r"^derivation: ([\w.]+)$", room, markdown, flags=re.MULTILINE)
+
+
+def programs(markdown: str) -> str:
+    """What one writes with a library, and with this one."""
+
+    def tabs(found: re.Match[str]) -> str:
+        sides = {found[2]: "theirs", "traceax": "ours"}
+        shown = []
+        for title, side in sides.items():
+            program = (EXAMPLES / f"{found[1]}_{side}.py").read_text()
+            shown += [f'=== "{title}"', "", indent(f"```python\n{program}```", "    "), ""]
+        return "\n".join(shown)
+
+    return re.sub(r"^beside: (\w+), (.+)$", tabs, markdown, flags=re.MULTILINE)
+
+
+def page(path: Path) -> str:
+    text = path.read_text()
+    if not path.suffix:
+        return f"# License\n\n<pre>{escape(text)}</pre>\n"
+    for link, here in LINKS.items():
+        text = text.replace(link, here)
+    return text
+
+
+def notebook(path: Path, folder: Path) -> None:
+    """A copy in the folder whose formulas are MathML."""
+    content = json.loads(path.read_text())
+    for cell in content["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = mathematics("".join(cell["source"]))
+    copy = folder / "notebooks" / path.name
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(json.dumps(content))
+
+
+@event_priority(100)  # mkdocs-jupyter looks for notebooks after this
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    folder = tempfile.TemporaryDirectory(prefix="notebooks-")
+    config.extra["notebooks"] = folder  # lives as long as the configuration
+    for name, path in PAGES.items():
+        files.append(File.generated(config, name, content=page(path)))
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        notebook(path, Path(folder.name))
+        where = (folder.name, config.site_dir, config.use_directory_urls)
+        files.append(File(f"notebooks/{path.name}", *where))
+    for path in NOTEBOOKS.glob("*.svg"):
+        drawing = f"notebooks/{path.name}"
+        files.append(File.generated(config, drawing, content=path.read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return mathematics(programs(derivations(markdown)))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Notebooks' template asks a server for MathJax and Mermaid."""
+    return SCRIPTS_FROM_ELSEWHERE.sub("", html)

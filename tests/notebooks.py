@@ -1,0 +1,175 @@
+"""Executes the notebooks afresh, and compares what comes out with what is stored.
+
+`python -m tests.notebooks [--store] [NAME ...]`, from the root of the repository, with the
+extra `notebooks`; all if no NAME. Stored are the outputs of a whole run (TRACEAX_SHARE, the
+part of the steps that training takes, is 1), made by `--store`. A fresh run must
+
+- get to its end, so that every assertion holds, and say nothing on stderr;
+- have the same outputs in every cell, pictures and texts, and in these the same words;
+- where a cell asserts something, print the numbers that are stored, but for their digits:
+  within a factor of two, and what is below 1e-9 as zero. They come from one key but from
+  other machines, and training magnifies rounding.
+
+With a smaller share only the first is asked, and that the same cells draw.
+"""
+
+import argparse
+import base64
+import io
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+LARGEST_PICTURE = 100_000
+
+Cell = dict[str, Any]
+
+
+def code_cells(notebook: dict[str, Any]) -> list[Cell]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def text_of(output: Cell) -> str:
+    words = output.get("text") or output.get("data", {}).get("text/plain", "")
+    return "".join(words)
+
+
+def kind_of(output: Cell) -> str:
+    return "picture" if "image/png" in output.get("data", {}) else "text"
+
+
+def is_progress(output: Cell) -> bool:
+    """A bar that was drawn on stderr while it ran: `  40%|####      | 4/10`."""
+    words = text_of(output).strip()
+    return output.get("name") == "stderr" and bool(re.match(r"$|[^|\n]*\d+%\|", words))
+
+
+def kinds(cell: Cell) -> list[str]:
+    """Of its outputs; texts that are printed one after the other are one."""
+    found = [kind_of(output) for output in cell["outputs"]]
+    both = zip(found, [None, *found], strict=False)
+    return [kind for kind, before in both if (kind, before) != ("text", "text")]
+
+
+def printed(cell: Cell) -> str:
+    texts = [text_of(output) for output in cell["outputs"] if kind_of(output) == "text"]
+    return "\n".join(texts)
+
+
+def same_number(stored: float, fresh: float) -> bool:
+    small = max(abs(stored), abs(fresh)) < 1e-9
+    return small or 0.5 * abs(stored) <= fresh * (1 if stored >= 0 else -1) <= 2 * abs(
+        stored
+    )
+
+
+def differences(stored: Cell, fresh: Cell) -> list[str]:
+    """What a fresh cell says otherwise than the stored one, by lines."""
+    if kinds(stored) != kinds(fresh):
+        return [f"outputs {kinds(fresh)}, stored {kinds(stored)}"]
+    old, new = printed(stored), printed(fresh)
+    if NUMBER.sub("#", old).split() != NUMBER.sub("#", new).split():
+        return [f"words {new!r}, stored {old!r}"]
+    if "assert " not in "".join(stored["source"]):
+        return []
+    pairs = zip(NUMBER.findall(old), NUMBER.findall(new), strict=True)
+    wrong = [(a, b) for a, b in pairs if not same_number(float(a), float(b))]
+    return [f"{new} is printed, {old} is stored" for old, new in wrong]
+
+
+def faults(stored: dict[str, Any], fresh: dict[str, Any], *, whole: bool) -> list[str]:
+    found = []
+    for i, (old, new) in enumerate(
+        zip(code_cells(stored), code_cells(fresh), strict=True), start=1
+    ):
+        noise = [text_of(o) for o in new["outputs"] if o.get("name") == "stderr"]
+        found += [f"cell {i} complains: {words}" for words in noise]
+        if whole:
+            found += [f"cell {i}: {words}" for words in differences(old, new)]
+        elif ("picture" in kinds(old)) != ("picture" in kinds(new)):
+            found.append(f"cell {i} draws in only one of them")
+    return found
+
+
+def executed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The notebook as a fresh kernel leaves it, and the drawings that it left in its
+    folder."""
+    import nbclient  # noqa: PLC0415  (an extra; the comparison does without)
+    import nbformat  # noqa: PLC0415
+
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        resources = {"metadata": {"path": folder}}
+        client = nbclient.NotebookClient(
+            notebook, timeout=1200, kernel_name="python3", resources=resources
+        )
+        client.execute()
+        drawings = {file.name: file.read_text() for file in Path(folder).glob("*.svg")}
+    fresh = json.loads(nbformat.writes(notebook))
+    for cell in code_cells(fresh):
+        cell["outputs"] = [o for o in cell["outputs"] if not is_progress(o)]
+    return fresh, drawings
+
+
+def lighter(picture: str) -> str:
+    """With 128 colours, where a picture is too large to be stored."""
+    from PIL import Image  # noqa: PLC0415
+
+    if len(base64.b64decode(picture)) <= LARGEST_PICTURE:
+        return picture
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+        buffer = io.BytesIO()
+        image.convert("RGB").quantize(128).save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def store(path: Path, fresh: dict[str, Any]) -> None:
+    for cell in fresh["cells"]:
+        cell["metadata"].pop("execution", None)
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                data.pop("text/plain", None)
+                data["image/png"] = lighter(data["image/png"])
+    kernel = fresh["metadata"]["kernelspec"]
+    fresh["metadata"] = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    path.write_text(json.dumps(fresh, indent=1, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--store", action="store_true", help="the outputs, in place")
+    chosen = parser.parse_args()
+    whole = float(os.environ.get("TRACEAX_SHARE", "1")) == 1
+    failed = False
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        if chosen.names and path.stem not in chosen.names:
+            continue
+        start, stored = time.perf_counter(), json.loads(path.read_text())
+        fresh, drawings = executed(path)
+        if chosen.store:
+            store(path, fresh)
+            stored = fresh
+            for name, drawing in drawings.items():
+                (NOTEBOOKS / name).write_text(drawing)
+        found = faults(stored, fresh, whole=whole)
+        print(
+            f"{path.stem}: {time.perf_counter() - start:.0f} s",
+            *found,
+            sep="\n  ",
+            flush=True,
+        )
+        failed = failed or bool(found)
+    if failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
