@@ -22,9 +22,9 @@ def test_messages_list_the_formats(name: str, write: Write) -> None:
         assert f"({suffix})" in message
 
 
-def test_the_readme_names_what_is_read() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    told = re.split(r"`python -m traceax FILE`", readme)[1].split("The tests")[0]
+def test_the_guide_names_what_is_read() -> None:
+    guide = Path(__file__).parents[2] / "notebooks/site/docs/guide/command_line.md"
+    told = guide.read_text().split("`python -m traceax FILE`")[1].split("; a sparse")[0]
     suffixes = set(re.findall(r"\.[a-z.]+[a-z]", read_matrix.__doc__ or ""))
     assert suffixes == {".mtx", ".mtx.gz", ".npz", ".npy"}
     assert suffixes == set(re.findall(r"`(\..+?)`", told))

@@ -1,4 +1,4 @@
-"""What messages and the README advise can be done as it stands."""
+"""What messages and the guide advise can be done as it stands."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ import traceax as tx
 from tests.helpers import close
 
 KEY = jax.random.key(4)
-README = (Path(__file__).parents[2] / "README.md").read_text()
+GUIDE = Path(__file__).parents[2] / "notebooks/site/docs/guide/good_to_know.md"
 
 
 def test_a_sparse_matrix_is_wrapped_as_the_message_says() -> None:
@@ -36,10 +36,11 @@ def test_a_matrix_is_wrapped_as_the_message_says() -> None:
 
 
 @pytest.mark.parametrize("throw", [True, False])
-def test_solvers_that_do_not_converge_are_as_the_readme_says(throw: bool) -> None:
+def test_solvers_that_do_not_converge_are_as_the_guide_says(throw: bool) -> None:
     """`throw=False` silences the value, not the gradient."""
-    assert "raises lineax's error, in the value as in the" in README
-    assert "with `throw=False` in the gradient alone" in " ".join(README.split())
+    told = " ".join(GUIDE.read_text().split())
+    assert "raises lineax's error, in the value as in the gradient" in told
+    assert "with `throw=False` in the gradient alone" in told
     matrix = jnp.diag(jnp.linspace(1.0, 100.0, 20)) + 0.1
 
     def value(scale: Any) -> Any:
