@@ -159,6 +159,29 @@ def test_docstrings_and_derivations_are_shown(built: Path) -> None:
 
 @needs_mkdocs
 @pytest.mark.slow
+def test_names_in_prose_lead_to_the_reference(built: Path) -> None:
+    link = 'href="{}reference/traces/#traceax.xtrace"><code>xtrace</code>'
+    assert link.format("") in (built / "index.html").read_text()
+    choosing = (built / "guide" / "choosing" / "index.html").read_text()
+    assert link.format("../../") in choosing
+    notebook = (built / "notebooks" / "quickstart" / "index.html").read_text()
+    assert 'href="../../reference/traces/#traceax.trace"' in notebook
+    for path in built.rglob("*.html"):
+        assert "<autoref" not in path.read_text(), path
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_two_libraries_stand_side_by_side(built: Path) -> None:
+    page = (built / "guide" / "coming_from" / "index.html").read_text()
+    assert "beside:" not in page
+    grids = re.findall(r'<div class="grid">(.*?)\n</div>', page, re.DOTALL)
+    titles = [re.findall(r'class="filename">(.*?)<', grid) for grid in grids]
+    assert [ours for _, ours in titles] == ["traceax"] * len(LIBRARIES)
+
+
+@needs_mkdocs
+@pytest.mark.slow
 def test_search_knows_every_public_name(built: Path) -> None:
     index = json.loads((built / "search" / "search_index.json").read_text())
     titles = " ".join(entry["title"] for entry in index["docs"])

@@ -2,8 +2,9 @@
 
 Each stands once in the repository; here it becomes a page. A line `derivation: _wing.room`
 is what that file says of itself in its first lines; `beside: name, Library` two programs of
-that name in `examples`, in tabs. Mathematics, `$...$` in markdown, becomes MathML, which
-browsers draw by themselves: no script, nothing fetched.
+that name in `examples`, side by side. Mathematics, `$...$` in markdown, becomes MathML,
+which browsers draw by themselves: no script, nothing fetched. A public name in prose,
+`xtrace`, leads to its place in the reference.
 """
 
 import ast
@@ -12,7 +13,6 @@ import re
 import tempfile
 from html import escape
 from pathlib import Path
-from textwrap import indent
 
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,8 +20,9 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-EXAMPLES = Path(__file__).parent / "examples"
-NOTEBOOKS = Path(__file__).parent.parent
+SITE = Path(__file__).parent
+EXAMPLES = SITE / "examples"
+NOTEBOOKS = SITE.parent
 ROOT = NOTEBOOKS.parent
 PAGES = {
     "index.md": ROOT / "README.md",
@@ -37,6 +38,8 @@ LINKS = {
 }
 VERBATIM = r"```.*?^\s*```|`[^`\n]+`"
 FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
+LINKED_OR_SHOWN = r"<pre.*?</pre>|<(?P<tag>a|autoref|h\d)\b.*?</(?P=tag)>"
+NAME = r"<code>(?:tx\.|traceax\.)?(?P<name>\w+)</code>"
 SCRIPTS_FROM_ELSEWHERE = re.compile(
     r'<script[^>]*\bsrc="https?:.*?</script>'
     r'|<script type="text/x-mathjax-config">.*?</script>'
@@ -73,15 +76,33 @@ def derivations(markdown: str) -> str:
 def programs(markdown: str) -> str:
     """What one writes with a library, and with this one."""
 
-    def tabs(found: re.Match[str]) -> str:
+    def columns(found: re.Match[str]) -> str:
         sides = {found[2]: "theirs", "traceax": "ours"}
-        shown = []
+        shown = ['<div class="grid" markdown>']
         for title, side in sides.items():
             program = (EXAMPLES / f"{found[1]}_{side}.py").read_text()
-            shown += [f'=== "{title}"', "", indent(f"```python\n{program}```", "    "), ""]
-        return "\n".join(shown)
+            shown += ["", f'```python title="{title}"', f"{program}```"]
+        return "\n".join([*shown, "", "</div>"])
 
-    return re.sub(r"^beside: (\w+), (.+)$", tabs, markdown, flags=re.MULTILINE)
+    return re.sub(r"^beside: (\w+), (.+)$", columns, markdown, flags=re.MULTILINE)
+
+
+def documented() -> dict[str, str]:
+    """Public names, and where the reference has them."""
+    pages = (path.read_text() for path in (SITE / "docs" / "reference").glob("*.md"))
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(pages), re.MULTILINE)
+    return {name.rpartition(".")[2]: name for name in shown}
+
+
+def references(html: str) -> str:
+    """Public names as links, but for what is a link, a heading or a program."""
+    names = documented()
+
+    def linked(found: re.Match[str]) -> str:
+        where = names.get(found["name"] or "")
+        return f'<autoref identifier="{where}">{found[0]}</autoref>' if where else found[0]
+
+    return re.sub(f"{LINKED_OR_SHOWN}|{NAME}", linked, html, flags=re.DOTALL)
 
 
 def page(path: Path) -> str:
@@ -125,5 +146,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Notebooks' template asks a server for MathJax and Mermaid."""
-    return SCRIPTS_FROM_ELSEWHERE.sub("", html)
+    """Notebooks' template asks a server for MathJax and Mermaid: without."""
+    return references(SCRIPTS_FROM_ELSEWHERE.sub("", html))
