@@ -93,7 +93,7 @@ def measured(section: Section, options: Sequence[str]) -> str:
             " ".join(summary.split()),
             "",
             f"`python -m tests.benchmarks.{section.command}`, {datetime.date.today()},"
-            f" {minutes:.0f} minutes. Python {platform.python_version()}, {versions};"
+            f" {minutes:.0f} min. Python {platform.python_version()}, {versions};"
             f" {machine()}, load {busy:.1f} before.",
             "",
             "```text",
