@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -92,6 +93,19 @@ def test_the_tour_is_of_this_house() -> None:
     assert len(WINGS) == 11
     assert not [arrow for arrow in BETWEEN if arrow[1] == ROOF]
     assert len([arrow for arrow in BETWEEN if arrow[0] != "_tasks"]) <= 24
+
+
+def test_the_tour_points_at_what_is_there() -> None:
+    """Where a new thing goes: rooms, files beside the package, folders."""
+    text = (PACKAGE / "_core" / "__init__.py").read_text()
+    table = text.split("to look at:")[1].split("Whatever")[0]
+    places = [str(path.with_suffix("").relative_to(PACKAGE)) for path in ROOMS]
+    known = {place.replace("/", ".") for place in places}
+    known |= {place.rpartition(".")[2] for place in known}
+    known |= {path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py")}
+    named = re.findall(r"`([^`]+)`", table)
+    assert len(named) > 25
+    assert [n for n in named if n not in known and not (ROOT / n).is_dir()] == []
 
 
 @pytest.mark.parametrize("upwards", [("_core", "_traces"), ("_linalg", "_core")])

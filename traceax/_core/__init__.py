@@ -28,7 +28,9 @@ A new thing has one place, and one of its kind stands there to look at:
     of f(A), a likelihood             a room of _functions: `slq`, by _quadrature's engines
     a differential operator           a room of _calculus: `divergence`
     a sampler                         `_probes.samplers`, or a room of _probes: `hadamard`
-    an error bar                      `_linalg.jackknife`
+    a Krylov engine for f(A)          a room of _quadrature: `block_arnoldi`
+    a factorisation, an error bar     a room of _linalg: `nystrom`, `jackknife`
+    how estimates print, combine      `_core.words`, `_core.pool`
     a question to lineax              `_core.operator`
     a message to the user             the `checks` of its subject: an operator, a key, a
                                       budget, in `_core.checks`; a user's function in
@@ -38,6 +40,8 @@ A new thing has one place, and one of its kind stands there to look at:
                                       `algorithm_checks`
     a command line option, a file     `_command.options`, a room of _command: `npz`
     a check of what users write       a room of _testing: `sampler_check`
+    a comparison with other libraries a file of tests/benchmarks, and its line in `report`
+    a page, a notebook                `notebooks/site/docs`, `notebooks`; both in mkdocs.yml
 
 Whatever is public has its line in `traceax/__init__.py`, in the tables of
 `tests/helpers.py` or `tests/calls.py`, which test it as all others are tested, on a page of
