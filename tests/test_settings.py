@@ -15,7 +15,7 @@ from jax.experimental import checkify
 
 import traceax as tx
 from tests.calls import CALLS, OTHERS, PSD, N, energy, field, hutchinson, logarithm
-from tests.helpers import DRAWN, close, compilations, hermitian, slow
+from tests.helpers import ALL, DRAWN, REST_ALL, close, compilations, hermitian, names, slow
 
 KEY = jax.random.key(5)
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
@@ -35,6 +35,19 @@ def test_the_table_is_complete() -> None:
     public = {n for n, v in vars(tx).items() if not inspect.ismodule(v)}
     public = {name for name in public if not name.startswith("_")}
     assert public == CALLS.keys() | OTHERS
+
+
+def test_no_estimator_escapes_the_tables() -> None:
+    """Of a trace, a diagonal or norms; what else takes the same has truths of its own."""
+    first = ["operator", "key", "num_matvecs"]
+    same = {
+        name
+        for name, thing in vars(tx).items()
+        if inspect.isroutine(thing) or hasattr(thing, "__wrapped__")
+        if list(inspect.signature(thing).parameters)[:3] == first
+    }
+    others = {"leaf_traces", "logdet", "preconditioner"}
+    assert same == {*names(ALL + REST_ALL), *others}
 
 
 # Where nothing is random, or not all probes live together.

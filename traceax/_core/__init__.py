@@ -27,7 +27,7 @@ A new thing has one place, and one of its kind stands there to look at:
     of the diagonal, of a norm        a room of _diagonals: `xdiag`, `frobenius`
     of f(A), a likelihood             a room of _functions: `slq`, by _quadrature's engines
     a differential operator           a room of _calculus: `divergence`
-    a sampler                         `_probes.samplers`, or a room of _probes: `hadamard`
+    a sampler                         a room of _probes: `hadamard`, and a line of `traits`
     a Krylov engine for f(A)          a room of _quadrature: `block_arnoldi`
     a factorisation, an error bar     a room of _linalg: `nystrom`, `jackknife`
     how estimates print, combine      `_core.words`, `_core.pool`

@@ -12,10 +12,8 @@ from traceax._core.operator import (
 )
 from traceax._diagonals.exact import cost_of_norms, exact_norm
 from traceax._probes.choice import for_sketch
-from traceax._probes.samplers import (
-    Sampler,
-    check_independent,
-)
+from traceax._probes.samplers import Sampler
+from traceax._probes.traits import check_independent
 from traceax._traces.xnystrace import nystrom_trace
 
 

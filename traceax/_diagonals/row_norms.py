@@ -36,12 +36,8 @@ from traceax._linalg.jackknife import (
     standard_error,
 )
 from traceax._probes.draw import draw
-from traceax._probes.samplers import (
-    Sampler,
-    check_independent,
-    is_rotation_invariant,
-    rademacher,
-)
+from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.traits import check_independent, is_rotation_invariant
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 
 

@@ -48,7 +48,8 @@ from traceax._linalg.columns import (
     squared_modulus,
 )
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, check_independent, rademacher
+from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.traits import check_independent
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 
 

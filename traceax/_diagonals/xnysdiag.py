@@ -29,7 +29,8 @@ from traceax._linalg.columns import (
 from traceax._linalg.jackknife import xnysdiag_replicates
 from traceax._linalg.nystrom import Nystrom, nystrom
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, check_independent, rademacher
+from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.traits import check_independent
 from traceax._traces.leave_one_out import leave_one_out
 
 

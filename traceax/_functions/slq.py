@@ -32,8 +32,9 @@ from traceax._linalg.jackknife import (
 from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.meters import ProgressMeter, checked_meter
 from traceax._probes.plan import stream
-from traceax._probes.samplers import Sampler, check_independent, sphere
+from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import Stream
+from traceax._probes.traits import check_independent
 from traceax._quadrature.combination import combination, combined
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.scalar import MatrixFunction, scalar_function

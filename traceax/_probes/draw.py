@@ -10,7 +10,8 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.coded import by_value
 from traceax._core.operator import Structure, as_columns, working_dtype
-from traceax._probes.samplers import Sampler, check_independent, is_known, probes_a_sample
+from traceax._probes.samplers import Sampler
+from traceax._probes.traits import check_independent, is_known, probes_a_sample
 
 
 def draw(

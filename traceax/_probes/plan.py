@@ -21,13 +21,9 @@ from traceax._linalg.jackknife import (
     standard_error_of_parts,
 )
 from traceax._probes.draw import draw, draw_samples
-from traceax._probes.samplers import (
-    Sampler,
-    comes_in_samples,
-    population,
-    probes_a_sample,
-)
+from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Stream, all_at_once
+from traceax._probes.traits import comes_in_samples, population, probes_a_sample
 
 
 class Plan(NamedTuple):

@@ -34,11 +34,8 @@ from traceax._core.rule import Outcome, run
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
 from traceax._probes.meters import ProgressMeter, checked_meter
-from traceax._probes.samplers import (
-    Sampler,
-    check_independent,
-    is_rotation_invariant,
-)
+from traceax._probes.samplers import Sampler
+from traceax._probes.traits import check_independent, is_rotation_invariant
 from traceax._traces.choice import SMALL
 from traceax._traces.growing import Growing, Sketch
 from traceax._traces.weights import TraceWeight

@@ -60,7 +60,8 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, run
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
 from traceax._probes.plan import stream
-from traceax._probes.samplers import Sampler, check_independent, sphere
+from traceax._probes.samplers import Sampler, sphere
+from traceax._probes.traits import check_independent
 from traceax._traces.exact import exact_trace
 from traceax._traces.hutchinson import hutchinson_trace
 from traceax._traces.weights import TraceWeight

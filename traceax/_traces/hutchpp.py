@@ -33,7 +33,8 @@ from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, is_rotation_invariant, rademacher
+from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.traits import is_rotation_invariant
 from traceax._traces.exact import exact_trace
 from traceax._traces.weights import TraceWeight
 

@@ -71,7 +71,8 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, is_rotation_invariant, rademacher
+from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.traits import is_rotation_invariant
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 from traceax._traces.weights import TraceWeight
 from traceax._traces.xtrace import xtrace_of

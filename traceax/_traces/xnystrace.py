@@ -35,11 +35,8 @@ from traceax._linalg.jackknife import (
 from traceax._linalg.nystrom import nystrom
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
-from traceax._probes.samplers import (
-    Sampler,
-    check_independent,
-    is_rotation_invariant,
-)
+from traceax._probes.samplers import Sampler
+from traceax._probes.traits import check_independent, is_rotation_invariant
 from traceax._traces.exact import exact_trace
 from traceax._traces.leave_one_out import leave_one_out
 

@@ -40,11 +40,8 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.choice import for_sketch
 from traceax._probes.draw import draw
-from traceax._probes.samplers import (
-    Sampler,
-    check_independent,
-    is_rotation_invariant,
-)
+from traceax._probes.samplers import Sampler
+from traceax._probes.traits import check_independent, is_rotation_invariant
 from traceax._traces.exact import exact_trace
 from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 
