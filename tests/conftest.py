@@ -34,7 +34,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import ALL, REST_ALL, names
-from tests.seldom import is_seldom
+from tests.seldom import is_seldom, is_spare_twin
 
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
@@ -64,12 +64,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByScope:
     return ByScope(config, log)
 
 
+def leave_twins(items: list[pytest.Item]) -> None:
+    """Marks what the README's command has no time for."""
+    begun = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if is_seldom(item.nodeid) or (test in begun and is_spare_twin(item.nodeid)):
+            item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow") is None:
+            begun.add(test)
+
+
 @pytest.hookimpl(tryfirst=True)  # `-m` must see the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first: whoever has them alone at the end keeps the others waiting."""
-    for item in items:
-        if is_seldom(item.nodeid):
-            item.add_marker(pytest.mark.slow)
+    leave_twins(items)
     scopes = {id(item): scope(item.nodeid) for item in items}
     sizes = Counter(scopes.values())
 

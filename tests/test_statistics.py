@@ -1,5 +1,6 @@
 """What random probes do, with tolerances computed from theory, and a sabotage twin each."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -24,6 +25,16 @@ from tests.helpers import spectrum as spectrum_of
 SAMPLERS = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
 KEY = jax.random.key(1)
 REPEATS = 4000
+
+
+def test_no_sampler_escapes_the_table() -> None:
+    same = {
+        thing
+        for thing in vars(tx).values()
+        if inspect.isroutine(thing)
+        if list(inspect.signature(thing).parameters) == ["key", "structure", "num_probes"]
+    }
+    assert same == set(SAMPLERS)
 
 
 def mean_is(samples: Any, truth: Any, sigma: float) -> bool:
@@ -57,9 +68,7 @@ def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
-)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -> None:
     n = 10
@@ -78,9 +87,7 @@ def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampler", [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
-)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_probes_are_isotropic(sampler: Any, dtype: Any) -> None:
     n = 4

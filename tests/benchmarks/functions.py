@@ -1,4 +1,5 @@
-"""Functions of matrices: speed against matfree, and what deflation gains over quadrature.
+"""Functions of matrices: speed against matfree, and what leaving probes out gains over
+quadrature.
 
 `python -m tests.benchmarks.functions [part ...]`, from the root of the repository; float64.
 Without parts all of them, of two to four minutes each:

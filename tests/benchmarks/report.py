@@ -28,8 +28,12 @@ INTRODUCTION = """\
 Side by side with matfree, GPyTorch and loops by hand: what each benchmark printed,
 as `python -m tests.benchmarks.report` wrote it down. Every table names the command that
 prints it, the day, versions and machine. Errors and coverage hang on the keys alone;
-times on the machine, and of these only ratios mean something elsewhere. What the columns
-are is said in the first lines of each file. They need an extra,
+times on the machine, and of these only ratios mean something elsewhere. Problems are small
+enough for the truth to be known, by dense factorisations that are fast there.
+
+What the columns are is said in the first lines of `tests/benchmarks/NAME.py`, for each
+NAME after `python -m tests.benchmarks.`. Where it prints an aim, `FAIL` or `!` is beside
+what falls short of it, and stays there. They need an extra,
 `python -m pip install ".[test,benchmarks]"`.
 """
 

@@ -6,15 +6,16 @@ from typing import Any
 
 import jax
 import lineax as lx
+import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, general
+from tests.helpers import close, hermitian
 from traceax.testing import check_operator
 
 KEY = jax.random.key(0)
 N = 70
-MATRIX = general(N)
+MATRIX = jax.numpy.asarray(hermitian(1.0 + np.arange(N)))
 
 
 class Shape(lx.AbstractLinearOperator):
@@ -56,6 +57,13 @@ CALLS: dict[str, Callable[[Any], tx.Estimate]] = {
     "diagonal": lambda a: tx.diagonal(a, KEY, 20),
     "xdiag": lambda a: tx.xdiag(a, KEY, 20),
     "row_norms_squared": lambda a: tx.row_norms_squared(a, KEY, 20),
+    "leaf_traces": lambda a: tx.leaf_traces(a, KEY, 20),
+    "function_trace": lambda a: tx.function_trace(a, jax.numpy.sin, KEY, 20),
+    "function_diagonal": lambda a: tx.function_diagonal(
+        a, jax.numpy.sin, KEY, num_probes=4, num_steps=5
+    ),
+    "schatten_norm": lambda a: tx.schatten_norm(a, 1, KEY, num_probes=4, num_steps=5),
+    "logdet": lambda a: tx.logdet(a, KEY, 20),
 }
 
 
@@ -75,6 +83,11 @@ def test_who_says_only_symmetric_is_told_the_lines_to_write(name: str) -> None:
     [
         ("trace", "is_diagonal"),
         ("diagonal", "is_diagonal"),
+        ("leaf_traces", "is_diagonal"),
+        ("function_trace", "is_diagonal"),
+        ("function_diagonal", "is_diagonal"),
+        ("schatten_norm", "is_diagonal"),
+        ("logdet", "is_diagonal"),
         ("xdiag", "conj"),
         ("row_norms_squared", "conj"),
         ("xtrace", None),

@@ -37,6 +37,15 @@ def test_weights_are_the_shares_and_errors_add_in_squares() -> None:
     close(jnp.asarray(pooled.degrees_of_freedom), welch, 1e-6)
 
 
+@pytest.mark.parametrize("runs", [1, 3])
+def test_what_cost_nothing_is_exact(runs: int) -> None:
+    """Of a matrix that is stored, whose trace takes no application."""
+    estimate = tx.trace(lx.MatrixLinearOperator(MATRIX), KEY)
+    pooled = tx.pool([estimate] * runs)
+    assert pooled.num_matvecs == pooled.standard_error == 0
+    assert pooled.value == estimate.value
+
+
 def test_runs_that_contradict_each_other_are_believed() -> None:
     """Where they differ by more than chance allows, the interval is Student's of their
     spread; where they agree too well, nothing is taken away."""

@@ -272,6 +272,18 @@ def test_what_is_not_positive_definite_is_nan() -> None:
     assert jnp.isnan(both(skewed, y).inv_quad.value)
 
 
+@pytest.mark.parametrize("diagonal", [[-1.0, 2.0], [0.0, 2.0], [1 + 1j, 2.0]])
+def test_so_it_is_of_diagonal_operators(diagonal: Any) -> None:
+    """They are not factorised; the imaginary part is no rounding."""
+    operator = lx.DiagonalLinearOperator(jnp.asarray(diagonal))
+    result = tx.inv_quad_logdet(operator, jnp.ones(2), jax.random.key(0))
+    assert jnp.isnan(result.inv_quad.value)
+    assert jnp.isnan(result.logdet.value)
+    assert jnp.all(jnp.isnan(result.solution))
+    if 1 + 1j in diagonal:
+        assert jnp.isnan(tx.logdet(operator, jax.random.key(0)).value)
+
+
 def test_singular_and_empty() -> None:
     """Zero, a multiple of I, rank 5; nothing on the right-hand side."""
     y = numbers(N)
@@ -355,7 +367,7 @@ def test_a_preconditioner_for_lineax(diagonal: bool) -> None:
 @pytest.mark.parametrize(
     ("how", "error", "complaint"),
     [
-        ({"vector": jnp.ones(N - 1)}, ValueError, r"vector=.*space.*\(89,\).*rows"),
+        ({"vector": jnp.ones(N - 1)}, ValueError, r"vector=.*space.*\(89,\).*a row"),
         ({"vector": jnp.ones((N, 2))}, ValueError, r"vector=.*space.*\(90, 2\)"),
         ({"vector": jnp.ones((0, N))}, ValueError, r"vector=.*space.*\(0, 90\)"),
         ({"vector": 1j * jnp.ones(N)}, TypeError, r"vector=.*real.*two right-hand"),

@@ -27,7 +27,7 @@ A new thing has one place, and one of its kind stands there to look at:
     of the diagonal, of a norm        a room of _diagonals: `xdiag`, `frobenius`
     of f(A), a likelihood             a room of _functions: `slq`, by _quadrature's engines
     a differential operator           a room of _calculus: `divergence`
-    a sampler                         a room of _probes: `hadamard`, and a line of `traits`
+    a sampler                         a room of _probes: `hadamard`, and what `traits` knows
     a Krylov engine for f(A)          a room of _quadrature: `block_arnoldi`
     a factorisation, an error bar     a room of _linalg: `nystrom`, `jackknife`
     how estimates print, combine      `_core.words`, `_core.pool`
@@ -43,7 +43,9 @@ A new thing has one place, and one of its kind stands there to look at:
     a comparison with other libraries a file of tests/benchmarks, and its line in `report`
     a page, a notebook                `notebooks/site/docs`, `notebooks`; both in mkdocs.yml
 
-Whatever is public has its line in `traceax/__init__.py`, in the tables of
-`tests/helpers.py` or `tests/calls.py`, which test it as all others are tested, on a page of
-the reference (`notebooks/site`), and in the changelog.
+Whatever is public has its line in `traceax/__init__.py`, in `tests/calls.py`, on a page of
+the reference (`notebooks/site`), and in the changelog. An estimator that takes an operator,
+a key and a budget stands in a table of `tests/helpers.py`, too, a sampler in that of
+`tests/test_statistics.py`, which test it as all others are tested; where these know a fact
+of each by its name, what its gradient costs, say, a test fails that asks for it.
 """

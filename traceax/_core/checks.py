@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import ArrayLike
 
@@ -35,8 +38,9 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
         raise TypeError(
             f"traceax.{name}(operator=...) must be a lineax operator, but got "
             f"{type(operator).__name__}. Wrap a matrix as lx.MatrixLinearOperator(matrix), "
-            "a function as lx.FunctionLinearOperator(fn, input_structure), a sparse matrix "
-            "as lx.FunctionLinearOperator(lambda v: matrix @ v, "
+            "a function as lx.FunctionLinearOperator(fn, input_structure), one of SciPy's "
+            "sparse matrices first as BCOO.from_scipy_sparse(matrix), a sparse matrix as "
+            "lx.FunctionLinearOperator(lambda v: matrix @ v, "
             "jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
     check_answers(name, operator)
@@ -77,30 +81,43 @@ def check_key(name: str, key: object) -> None:
             f"traceax.{name}(key=...) must be one key, but got keys of shape {shape}. Use "
             "jax.vmap or jax.lax.map over them."
         )
+    whole = shape if typed else jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
+    if shape != whole:
+        raise ValueError(
+            f"traceax.{name}(key=...) must be a key of {whole} words, as JAX's default "
+            f"generator takes, but got shape {shape}. Pass jax.random.key(0), say."
+        )
 
 
 def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
     if check_count(name, "num_matvecs", num_matvecs) < minimum:
         raise ValueError(
             f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
-            f"applications that the algorithm can use, but got {num_matvecs}. Raise it, or "
-            "use traceax.trace, which chooses by the budget."
+            f"applications that the algorithm can use, but got {num_matvecs}. Pass 100, "
+            "say."
         )
 
 
 def check_count(name: str, argument: str, count: object) -> int:
-    if isinstance(count, jax.Array):
-        raise TypeError(
-            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
-            f"shapes of arrays, but got a {type(count).__name__}. Close over it, or "
-            "mark it static with static_argnames."
-        )
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(
-            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
-            f"shapes of arrays, but got {count!r}. Convert it with int()."
-        )
-    return count
+    if isinstance(count, int) and not isinstance(count, bool):
+        return count
+    if isinstance(count, Tracer):
+        cure = "Close over it, or mark it static with static_argnames"
+    elif _is_whole(count):
+        cure = "Convert it with int()"
+    else:
+        cure = "Pass a whole number: 100, say"
+    raise TypeError(
+        f"traceax.{name}({argument}=...) must be a Python int, because it sets the shapes "
+        f"of arrays, but got {count!r}. {cure}."
+    )
+
+
+def _is_whole(number: object) -> bool:
+    """Of another type than int."""
+    if isinstance(number, bool) or not isinstance(number, float | jax.Array | np.generic):
+        return False
+    return np.ndim(number) == 0 and float(number).is_integer()
 
 
 def check_function_request(
@@ -122,12 +139,14 @@ def check_function_request(
             )
 
 
-def check_samples(name: str, num_matvecs: int, probes_a_sample: int) -> None:
-    if num_matvecs < probes_a_sample:
+def check_samples(
+    name: str, count: int, probes_a_sample: int, argument: str = "num_matvecs"
+) -> None:
+    if count < probes_a_sample:
         raise ValueError(
-            f"traceax.{name}(num_matvecs=...) must be at least {probes_a_sample}, one for "
-            f"each colour of its probing sampler, but got {num_matvecs}. Raise it, or use "
-            "fewer colours: traceax.colouring with a lower power makes them."
+            f"traceax.{name}({argument}=...) must be at least {probes_a_sample}, one for "
+            f"each colour of its probing sampler, but got {count}. Raise it, or use fewer "
+            "colours: traceax.colouring with a lower power makes them."
         )
 
 
@@ -142,7 +161,9 @@ def check_batch_size(name: str, batch_size: object, probes_a_sample: int) -> Non
         )
 
 
-def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
+def check_semidefinite(
+    name: str, operator: lx.AbstractLinearOperator, instead: str
+) -> None:
     if not (is_positive(operator) or is_negative(operator)):
         raise ValueError(
             f"traceax.{name}(operator=...) must be tagged positive or negative "
@@ -150,8 +171,13 @@ def check_semidefinite(name: str, operator: lx.AbstractLinearOperator) -> None:
             f"{type(operator).__name__} that is not known to be. If it is semidefinite, "
             "pass lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag), also "
             "around products with scalars; if not, or if there is a TangentLinearOperator "
-            "in it (whose tags are those of its primal), use traceax.xtrace."
+            f"in it (whose tags are those of its primal), use traceax.{instead}."
         )
+
+
+def _as_float(number: Any) -> float:
+    """Of what is not traced, and without an operation, which would be."""
+    return float(number)
 
 
 def check_power(name: str, p: ArrayLike) -> None:
@@ -162,19 +188,37 @@ def check_power(name: str, p: ArrayLike) -> None:
             f"traceax.{name}(p=...) must be a positive number, or an array of shape (), "
             f"but got {p!r}. Pass 1 for the nuclear norm, say."
         )
-    if isinstance(p, int | float) and not 0 < p < float("inf"):
+    if not isinstance(p, Tracer) and not 0 < _as_float(p) < float("inf"):
         raise ValueError(
-            f"traceax.{name}(p=...) must be positive and finite, but got {p!r}. For the "
-            "largest singular value use an eigensolver: scipy.sparse.linalg.svds, say."
+            f"traceax.{name}(p=...) must be positive and finite, but got {p!r}. Pass 1 for "
+            "the nuclear norm; for the largest singular value, p = inf, use an "
+            "eigensolver: scipy.sparse.linalg.svds, say."
         )
 
 
 def check_grid(name: str, grid: ArrayLike) -> None:
-    if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid):
+    if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid) or not jnp.size(grid):
         raise ValueError(
             f"traceax.{name}(grid=...) must be a vector of real numbers, because the "
             f"eigenvalues lie on a line, but got shape {jnp.shape(grid)} of "
             f"{jnp.result_type(grid)}. Pass jax.numpy.linspace(low, high, 200), say."
+        )
+
+
+def check_width(name: str, width: ArrayLike) -> None:
+    dtype = getattr(width, "dtype", None)
+    is_number = isinstance(width, int | float) and not isinstance(width, bool)
+    if not (is_number or dtype is not None) or jnp.iscomplexobj(width) or jnp.ndim(width):
+        raise TypeError(
+            f"traceax.{name}(width=...) must be a positive number, or an array of shape "
+            f"(), but got {width!r}. Pass one in the units of the grid, or, of a grid of "
+            "two points or more, None."
+        )
+    if not isinstance(width, Tracer) and not 0 < _as_float(width) < float("inf"):
+        raise ValueError(
+            f"traceax.{name}(width=...) must be positive and finite, because it is the "
+            f"width of a Gaussian, but got {width!r}. Pass one in the units of the grid, "
+            "or, of a grid of two points or more, None."
         )
 
 
@@ -238,21 +282,11 @@ def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
             f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
             f"(), but got shape {jnp.shape(tolerance)}. Use jax.vmap for several."
         )
-    if isinstance(tolerance, int | float) and not tolerance >= 0:
+    if not isinstance(tolerance, Tracer) and not _as_float(tolerance) >= 0:
         raise ValueError(
             f"traceax.{name}({argument}=...) must be at least 0, because errors are "
             f"measured against it, but got {tolerance!r}. Pass 0 for the most accurate "
             "answer that max_matvecs allows."
-        )
-
-
-def check_progress_meter(name: str, progress_meter: object) -> None:
-    parts = ("init", "step", "close")
-    if not all(callable(getattr(progress_meter, part, None)) for part in parts):
-        raise TypeError(
-            f"traceax.{name}(progress_meter=...) must be a progress meter of diffrax, or "
-            "an object with its methods init, step and close, but got "
-            f"{type(progress_meter).__name__}. Pass diffrax.TextProgressMeter(), say."
         )
 
 

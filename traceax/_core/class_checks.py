@@ -21,11 +21,12 @@ _LINES = """
         question.register({name}, lambda operator: False)  # True where it holds
     lx.conj.register({name}, lambda operator: operator)  # if it is real
 """
-_BY_STRUCTURE = ("trace", "diagonal")
+_BY_STRUCTURE = ("trace", "diagonal", "leaf_traces", "logdet", "inv_quad_logdet")
+_BY_STRUCTURE += ("function_trace", "function_diagonal", "schatten_norm")
 """Functions that look for a known diagonal, too."""
 
-_BY_ADJOINT = ("na_hutchpp_trace", "xdiag", "diagpp", "diagonal", "schatten_norm")
-_BY_ADJOINT += ("row_norms_squared", "frobenius_norm_squared")
+_BY_ADJOINT = ("na_hutchpp_trace", "xdiag", "diagpp", "diagonal", "leaf_traces")
+_BY_ADJOINT += ("schatten_norm", "row_norms_squared", "frobenius_norm_squared")
 """Those that apply the adjoint of what is not known to be Hermitian."""
 
 

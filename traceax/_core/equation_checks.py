@@ -31,10 +31,11 @@ def check_shift(
         return
     dtype = getattr(shift, "dtype", None)
     if not (isinstance(shift, int | float) or dtype is not None) or jnp.iscomplexobj(shift):
+        kinds = "a number, an array of them" if several else "a number"
         raise TypeError(
-            f"traceax.{name}(shift=...) must be real, a number, an array of them or an "
+            f"traceax.{name}(shift=...) must be real, {kinds} or an "
             "lx.DiagonalLinearOperator, because A + shift I must be Hermitian, but got "
-            f"{shift!r}. Take its real part, or the operator's diagonal."
+            f"{shift!r}. Take the real part of what is complex, make an array of a list."
         )
     if not several and jnp.ndim(shift):
         raise ValueError(
@@ -58,7 +59,8 @@ def check_vector(
         raise ValueError(
             f"traceax.{name}(vector=...) must be of the operator's space, "
             f"{show(expected)}, or several of them along one more, first, axis of every "
-            f"leaf, but got shapes {shapes}. Transpose columns into rows."
+            f"leaf, but got shapes {shapes}. Make arrays of these shapes: of several "
+            "right-hand sides each is a row."
         )
     leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
     if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
@@ -73,15 +75,20 @@ class Estimate(eqx.Module):
 
         **Returns** `(low, high)`, each with the structure and shape of `value`.
 
-        **Raises** `ValueError` if `level` is not between 0 and 1; `TypeError` if `value`
-        is complex, because a complex number has no low and high end: take the interval of
-        an `Estimate` of its real part.
+        **Raises** `ValueError` if `level` is not between 0 and 1; `TypeError` if it is no
+        number, or if `value` is complex, because a complex number has no low and high end:
+        take the interval of an `Estimate` of its real part.
 
         **Derivatives**: none; the ends depend on `standard_error`, which refuses.
 
         **Cost**: no operator applications.
         """
-        if not isinstance(level, jax.Array) and not 0 < level < 1:
+        if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
+            raise TypeError(
+                "traceax.Estimate.interval(level=...) must be a number, because it is a "
+                f"probability, but got {level!r}. Pass 0.95, say."
+            )
+        if not isinstance(level, Tracer) and not _all_between_0_and_1(level):
             raise ValueError(
                 "traceax.Estimate.interval(level=...) must be strictly between 0 and 1, "
                 f"because it is a probability, but got {level!r}. Pass 0.95, say."
@@ -122,6 +129,11 @@ class AdaptiveEstimate(Estimate):
 
 exportable(Estimate(0.0, 0.0, 0))
 exportable(AdaptiveEstimate(0.0, 0.0, 0))
+
+
+def _all_between_0_and_1(level: object) -> bool:
+    numbers = np.asarray(level)
+    return bool(np.all((numbers > 0) & (numbers < 1)))
 
 
 @jax.jit

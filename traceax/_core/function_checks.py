@@ -91,7 +91,8 @@ def check_scalar_values(name: str, structure: object) -> None:
     if not is_one_real_number(structure):
         raise TypeError(
             f"traceax.{name}(fn=...) must return one real number, because there is one "
-            f"diagonal, but it returned {show(structure)}. Call it once for each."
+            f"diagonal, but it returned {show(structure)}. Return an array of "
+            "shape (), and call it once for each of several functions."
         )
 
 

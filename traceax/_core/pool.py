@@ -84,7 +84,7 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     """
     batch = _as_batch(estimates)
     runs = batch.counts.shape[0]
-    shares = batch.counts / jnp.sum(batch.counts)
+    shares = batch.counts / jnp.maximum(jnp.sum(batch.counts), 1)
     pooled = [
         _pooled(value, error, shares, batch.degrees)
         for value, error in zip(batch.values, batch.errors, strict=True)
@@ -146,7 +146,7 @@ class _Pooled(NamedTuple):
     def error(self, freedom: Float[Array, ""], runs: int) -> Float[Array, ...]:
         """`freedom` is what the interval will be made with."""
         if runs == 1:
-            return self.within * self.scale
+            return jnp.where(self.exact, 0, self.within * self.scale)
         unknown = jnp.isinf(self.within)
         few = jnp.where(unknown, independent_degrees(runs), runs - 1.0)
         wider = student_quantile(0.95, few) / student_quantile(0.95, freedom)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request
+from traceax._core.checks import check_operator, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -105,7 +105,7 @@ def row_norms_squared(
     **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
     randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
     """
-    check_request("row_norms_squared", operator, key, num_matvecs, square=False)
+    check_operator("row_norms_squared", operator, square=False)
     hermitian = is_hermitian(operator)
     cost = 2 if hermitian else 3
     check_request("row_norms_squared", operator, key, num_matvecs, cost, square=False)

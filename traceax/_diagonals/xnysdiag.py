@@ -101,7 +101,7 @@ def xnysdiag(
     randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
     """
     check_request("xnysdiag", operator, key, num_matvecs)
-    check_semidefinite("xnysdiag", operator)
+    check_semidefinite("xnysdiag", operator, "xdiag")
     check_independent("xnysdiag", sampler)
     if num_matvecs >= size(operator):
         return exact_diagonal(operator)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_grid
+from traceax._core.checks import check_function_request, check_grid, check_width
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
-from traceax._functions.slq import real_dtype, slq_trace
+from traceax._functions.slq import named_slq_trace, real_dtype
 from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler, sphere
 
@@ -66,7 +66,8 @@ def spectral_density(
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
     count or `batch_size` not a Python int; `ValueError` if `operator` is not square, mixes
     real and complex leaves, or has no dimension; if a count or `batch_size` is below 1; if
-    `grid` is not a real vector; if the sampler draws dependent probes.
+    `grid` is not a real vector or has no points; if `width` is not positive, or `None` for
+    a grid of one point; if the sampler draws dependent probes.
 
     **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
     so differentiate on coarse grids.
@@ -95,14 +96,15 @@ def spectral_density(
     check_function_request(name, operator, key, counts)
     check_grid(name, grid)
     grid = jnp.asarray(grid, real_dtype(operator))
-    span = jnp.max(grid) - jnp.min(grid)
-    width = 2 * span / num_steps if width is None else width
-    scale = 1 / (width * (2 * jnp.pi) ** 0.5 * size(operator))
+    spread = _resolved(grid, num_steps) if width is None else width
+    check_width(name, spread)
+    scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * size(operator))
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
-        return scale * jnp.exp(-(((grid - x) / width) ** 2) / 2)
+        return scale * jnp.exp(-(((grid - x) / spread) ** 2) / 2)
 
-    return slq_trace(
+    return named_slq_trace(
+        name,
         operator,
         bumps,
         key,
@@ -113,3 +115,10 @@ def spectral_density(
         num_probes=num_probes,
         num_steps=num_steps,
     )
+
+
+def _resolved(grid: Float[Array, " points"], num_steps: int) -> Float[Array, ""] | float:
+    """Nothing is by a grid of one point."""
+    if grid.size == 1:
+        return 0.0
+    return 2 * (jnp.max(grid) - jnp.min(grid)) / num_steps

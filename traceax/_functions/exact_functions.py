@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
@@ -61,6 +61,12 @@ def hermitian_or_nan(matrix: Array) -> Array:
     return jnp.where(skew > ASYMMETRY * magnitude(matrix), jnp.nan, matrix)
 
 
+def real_or_nan(diagonal: Inexact[Array, " n"]) -> Float[Array, " n"]:
+    """The same for an operator that is its diagonal."""
+    imaginary = jnp.max(jnp.abs(jnp.imag(diagonal)))
+    return jnp.where(imaginary > ASYMMETRY * magnitude(diagonal), jnp.nan, diagonal.real)
+
+
 def _exact(subject: MatrixFunction, _: None) -> Outcome:
     matrix = hermitian_or_nan(subject.linear_map.dense())
     n = matrix.shape[0]
@@ -77,9 +83,7 @@ def _of_diagonal(
     subject: MatrixFunction,
     structure: Structure,
 ) -> Estimate:
-    imaginary = jnp.max(jnp.abs(jnp.imag(diagonal)))
-    real = jnp.where(imaginary > ASYMMETRY * magnitude(diagonal), jnp.nan, diagonal.real)
-    total = jnp.sum(jax.vmap(subject.fn)(real), axis=0)
+    total = jnp.sum(jax.vmap(subject.fn)(real_or_nan(diagonal)), axis=0)
     total = total if subject.combine is None else subject.combine(total)
     value = as_result(total, structure)
     return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)

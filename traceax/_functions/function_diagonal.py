@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_function_request
+from traceax._core.checks import check_function_request, check_samples
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import check_scalar_values
 from traceax._core.operator import (
@@ -129,7 +129,9 @@ def function_diagonal(
     check_scalar_values(name, structure)
     if is_cheap(operator, num_probes * num_steps):
         return _exact(operator, converted)
-    if probes_a_sample(sampler) > 1:
+    colours = probes_a_sample(sampler)
+    if colours > 1:
+        check_samples(name, num_probes, colours, "num_probes")
         return _probed(operator, converted, key, num_probes, num_steps, sampler)
     check_independent(name, sampler)
     probes = draw(name, sampler, key, operator, num_probes)

@@ -75,13 +75,13 @@ def function_trace(
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
     depend on, unbiased but for quadrature (and for what a combination's bends leave): by
-    the split rule, with the same spaces; at most 0.8 num_matvecs matvec-VJPs for each
+    the split rule, with the same spaces; about 0.8 num_matvecs matvec-VJPs for each
     trace. Second derivatives differentiate a Lanczos recurrence from each, and are NaN
     where that falls short.
 
-    **Cost**: at most `num_matvecs` applications, in blocks of k, about 1.5 times the root
-    of `num_matvecs`; 8 n num_matvecs^2 flops for an orthonormal basis of as many vectors,
-    which is what has to fit.
+    **Cost**: at most `num_matvecs` applications (or n, for n <= 64), in blocks of k, about
+    1.5 times the root of `num_matvecs`; 8 n num_matvecs^2 flops for an orthonormal basis of
+    as many vectors, which is what has to fit.
 
     **Example**
 

@@ -22,7 +22,7 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import run_of
 from traceax._core.serialise import exportable
-from traceax._functions.exact_functions import hermitian_or_nan
+from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
 from traceax._functions.likelihood import Likelihood, likelihood
 from traceax._functions.logdet import STORED
 from traceax._functions.right_hand_sides import right_hand_sides
@@ -81,9 +81,10 @@ def inv_quad_logdet(
     """y* (A + shift I)^-1 y and log det(A + shift I), A + shift I Hermitian positive
     definite: what likelihoods of Gaussian processes and mixed models are made of.
 
-    One block Krylov run, with y and with k probes in its first block, gives the
-    log-determinant as `logdet` does, Galerkin's solution of (A + shift I) u = y, and a
-    preconditioner with which conjugate gradients go on from there.
+    One block Krylov run, with k probes in its first block, and with y where it takes at
+    most a quarter of that, gives the log-determinant as `logdet` does, Galerkin's solution
+    of (A + shift I) u = y, and a preconditioner with which conjugate gradients go on from
+    there.
 
     Exact, by a Cholesky factorisation: without an application for operators that store
     their matrix, up to n = 2048; from n applications where `num_matvecs` reaches n, and
@@ -108,8 +109,9 @@ def inv_quad_logdet(
     bound, which the value is below the truth by at most, where A is positive semidefinite
     and shift positive (as far as the run can see); else a multiple of it by half the least
     Ritz value. A solve that does not get to `rtol` within 10 num_matvecs steps shows in
-    it. `inv_quad.num_matvecs` counts run and solve, and is an array, `logdet.num_matvecs`
-    the run. Where A + shift I shows itself not to be positive definite, NaN.
+    it. `inv_quad.num_matvecs` counts run and solve, and is an array where there is a run;
+    `logdet.num_matvecs` counts the run. Where A + shift I shows itself not to be positive
+    definite, NaN.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator, `rtol` not
@@ -120,12 +122,13 @@ def inv_quad_logdet(
     and 1.
 
     **Derivatives**: forward and reverse, in the operator, `vector` and `shift`, of both
-    estimates, without another solve: at most 0.8 num_matvecs matvec-VJPs for the
+    estimates, without another solve: about 0.8 num_matvecs matvec-VJPs for the
     log-determinant, and one for each right-hand side. Those of the solution, and second
     ones, take a solve each, to the same `rtol`.
 
-    **Cost**: at most `num_matvecs` applications in blocks, and as many as conjugate
-    gradients take; an orthonormal basis of `num_matvecs` vectors.
+    **Cost**: at most `num_matvecs` applications in blocks (or n, for n <= 64), and as many
+    as conjugate gradients take, 10 num_matvecs for each right-hand side at most; an
+    orthonormal basis of `num_matvecs` vectors.
 
     **Example**
 
@@ -181,7 +184,7 @@ def _of_columns(
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None
     if known is not None:
         diagonal, spent = known
-        return _of_diagonal(jnp.real(diagonal) + shift, y, spent)
+        return _of_diagonal(real_or_nan(diagonal) + shift, y, spent)
     if n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= STORED):
         spent = 0 if stores_matrix(operator) else n
         matrix = hermitian_or_nan(LinearMap(prepare(operator)).dense())
@@ -210,6 +213,8 @@ def _of_columns(
 def _of_diagonal(
     diagonal: Float[Array, " n"], y: Inexact[Array, "n t"], spent: int
 ) -> InvQuadLogdet:
+    # A factorisation would have come upon it.
+    diagonal = jnp.where(jnp.all(diagonal > 0), diagonal, jnp.nan)
     logs = jnp.sum(jnp.log(diagonal))
     return _exact(y, y / diagonal[:, None], logs, spent)
 

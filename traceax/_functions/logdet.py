@@ -19,7 +19,7 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._functions.exact_functions import hermitian_or_nan
+from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
 from traceax._functions.function_trace import block_trace
 from traceax._functions.slq import real_dtype
 from traceax._functions.whitening import whitened
@@ -75,12 +75,12 @@ def logdet(
     space; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
 
     **Derivatives**: forward and reverse, in the operator and in `shift`, as of
-    `function_trace`: at most 0.8 num_matvecs matvec-VJPs. Second derivatives are right too;
+    `function_trace`: about 0.8 num_matvecs matvec-VJPs. Second derivatives are right too;
     they differentiate a Lanczos recurrence from each of these, and are NaN where that does
     not resolve the spectrum.
 
-    **Cost**: at most `num_matvecs` applications; 8 n num_matvecs^2 flops for an orthonormal
-    basis of as many vectors, which is what has to fit.
+    **Cost**: at most `num_matvecs` applications, or n, for n <= 64; 8 n num_matvecs^2 flops
+    for an orthonormal basis of as many vectors, which is what has to fit.
 
     **Example**
 
@@ -111,7 +111,7 @@ def logdet(
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None
     if known is not None:
         diagonal, spent = known
-        logs = jnp.log(_on_axis(shift) + jnp.real(diagonal))
+        logs = jnp.log(_on_axis(shift) + real_or_nan(diagonal))
         return _exact(jnp.sum(logs, axis=-1), spent)
     if n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= STORED):
         spent = 0 if stores_matrix(operator) else n

@@ -144,18 +144,48 @@ def slq_trace(
     Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4),
     doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/split.py`.
     """
+    return named_slq_trace(
+        "slq_trace",
+        operator,
+        fn,
+        key,
+        num_probes=num_probes,
+        num_steps=num_steps,
+        sampler=sampler,
+        reorthogonalise=reorthogonalise,
+        batch_size=batch_size,
+        combine=combine,
+        progress_meter=progress_meter,
+    )
+
+
+def named_slq_trace(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    fn: Callable[[Float[Array, ""]], PyTree[Array]],
+    key: PRNGKeyArray,
+    *,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler,
+    reorthogonalise: bool,
+    batch_size: int | None,
+    combine: Callable | None = None,
+    progress_meter: ProgressMeter | None,
+) -> Estimate:
+    """By the name of whom the user called."""
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request("slq_trace", operator, key, counts)
-    check_independent("slq_trace", sampler)
-    fn, structure = scalar_function("slq_trace", fn, real_dtype(operator))
-    check_batch_size("slq_trace", batch_size, 1)
-    together, structure = combination("slq_trace", combine, fn, structure)
+    check_function_request(name, operator, key, counts)
+    check_independent(name, sampler)
+    fn, structure = scalar_function(name, fn, real_dtype(operator))
+    check_batch_size(name, batch_size, 1)
+    together, structure = combination(name, combine, fn, structure)
     if num_probes * num_steps >= size(operator) ** 2:
         return exact_function_trace(operator, fn, structure, together)
     subject = MatrixFunction(LinearMap(prepare(operator)), fn, together)
     num_steps = min(num_steps, size(operator))
-    probes = stream("slq_trace", operator, key, num_probes, sampler, batch_size)
-    meter = checked_meter("slq_trace", progress_meter)
+    probes = stream(name, operator, key, num_probes, sampler, batch_size)
+    meter = checked_meter(name, progress_meter)
     algorithm = partial(
         _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=meter
     )

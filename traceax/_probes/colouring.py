@@ -91,10 +91,11 @@ def colouring(
         needed = _clique(step, power)
         if needed <= num_colours or step.shape[0] <= _MANY:
             needed = int(_of_power(step, power).max()) + 1
+        cure = "Raise it, or lower the power" if power > 1 else "Raise it"
         raise ValueError(
             f"traceax.colouring(num_colours=...) must be at least {needed}, because no "
             f"colouring with fewer was found that keeps {power} steps apart, but got "
-            f"{num_colours}. Raise it, or lower the power."
+            f"{num_colours}. {cure}."
         )
     return found.colours
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.coded import by_value
 from traceax._core.operator import Structure, as_columns, working_dtype
+from traceax._probes.probing import probing
 from traceax._probes.samplers import Sampler
 from traceax._probes.traits import check_independent, is_known, probes_a_sample
 
@@ -28,11 +29,7 @@ def draw(
     `in_samples`: the estimator keeps together what makes one sample (`probes_a_sample`).
     """
     structure = operator.in_structure()
-    if not callable(sampler):
-        raise TypeError(
-            f"traceax.{name}(sampler=...) must be a function (key, structure, num_probes) "
-            f"-> probes, but got {type(sampler).__name__}. Pass traceax.rademacher, say."
-        )
+    check_sampler(name, sampler)
     if probes_a_sample(sampler) > 1 and not in_samples:
         check_independent(name, sampler)
     if is_known(sampler):
@@ -56,6 +53,16 @@ def draw(
         )
     dtype = working_dtype(operator)
     return jax.lax.stop_gradient(as_columns(probes, dtype))
+
+
+def check_sampler(name: str, sampler: object) -> None:
+    if not callable(sampler) or sampler is probing:
+        got = "traceax.probing itself" if sampler is probing else type(sampler).__name__
+        raise TypeError(
+            f"traceax.{name}(sampler=...) must be a function (key, structure, num_probes) "
+            f"-> probes, but got {got}. Pass traceax.rademacher, say, or, of colours, "
+            "traceax.probing(colours)."
+        )
 
 
 @eqx.filter_jit

@@ -34,8 +34,9 @@ def graph(name: str, pattern: Any) -> Sparse:
     if len(shape) != 2 or shape[0] != shape[1] or indices.shape[-1] != 2:
         raise ValueError(
             f"traceax.{name}(pattern=...) must be a square matrix, because its rows and "
-            f"columns are the dimensions to colour, but got shape {shape}. For a BCOO use "
-            "n_batch=0 and n_dense=0."
+            f"columns are the dimensions to colour, but got shape {shape}. Of a "
+            "rectangular B take that of B.T @ B or B @ B.T; of a BCOO one with n_batch=0 "
+            "and n_dense=0."
         )
     n = shape[0]
     indices = indices[np.all(indices < n, axis=1)]  # a BCOO pads with out-of-bounds ones

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.operator import Structure, common_dtype, cut, dimension
+from traceax._core.operator import Structure, cut
+from traceax._probes.space import space
 
 _PRIMES = (3, 11, 19, 43, 59, 67, 71, 83, 103, 107)
 
@@ -50,7 +51,9 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
     the leaf's dtype.
 
-    **Raises** `ValueError` if `num_probes` exceeds m, because there are no more rows.
+    **Raises** `ValueError` if `num_probes` exceeds m, because there are no more rows, or is
+    below 1; `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
+    dtype of `structure` neither real nor complex.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -74,7 +77,7 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     12; for probes without random choice, Bekas, Kokiopoulou and Saad (2007), An estimator
     for the diagonal of a matrix, doi:10.1016/j.apnum.2007.01.003.
     """
-    n, dtype = dimension(structure), common_dtype(structure)
+    n, dtype = space("hadamard", key, structure, num_probes)
     if num_probes > order(n):
         raise ValueError(
             f"traceax.hadamard(num_probes=...) must be at most {order(n)}, the order of "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from traceax._core.checks import check_progress_meter
-
 
 class ProgressMeter(Protocol):
     """What diffrax's progress meters do."""
@@ -34,5 +32,17 @@ SILENT = Silent()
 
 def checked_meter(name: str, progress_meter: ProgressMeter | None) -> ProgressMeter:
     meter = SILENT if progress_meter is None else progress_meter
-    check_progress_meter(name, meter)
+    _check(name, meter)
     return meter
+
+
+def _check(name: str, progress_meter: object) -> None:
+    parts = ("init", "step", "close")
+    is_class = isinstance(progress_meter, type)
+    if is_class or not all(callable(getattr(progress_meter, p, None)) for p in parts):
+        raise TypeError(
+            f"traceax.{name}(progress_meter=...) must be a progress meter of diffrax, or "
+            "an object with its methods init, step and close, but got "
+            f"{'a class' if is_class else type(progress_meter).__name__}. Pass "
+            "diffrax.TextProgressMeter(), say."
+        )

@@ -128,6 +128,6 @@ def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
         raise TypeError(
             "traceax.probing(colours=...) must be concrete integers, because their number "
             f"sets the shapes of arrays, but got {got}. Make the colouring outside of "
-            "jax.jit, with traceax.colouring or NumPy."
+            "jax.jit, with traceax.colouring, or with NumPy and .astype(int)."
         )
     return np.asarray(leaf).ravel()

@@ -14,14 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.operator import (
-    Structure,
-    common_dtype,
-    cut,
-    dimension,
-)
+from traceax._core.operator import Structure, cut
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
+from traceax._probes.space import space
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 
@@ -42,7 +38,8 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
     the leaf's dtype.
 
-    **Raises** nothing of its own.
+    **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
+    dtype of `structure` neither real nor complex; `ValueError` if `num_probes` is below 1.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -62,7 +59,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     Numerische Mathematik 56.
     """
 
-    n, dtype = _space(structure)
+    n, dtype = space("rademacher", key, structure, num_probes)
     return cut(_signs(key, n, num_probes, dtype), structure)
 
 
@@ -82,7 +79,8 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
     the leaf's dtype.
 
-    **Raises** nothing of its own.
+    **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
+    dtype of `structure` neither real nor complex; `ValueError` if `num_probes` is below 1.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -101,7 +99,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     **Reference**: Girard (1989), Numerische Mathematik 56.
     """
 
-    n, dtype = _space(structure)
+    n, dtype = space("normal", key, structure, num_probes)
     return cut(_gaussian(key, n, num_probes, dtype), structure)
 
 
@@ -122,7 +120,8 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
     the leaf's dtype.
 
-    **Raises** nothing of its own.
+    **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
+    dtype of `structure` neither real nor complex; `ValueError` if `num_probes` is below 1.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -142,7 +141,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, SIAM Journal on Matrix
     Analysis and Applications 45(1), section 2.3, doi:10.1137/23M1548323.
     """
-    n, dtype = _space(structure)
+    n, dtype = space("sphere", key, structure, num_probes)
     return cut(_on_sphere(key, n, num_probes, dtype), structure)
 
 
@@ -163,7 +162,8 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     the leaf's dtype.
 
     **Raises** `ValueError` if `num_probes` exceeds n, because no more orthogonal
-    directions exist.
+    directions exist, or is below 1; `TypeError` if `key` is not a random key,
+    `num_probes` not a Python int, or a dtype of `structure` neither real nor complex.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -184,7 +184,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     **Reference**: Mezzadri (2007), How to generate random matrices from the classical
     compact groups, Notices of the AMS 54(5).
     """
-    n, dtype = _space(structure)
+    n, dtype = space("orthogonal", key, structure, num_probes)
     if num_probes > n:
         raise ValueError(
             f"traceax.orthogonal(num_probes=...) must be at most {n}, the dimension of the "
@@ -242,9 +242,3 @@ def _frame(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array
     diagonal = jnp.diagonal(triangle)
     turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
     return (basis.columns @ turn).T
-
-
-def _space(structure: Structure) -> tuple[int, jnp.dtype]:
-    """Dimension and dtype of the columns that probes are cut from: one draw for all leaves,
-    so that a probe does not depend on how the space is cut into leaves."""
-    return dimension(structure), common_dtype(structure)

@@ -15,7 +15,7 @@ from traceax._probes.samplers import Sampler, normal, orthogonal, rademacher, sp
 
 def is_rotation_invariant(sampler: Sampler) -> bool:
     """Whether projected probes may be resphered; a sampler we do not know, never."""
-    return _innermost(sampler) in (sphere, normal, orthogonal)
+    return _is_any(sampler, sphere, normal, orthogonal)
 
 
 def _innermost(sampler: Sampler) -> Sampler:
@@ -24,9 +24,14 @@ def _innermost(sampler: Sampler) -> Sampler:
     return sampler
 
 
+def _is_any(sampler: Sampler, *known: Sampler) -> bool:
+    """By identity: what is no sampler at all, an array say, may compare as it likes."""
+    return any(_innermost(sampler) is one for one in known)
+
+
 def is_without_replacement(sampler: Sampler) -> bool:
     """Whether its probes exclude each other, hence are dependent."""
-    return _innermost(sampler) in (orthogonal, hadamard)
+    return _is_any(sampler, orthogonal, hadamard)
 
 
 def population(sampler: Sampler, n: int) -> float:
@@ -46,7 +51,7 @@ def comes_in_samples(sampler: Sampler) -> bool:
 
 def is_known(sampler: Sampler) -> bool:
     """Whether it is one of ours."""
-    return _innermost(sampler) in (rademacher, normal, sphere, orthogonal, hadamard)
+    return _is_any(sampler, rademacher, normal, sphere, orthogonal, hadamard)
 
 
 def probes_a_sample(sampler: Sampler) -> int:
@@ -62,6 +67,6 @@ def check_independent(name: str, sampler: Sampler) -> None:
         raise ValueError(
             f"traceax.{name}(sampler=...) must draw independent probes, because each probe "
             "is tested against a sketch made of the others or is a sample of its own, but "
-            f"got traceax.{got}. Use traceax.sphere or traceax.rademacher, or give "
-            f"traceax.{got} to the hutchinson functions."
+            f"got traceax.{got}. Use traceax.sphere or traceax.rademacher; traceax.{got} "
+            "is for traceax.hutchinson_trace and traceax.hutchinson_diagonal."
         )

@@ -43,7 +43,9 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
 from traceax._core.checks import (
     check_budget,
-    check_request,
+    check_count,
+    check_key,
+    check_operator,
     check_same_program,
     check_tracked,
 )
@@ -59,6 +61,7 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, run
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
+from traceax._probes.draw import check_sampler
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.traits import check_independent
@@ -162,7 +165,8 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     arXiv:2110.13752.
     """
     check_independent("deltashift", sampler)
-    check_budget("deltashift", num_matvecs)
+    check_sampler("deltashift", sampler)
+    check_count("deltashift", "num_matvecs", num_matvecs)
     return DeltaShift(
         partial(_init, num_matvecs=num_matvecs, sampler=sampler),
         partial(_update, num_matvecs=num_matvecs, sampler=sampler),
@@ -212,7 +216,8 @@ def _update(
 def _check(
     name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int
 ) -> None:
-    check_request(name, operator, key, num_matvecs)
+    check_operator(name, operator)
+    check_key(name, key)
     check_budget("deltashift", num_matvecs, min(4, size(operator)))
 
 

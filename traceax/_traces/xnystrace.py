@@ -110,7 +110,7 @@ def xnystrace(
     Algorithm 2.2, doi:10.1137/23M1548323.
     """
     check_request("xnystrace", operator, key, num_matvecs)
-    check_semidefinite("xnystrace", operator)
+    check_semidefinite("xnystrace", operator, "xtrace")
     sampler = for_sketch(sampler, operator)
     check_independent("xnystrace", sampler)
     if num_matvecs >= size(operator):

@@ -1,0 +1,158 @@
+"""Messages fit who asked: the right name, the least that will do, a cure that works."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax
+
+KEY = jax.random.key(3)
+N = 300
+OPERATOR = lx.FunctionLinearOperator(lambda v: 2 * v, jax.ShapeDtypeStruct((N,), float))
+COLOURS = np.arange(N) % 12
+SPACE = jax.ShapeDtypeStruct((5,), float)
+COUNTS: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
+
+
+class Meter:
+    """A progress meter, if it is made."""
+
+    def init(self) -> None: ...
+    def step(self, state: Any, progress: Any) -> None: ...
+    def close(self, state: Any) -> None: ...
+
+
+a: Any = OPERATOR
+tx: Any = traceax  # so that what is wrong may be passed
+density: Any = partial(tx.spectral_density, a, key=KEY, **COUNTS)
+likelihood: Any = partial(tx.inv_quad_logdet, a, jnp.ones(N), KEY)
+interval: Any = tx.Estimate(jnp.asarray(1.0), jnp.asarray(1.0), 10).interval
+
+# The call, the error and its words, in order.
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no budget": (lambda: tx.trace(a, KEY, 0), ValueError, "trace.*least 1.*Pass 100"),
+    "budget None": (lambda: tx.trace(a, KEY, None), TypeError, "got None. Pass a whole"),
+    "budget NaN": (lambda: tx.trace(a, KEY, np.nan), TypeError, "got nan. Pass a whole"),
+    "an array": (lambda: tx.trace(a, KEY, jnp.asarray(50)), TypeError, r"with int\(\)"),
+    "a traced one": (
+        lambda: jax.jit(lambda k: tx.trace(a, KEY, k))(50),
+        TypeError,
+        "static_argnames",
+    ),
+    "tags": (lambda: tx.xnysdiag(a, KEY, 20), ValueError, r"use traceax\.xdiag\."),
+    "p = -1": (
+        lambda: tx.schatten_norm(a, jnp.asarray(-1.0), KEY, **COUNTS),
+        ValueError,
+        r"schatten_norm\(p=.*positive",
+    ),
+    "p = 0 under jit": (
+        lambda: jax.jit(lambda: tx.schatten_norm(a, np.float32(0), KEY, **COUNTS).value)(),
+        ValueError,
+        r"schatten_norm\(p=.*positive.*Pass 1 for the nuclear norm",
+    ),
+    "rtol": (
+        lambda: tx.adaptive_trace(a, KEY, rtol=jnp.asarray(-1.0)),
+        ValueError,
+        r"adaptive_trace\(rtol=.*at least 0",
+    ),
+    "width": (
+        lambda: density(grid=jnp.linspace(0, 3, 5), width=-1.0),
+        ValueError,
+        r"spectral_density\(width=.*positive",
+    ),
+    "no width": (lambda: density(grid=jnp.ones(1)), ValueError, r"width=.*None"),
+    "no grid": (lambda: density(grid=jnp.ones(0)), ValueError, r"spectral_density\(grid="),
+    "density's batches": (
+        lambda: density(grid=jnp.linspace(0, 3, 5), batch_size=0),
+        ValueError,
+        r"spectral_density\(batch_size=",
+    ),
+    "sphere, -1": (lambda: tx.sphere(KEY, SPACE, -1), ValueError, "num_probes.*least 1"),
+    "a shape": (lambda: tx.normal(KEY, (5,), 2), TypeError, r"normal\(structure=.*got \(5"),
+    "integers": (
+        lambda: tx.rademacher(KEY, jax.ShapeDtypeStruct((5,), int), 2),
+        TypeError,
+        r"rademacher\(structure=.*real or complex",
+    ),
+    "slq, by colours": (
+        lambda: tx.slq_trace(a, jnp.exp, KEY, **COUNTS, sampler=tx.probing(COLOURS)),
+        ValueError,
+        "slq_trace.*independent.*probing is for traceax.hutchinson_trace and",
+    ),
+    "colours alone": (
+        lambda: tx.hutchinson_trace(a, KEY, 20, sampler=COLOURS),
+        TypeError,
+        r"hutchinson_trace\(sampler=.*got ndarray.*probing\(colours\)",
+    ),
+    "colours forgotten": (
+        lambda: tx.hutchinson_trace(a, KEY, 20, sampler=tx.probing),
+        TypeError,
+        r"hutchinson_trace\(sampler=.*got traceax.probing itself.*probing\(colours\)",
+    ),
+    "colours as floats": (lambda: tx.probing(np.zeros(N)), TypeError, r"\.astype\(int\)"),
+    "too few for the colours": (
+        lambda: tx.function_diagonal(
+            a, jnp.exp, KEY, **COUNTS, sampler=tx.probing(COLOURS)
+        ),
+        ValueError,
+        r"function_diagonal\(num_probes=.*at least 12.*got 4",
+    ),
+    "shifts in a list": (
+        lambda: likelihood(shift=[0.1, 0.2]),
+        TypeError,
+        "real, a number or an lx.Diagonal.*got",
+    ),
+    "a list of numbers": (
+        lambda: tx.inv_quad_logdet(a, [1.0] * N, KEY),
+        ValueError,
+        r"vector=.*Make arrays of these shapes",
+    ),
+    "a rectangular pattern": (
+        lambda: tx.colouring(np.ones((3, 4))),
+        ValueError,
+        r"pattern=.*B\.T @ B",
+    ),
+    "deltashift(0)": (
+        lambda: tx.deltashift(0).init(a, KEY),
+        ValueError,
+        r"deltashift\(num_matvecs=.*at least 4.*got 0",
+    ),
+    "deltashift's sampler": (
+        lambda: tx.deltashift(8, sampler=3),
+        TypeError,
+        r"deltashift\(sampler=",
+    ),
+    "row norms": (
+        lambda: tx.row_norms_squared(a, KEY, 0),
+        ValueError,
+        "row_norms_squared.*at least 3.*got 0",
+    ),
+    "a class of meters": (
+        lambda: tx.hutchinson_trace(a, KEY, 20, batch_size=10, progress_meter=Meter),
+        TypeError,
+        r"progress_meter=.*got a class. Pass diffrax\.TextProgressMeter\(\)",
+    ),
+    "half a key": (
+        lambda: tx.trace(a, jnp.zeros(3, jnp.uint32)),
+        ValueError,
+        r"trace\(key=.*got shape \(3,\)",
+    ),
+    "level in words": (lambda: interval("0.9"), TypeError, "must be a number.*'0.9'"),
+    "level None": (lambda: interval(None), TypeError, "must be a number.*None"),
+    "level 95": (lambda: interval(jnp.asarray(95.0)), ValueError, "between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_and_how(case: str) -> None:
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=f"(?s){words}") as caught:
+        call()
+    assert re.match(r"traceax\.[\w.]+\(\w+=\.\.\.\) must ", str(caught.value))
