@@ -118,14 +118,25 @@ def executed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def lighter(picture: str) -> str:
-    """With 128 colours, where a picture is too large to be stored."""
+    """Packed as well as can be; where that leaves it too large to be stored, with colours
+    rounded to fewer levels, all alike, so that maps keep their hues; and else, where too
+    many lines cross, with 256 colours."""
     from PIL import Image  # noqa: PLC0415
 
     if len(base64.b64decode(picture)) <= LARGEST_PICTURE:
         return picture
     with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+        whole = image.convert("RGB")
+    levels = ([min(255, round(v / s) * s) for v in range(256)] for s in (1, 2, 4, 8))
+    versions = [
+        *(whole.point(level * 3) for level in levels),
+        whole.quantize(256, kmeans=3),
+    ]
+    for version in versions:
         buffer = io.BytesIO()
-        image.convert("RGB").quantize(128).save(buffer, "png", optimize=True)
+        version.save(buffer, "png", optimize=True)
+        if len(buffer.getvalue()) <= LARGEST_PICTURE:
+            break
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -110,6 +110,18 @@ def test_applications_are_counted_right(entry: Entry, tagged: bool, budget: int)
     assert estimate.num_matvecs == (cost * (budget // cost) if budget < 70 else 70)
 
 
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_applications_of_functions_by_colours_are_counted_right(num_steps: int) -> None:
+    """Those too that see the quadrature error."""
+    counter = Counted(hermitian(spectrum("poly", 70)), Tally(), known=True)
+    sampler = tx.probing(np.arange(70) % 6)
+    estimate = tx.function_diagonal(
+        counter, jnp.exp, KEY, num_probes=6, num_steps=num_steps, sampler=sampler
+    )
+    jax.block_until_ready(estimate)
+    assert estimate.num_matvecs == counter.counted()
+
+
 @every_estimator
 def test_small_dimensions(entry: Entry) -> None:
     """n = 1 and 3 with budgets below, at and above n: from n on no minimum counts."""

@@ -562,6 +562,27 @@ def test_diagonals_of_functions_with_colours() -> None:
     assert stored.num_matvecs == 0
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_diagonal_is_not_made_dense(stored: bool) -> None:
+    """A dense matrix of this order would be 80 GB."""
+    entries = jnp.linspace(0.1, 1.0, 100_000)
+
+    def density(scale: Any) -> Any:
+        operator = lx.DiagonalLinearOperator(scale * entries)
+        if not stored:
+            structure = jax.ShapeDtypeStruct(entries.shape, entries.dtype)
+            operator = lx.FunctionLinearOperator(
+                lambda v: scale * entries * v, structure, lx.diagonal_tag
+            )
+        return tx.function_diagonal(operator, jnp.sqrt, KEY, num_probes=1, num_steps=1)
+
+    estimate = density(2.0)
+    close(estimate.value, np.sqrt(2.0 * entries), 1e-15)
+    assert estimate.num_matvecs == (0 if stored else 1)
+    slope = jax.grad(lambda s: jnp.sum(density(s).value))(2.0)
+    close(slope, jnp.sum(jnp.sqrt(entries)) / 8**0.5, 1e-12)
+
+
 COMPLEX: Any = 1j
 
 

@@ -121,3 +121,5 @@ def test_what_is_wrong_is_named(sampler: Any, words: str) -> None:
 def test_errors() -> None:
     with pytest.raises(TypeError, match=r"check_sampler\(sampler=.*function.*got str"):
         check_sampler("rademacher")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"check_sampler\(num_probes=.*least 2.*got 1"):
+        check_sampler(tx.rademacher, num_probes=1)

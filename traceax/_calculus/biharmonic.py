@@ -77,9 +77,10 @@ def biharmonic(
     `standard_error` is that of a mean of independent samples; `inf` for one; 0 where the
     value is exact.
 
-    **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
-    `key` is not a random key, `num_matvecs` or `batch_size` not a Python int; `ValueError`
-    if x is empty, if `num_matvecs` or `batch_size` is below 1.
+    **Raises** `TypeError` if `fn` is not callable or returns other than floats, x has
+    leaves that are not real numbers, `key` is not a random key, `num_matvecs` or
+    `batch_size` not a Python int, `progress_meter` no progress meter; `ValueError` if x is
+    empty, if `key` is an array of keys, if `num_matvecs` or `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
     `fn` closes over: exactly those of the value. `fn` must be differentiable forwards four

@@ -66,8 +66,9 @@ def divergence(
     of these, and what it is wrong by is not in the bar.
 
     **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
-    `key` is not a random key, `num_matvecs` or `batch_size` not a Python int; `ValueError`
-    if `fn` returns another structure than x, if x is empty, if `num_matvecs` or
+    `key` is not a random key, `num_matvecs` or `batch_size` not a Python int, the sampler
+    not a function, `progress_meter` no progress meter; `ValueError` if `fn` returns another
+    structure than x, if x is empty, if `key` is an array of keys, if `num_matvecs` or
     `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever

@@ -65,8 +65,10 @@ def hessian_diagonal(
     its probes are the same for all of these, and what it is wrong by is not in the bar.
 
     **Raises** `TypeError` if `fn` is not callable or returns anything but one real number,
-    x has leaves that are not real numbers, `key` is not a random key, `num_matvecs` not a
-    Python int; `ValueError` if x is empty, if `num_matvecs` or `batch_size` is below 1.
+    x has leaves that are not real numbers, `key` is not a random key, `num_matvecs` or
+    `batch_size` not a Python int, the sampler not a function, `progress_meter` no progress
+    meter; `ValueError` if x is empty, if `key` is an array of keys, if `num_matvecs` or
+    `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
     `fn` closes over.

@@ -80,9 +80,11 @@ def laplacian(
     directions were spent. Where `fn` is an estimate itself (the Laplacian of a Laplacian),
     its probes are the same for all of these, and what it is wrong by is not in the bar.
 
-    **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
-    `key` is not a random key, `num_matvecs` or `batch_size` not a Python int; `ValueError`
-    if x is empty, if `num_matvecs` or `batch_size` is below 1.
+    **Raises** `TypeError` if `fn` is not callable or returns other than floats, x has
+    leaves that are not real numbers, `key` is not a random key, `num_matvecs` or
+    `batch_size` not a Python int, the sampler not a function, `progress_meter` no progress
+    meter; `ValueError` if x is empty, if `key` is an array of keys, if `num_matvecs` or
+    `batch_size` is below 1.
 
     **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
     `fn` closes over; without a sketch exactly those of the value. `fn` must be

@@ -26,11 +26,12 @@ class Estimate(eqx.Module):
 
     - `value`: the estimate. An array of shape `()` for a trace; for a diagonal, a pytree
       with the operator's input structure.
-    - `standard_error`: real, same structure as `value`: the standard deviation of
-      `value`, estimated from the same probes, with a floor at the rounding error of the
-      operator's dtype. `inf` if a single probe cannot tell; `0` if `value` is exact.
-      Reverse-mode differentiation through it raises an error that says so; its
-      forward-mode tangent is infinite. Wrap it in `jax.lax.stop_gradient` to weight a loss.
+    - `standard_error`: real, same structure as `value`: the standard deviation of `value`,
+      estimated from the same probes, with a floor at the rounding error of the operator's
+      dtype. `inf` if a single probe cannot tell; `0` if `value` is exact. Reverse-mode
+      differentiation through it raises an error that says so; its forward-mode tangent is
+      infinite (of a diagonal that is stored, 0). Wrap it in `jax.lax.stop_gradient` to
+      weight a loss.
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
     - `degrees_of_freedom`: of Student's distribution in `interval`: how well the probes
       determine `standard_error`. Fewer than their number less one where samples are skewed.

@@ -57,9 +57,10 @@ def diagpp(
     were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 3 and n; if the sampler's probes are of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 3 and n; if the sampler is `probing`, or its probes
+    are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
     sketch is frozen. A gradient costs k + l matvec-VJPs if the operator is known to be

@@ -43,15 +43,18 @@ def frobenius_norm_squared(
       spent.
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
       `None`: `sphere`, whose remainders can be resphered (so can those of `normal`), and
-      from 100,000 dimensions on `rademacher`, cheaper to draw.
+      from 100,000 dimensions on (of the smaller space, where it draws) `rademacher`,
+      cheaper to draw.
 
     **Returns** an `Estimate` of shape `()`, real, of at least 32 bits. `standard_error` is
-    the jackknife's: conservative; `inf` for k = 1; 0 where n or p applications were spent.
+    the jackknife's: conservative (of two probes the spread, which is not); `inf` for k = 1;
+    0 where n or p applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is below 2,
-    n and p; if the sampler's probes are dependent or of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
+    `num_matvecs` is below 2, n and p; if the sampler's probes are dependent or of the wrong
+    shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs 4k matvec-VJPs.
@@ -79,11 +82,12 @@ def frobenius_norm_squared(
     """
     name = "frobenius_norm_squared"
     check_request(name, operator, key, num_matvecs, minimum=2, square=False)
-    sampler = for_sketch(sampler, operator)
+    square = gram(operator)
+    sampler = for_sketch(sampler, square)
     check_independent(name, sampler)
     if num_matvecs >= cost_of_norms(operator):
         return exact_norm(operator)
     k = num_matvecs // 2
-    of_gram = nystrom_trace(name, gram(operator), key, k, sampler)
+    of_gram = nystrom_trace(name, square, key, k, sampler)
     value = of_gram.value.real  # a tangent inside the operator has voided the Gram's tag
     return Estimate(value, of_gram.standard_error, 2 * k, of_gram.degrees_of_freedom)

@@ -67,7 +67,7 @@ def hutchinson_diagonal(
     - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
       `probing`, its number of colours). Default `None`, all. The numbers are the same; they
       are drawn and the operator applied again in a gradient rather than stored.
-      `orthogonal` and samplers of your own still draw all probes together.
+      `orthogonal`, `hadamard` and samplers of your own still draw all probes together.
     - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
       progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
       Default `None`: nothing is shown; nor is it without `batch_size`.
@@ -78,10 +78,11 @@ def hutchinson_diagonal(
     but for `probing` by a `colouring`; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` or `batch_size` not a Python int; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
-    keys; if `num_matvecs` or `batch_size` is below 1, or below the number of colours; if
-    the sampler's probes are of the wrong shape.
+    `num_matvecs` or `batch_size` not a Python int, the sampler not a function,
+    `progress_meter` no progress meter; `ValueError` if `operator` is not square, mixes real
+    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs`
+    or `batch_size` is below 1, or below the number of colours; if the sampler's probes are
+    of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
     value. A gradient costs one matvec-VJP a probe.

@@ -74,13 +74,14 @@ def row_norms_squared(
       operators.
 
     **Returns** an `Estimate` with the operator's output structure (real leaves of at least
-    32 bits). `standard_error` is, row by row, the jackknife's: conservative; `inf` for
-    k = 1; 0 where n or p applications were spent.
+    32 bits). `standard_error` is, row by row, the jackknife's: conservative (of two probes
+    the spread, which is not); `inf` for k = 1; 0 where n or p applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is below 3
-    (2 if Hermitian), n and p; if the sampler's probes are dependent or of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
+    `num_matvecs` is below 3 (2 if Hermitian), n and p; if the sampler's probes are
+    dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs 2k matvec-VJPs.

@@ -91,9 +91,10 @@ def xdiag(
     conservative; `inf` for k = 1; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 2 and n; if the sampler's probes are dependent or of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 2 and n; if the sampler's probes are dependent or of
+    the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
     sketch is frozen. A gradient costs 2k matvec-VJPs if the operator is known to be

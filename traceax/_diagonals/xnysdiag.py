@@ -72,10 +72,10 @@ def xnysdiag(
     hundredth of the largest: then the tag was wrong.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged
-    semidefinite, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 1; if the sampler's probes are dependent or of the
-    wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, not tagged semidefinite, mixes real and complex leaves, or has no
+    dimension; if `key` is an array of keys; if `num_matvecs` is below 1; if the sampler's
+    probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by XDiag's frozen weight
     on the same sketch, for tangents that need not be semidefinite. A gradient costs 2k

@@ -62,16 +62,18 @@ def arnoldi_trace(
       else (n - dim S_i)/|r_i|^2.
 
     **Returns** an `Estimate` with the structure of what `fn` returns; real where the
-    operator is, and `fn` of a real number is; then NaN where an eigenvalue lies on a branch
-    cut of `fn` (a negative one under log). `standard_error` covers sampling, quadrature
-    (by comparison with fewer steps) and the conditioning of eigenvectors, which cost
-    digits where it is bad; `inf` for one probe or one step; 0 where the value is exact.
-    Choosing between the two readings by their spread leaves a bias, a fraction of it.
+    operator is, and `fn` of a real number is; then NaN where eigenvalues on a branch cut of
+    `fn` (negative ones under log) make the sum complex by a thousandth of it or more.
+    `standard_error` covers sampling, quadrature (by comparison with fewer steps) and the
+    conditioning of eigenvectors, which cost digits where it is bad; `inf` for one probe or
+    one step; 0 where the value is exact. Choosing between the two readings by their spread
+    leaves a bias, a fraction of it.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, a count not a Python int;
     `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if a count is below 1; if the sampler draws dependent probes.
+    dimension; if `key` is an array of keys; if a count is below 1; if the sampler draws
+    dependent probes.
     `NotImplementedError` if differentiated twice in the operator.
 
     **Derivatives**: first ones, forward and reverse, in the operator and in whatever `fn`

@@ -17,6 +17,7 @@ from traceax._core.operator import (
     LinearMap,
     as_result,
     frozen,
+    known_diagonal,
     prepare,
     size,
     stores_matrix,
@@ -24,7 +25,7 @@ from traceax._core.operator import (
 from traceax._core.rule import estimate_of
 from traceax._diagonals.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
-from traceax._functions.exact_functions import hermitian_or_nan, is_cheap
+from traceax._functions.exact_functions import hermitian_or_nan, is_cheap, real_or_nan
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
@@ -65,7 +66,7 @@ def function_diagonal(
     With `probing` probes (for f that decays along a graph) `hutchinson_diagonal` of f(A),
     which is applied by Lanczos. Exact, by an eigendecomposition, where num_probes *
     num_steps reaches n, for n <= 64, and for operators that store their matrix up to
-    n = 1024.
+    n = 1024; exact, from one application or none, for diagonal operators.
 
     **Arguments**
 
@@ -88,8 +89,9 @@ def function_diagonal(
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a real function of a scalar, a count not a Python int; `ValueError` if
-    `operator` is not square, mixes real and complex leaves, or has no dimension; if a count
-    is below 1, or below the number of colours; if the sampler draws dependent probes.
+    `operator` is not square, mixes real and complex leaves, or has no dimension; if `key`
+    is an array of keys; if a count is below 1, or below the number of colours; if the
+    sampler draws dependent probes.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
     unbiased but for quadrature: those of `xdiag` of f(A), with its two-sided form, by half
@@ -101,8 +103,9 @@ def function_diagonal(
     **Cost**: num_probes * num_steps applications, in blocks of num_probes; for an
     orthonormal basis of as many vectors, which is what has to fit, m of them, 8 n m^2
     flops, and about (8 + num_probes / num_steps) n m^2 to read it. With `probing`,
-    (num_probes + 4) * num_steps applications, four probes to see the quadrature error;
-    num_probes blocks of n x num_steps.
+    (num_probes + 6) * num_steps applications, four probes, with all and half of the steps,
+    to see the quadrature error; num_probes blocks of n x num_steps. For n <= 64 n
+    applications.
 
     **Example**
 
@@ -127,13 +130,15 @@ def function_diagonal(
     check_function_request(name, operator, key, counts)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
-    if is_cheap(operator, num_probes * num_steps):
-        return _exact(operator, converted)
     colours = probes_a_sample(sampler)
     if colours > 1:
         check_samples(name, num_probes, colours, "num_probes")
+    else:
+        check_independent(name, sampler)
+    if is_cheap(operator, num_probes * num_steps):
+        return _exact(operator, converted)
+    if colours > 1:
         return _probed(operator, converted, key, num_probes, num_steps, sampler)
-    check_independent(name, sampler)
     probes = draw(name, sampler, key, operator, num_probes)
     subject = MatrixFunction(LinearMap(prepare(operator)), converted)
     shape = Shape(num_probes, num_steps)
@@ -159,7 +164,7 @@ def _probed(
     return Estimate(
         jax.tree.map(jnp.real, estimate.value),
         jax.tree.map(both_errors, estimate.standard_error, quadrature),
-        (estimate.num_matvecs + _TESTS) * subject.num_steps,
+        estimate.num_matvecs * subject.num_steps + _spent_on_tests(subject.num_steps),
         estimate.degrees_of_freedom,
     )
 
@@ -177,7 +182,17 @@ def _quadrature_error(
     return jnp.sqrt(mean(squared_modulus(difference)))
 
 
+def _spent_on_tests(num_steps: int) -> int:
+    return 0 if num_steps == 1 else _TESTS * (num_steps + num_steps // 2)
+
+
 def _exact(operator: lx.AbstractLinearOperator, fn: ScalarFunction) -> Estimate:
+    known = known_diagonal(operator) if lx.is_diagonal(operator) else None
+    if known is not None:
+        diagonal, spent = known
+        values = jax.vmap(fn)(real_or_nan(diagonal))[:, 0]
+        value = as_result(values, operator.in_structure())
+        return Estimate(value, jax.tree.map(jnp.zeros_like, value), spent)
     matrix = hermitian_or_nan(LinearMap(prepare(operator)).dense())
     eigen = jax.lax.stop_gradient(decompose(matrix))
     diagonal = jnp.diagonal(columns(fn, matrix, eigen, count=matrix.shape[0])[0]).real

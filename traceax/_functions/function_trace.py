@@ -42,8 +42,8 @@ def function_trace(
     flat spectra its error is 1.0 to 1.6 times that of the best number of steps there.
 
     Exact, by an eigendecomposition, from n applications where `num_matvecs` reaches n, for
-    n <= 64, and without any for operators that store their matrix up to n = 1024. Exact
-    and free for diagonal operators.
+    n <= 64, and without any for operators that store their matrix up to n = 1024. Exact for
+    diagonal operators: free, or, if they are only tagged, from one application.
 
     **Arguments**
 

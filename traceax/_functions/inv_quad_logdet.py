@@ -88,7 +88,8 @@ def inv_quad_logdet(
 
     Exact, by a Cholesky factorisation: without an application for operators that store
     their matrix, up to n = 2048; from n applications where `num_matvecs` reaches n, and
-    for n <= 64. Exact and free for diagonal operators.
+    for n <= 64. Exact for diagonal operators: free, or, if they are only tagged, from one
+    application.
 
     **Arguments**
 

@@ -48,7 +48,8 @@ def logdet(
 
     Exact, by a Cholesky factorisation: without an application for operators that store
     their matrix, up to n = 2048; from n applications where `num_matvecs` reaches n, and
-    for n <= 64. Exact and free for diagonal operators.
+    for n <= 64. Exact for diagonal operators: free, or, if they are only tagged, from one
+    application.
 
     **Arguments**
 
@@ -64,9 +65,9 @@ def logdet(
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling and quadrature (by what fewer blocks say), and rounding; 0 where the
     value is exact. NaN or infinite if A + shift I shows itself not to be positive definite,
-    never an error. Eigenvalues that rounding cannot tell from 0 count as rounding, with an
-    error bar that says so, unless it is certain that they are 0 (in double precision, where
-    the Krylov space ends).
+    never an error. In a run eigenvalues that rounding cannot tell from 0 count as rounding,
+    with an error bar that says so, unless it is certain that they are 0 (in double
+    precision, where the Krylov space ends).
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator;

@@ -66,15 +66,16 @@ def schatten_norm(
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
     count not a Python int, `p` not real; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if a count is below 1; if `p` is not positive and finite.
+    leaves, or has no dimension; if `key` is an array of keys; if a count is below 1; if `p`
+    is not positive and finite.
 
     **Derivatives**: forward and reverse, in the operator and in `p`, as of
     `function_trace`, of which this is a root. Where singular values are 0 and p < 2, that
     of the others. NaN at the zero operator, where the norm has none.
 
     **Cost**: 2 num_probes * num_steps applications (half of them of the adjoint), or half
-    as many if the operator is tagged semidefinite; and one to see its scale. An orthonormal
-    basis of num_probes * num_steps vectors.
+    as many if the operator is tagged semidefinite; and one to see its scale. For n <= 64, n
+    of them (2n) instead. An orthonormal basis of num_probes * num_steps vectors.
 
     **Example**
 

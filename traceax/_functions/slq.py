@@ -111,9 +111,10 @@ def slq_trace(
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `fn` not a function of a scalar that returns arrays, `combine` not a function of the
-    traces that returns arrays, a count or `batch_size` not a Python int; `ValueError` if
-    `operator` is not square, mixes real and complex leaves, or has no dimension; if a count
-    or `batch_size` is below 1; if the sampler draws dependent probes.
+    traces that returns arrays, a count or `batch_size` not a Python int, the sampler not a
+    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if a
+    count or `batch_size` is below 1; if the sampler draws dependent probes.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
     depend on, unbiased but for quadrature (and for what a combination's bends leave): by
@@ -123,8 +124,9 @@ def slq_trace(
     `standard_error` small.
 
     **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
-    of n x num_steps (with `reorthogonalise=False`, for the value alone, three vectors).
-    Where the value is exact, n applications, none of operators that store their matrix.
+    of n x num_steps (with `reorthogonalise=False`, for the value alone, in your own
+    `jax.jit`, three vectors). Where the value is exact, n applications, none of operators
+    that store their matrix.
 
     **Example**
 

@@ -51,7 +51,8 @@ def colouring(
 
     **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
     most one more than the greatest number of dimensions within `power` steps of one. Given
-    to `probing` as it is, it also brings who is near whom, of which an error bar is made.
+    to `probing` as it is, it also brings who is near whom, of which an error bar is made
+    (not where the pattern has no entries beside the diagonal).
 
     **Raises** `TypeError` if the pattern is traced, or `power` or `num_colours` not a
     Python int; `ValueError` if the pattern is not a square matrix, `power` or `num_colours`

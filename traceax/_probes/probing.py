@@ -67,7 +67,7 @@ def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
     it is 1.0 to 1.7 times the error for inverses of Laplacians plus 0.01 to 1, four to
     seven times where entries fall faster still (exponentials), larger where the operator is
     not Hermitian; rounding where colours that are one and two steps too far away show
-    nothing. Further repeats are weighed with it.
+    nothing. Of diagonals further repeats are weighed with it.
 
     Of other colours one repeat has none, `inf`, and repeats speak for themselves: of a
     diagonal two agree by chance, and then promise too much, as often as every other time if

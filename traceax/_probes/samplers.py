@@ -39,7 +39,8 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     the leaf's dtype.
 
     **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex; `ValueError` if `num_probes` is below 1.
+    dtype of `structure` neither real nor complex; `ValueError` if `key` is an array of
+    keys, or `num_probes` below 1.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -80,7 +81,8 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     the leaf's dtype.
 
     **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex; `ValueError` if `num_probes` is below 1.
+    dtype of `structure` neither real nor complex; `ValueError` if `key` is an array of
+    keys, or `num_probes` below 1.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -121,7 +123,8 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     the leaf's dtype.
 
     **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex; `ValueError` if `num_probes` is below 1.
+    dtype of `structure` neither real nor complex; `ValueError` if `key` is an array of
+    keys, or `num_probes` below 1.
 
     **Derivatives**: none; the probes depend on the key alone.
 

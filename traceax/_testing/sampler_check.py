@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact
 
+from traceax._core.checks import check_count
 from traceax._core.operator import as_columns, dimension
 from traceax._probes.samplers import Sampler
 from traceax._testing.report import Report
@@ -50,7 +51,8 @@ def check_sampler(
     **Returns** `None`, if nothing is wrong.
 
     **Raises** `AssertionError` that lists everything that is wrong, and by how much;
-    `TypeError` if `sampler` is no function.
+    `TypeError` if `sampler` is no function, or `num_probes` no Python int; `ValueError` if
+    `num_probes` is below 2.
 
     **Derivatives**: none.
 
@@ -81,6 +83,11 @@ def check_sampler(
             "traceax.testing.check_sampler(sampler=...) must be a function (key, structure,"
             f" num_probes) -> probes, but got {type(sampler).__name__}. Pass "
             "traceax.rademacher, say."
+        )
+    if check_count("testing.check_sampler", "num_probes", num_probes) < 2:
+        raise ValueError(
+            "traceax.testing.check_sampler(num_probes=...) must be at least 2, because one "
+            f"says nothing of independence, but got {num_probes}. Pass 3, say."
         )
     report = Report("check_sampler", sampler)
     for name, dtype in _TYPES.items():

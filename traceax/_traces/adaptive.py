@@ -60,9 +60,9 @@ def adaptive_trace(
 
         2 * standard_error <= atol + rtol * |value|,
 
-    or the next size would exceed `max_matvecs`. All probes and products are used again, by
-    `xnystrace` if the operator is tagged positive or negative semidefinite, else by
-    `xtrace`. Works under `jax.jit`, `jax.vmap` and in loops.
+    or `max_matvecs` is spent: the last size takes what it leaves. All probes and products
+    are used again, by `xnystrace` if the operator is tagged positive or negative
+    semidefinite, else by `xtrace`. Works under `jax.jit`, `jax.vmap` and in loops.
 
     **Arguments**
 
@@ -85,10 +85,11 @@ def adaptive_trace(
     never counts as converged; a tolerance of 0 ends where `max_matvecs` ends.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `max_matvecs` not a Python int, a tolerance not a real number, `progress_meter` no
-    progress meter; `ValueError` if `operator` is not square, mixes real and complex leaves,
-    or has no dimension; if `key` is an array of keys; if `max_matvecs` is below 2 and n, a
-    tolerance negative; if the sampler's probes are dependent or of the wrong shape.
+    `max_matvecs` not a Python int, a tolerance not a real number, the sampler not a
+    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
+    `max_matvecs` is below 2 and n, a tolerance negative or an array of several; if the
+    sampler's probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, those of the estimator at the size
     that was reached; the choice of the size is frozen.

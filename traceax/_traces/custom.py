@@ -96,11 +96,11 @@ def custom_trace(
 
     **Raises** `TypeError` if `algorithm` is no function or returns anything else, if
     `operator` is not a lineax operator, `key` not a random key, `num_probes` not a Python
-    int; `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if `num_probes` is below 1; if the sampler's
-    probes are of the wrong shape; if `value` or `standard_error` is not a number, the
-    blocks are not n x r both, `apply` is given anything but n x k, is never called, or is
-    called in a loop of unknown length.
+    int, the sampler not a function; `ValueError` if `operator` is not square, mixes real
+    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_probes`
+    is below 1; if the sampler is `probing`, or its probes are of the wrong shape; if
+    `value` or `standard_error` is not a number, the blocks are not n x r both, `apply` is
+    given anything but n x k, is never called, or is called in a loop of unknown length.
 
     **Derivatives**: forward and reverse, to any order, unbiased if E[L R*] = I whatever
     operator the blocks were made of; they are frozen. So is what the algorithm closes over:

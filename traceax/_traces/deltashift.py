@@ -132,9 +132,9 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
       before that was not finite is forgotten.
 
     **Raises** `TypeError` if `num_matvecs` is not a Python int, an operator not a lineax
-    operator, a key not a random key; `ValueError` if `num_matvecs` is below 4 and n, an
-    operator not square, the sampler's probes dependent; if `update` gets another operator
-    than before, or a state that is none.
+    operator, a key not a random key, the sampler not a function, a state none; `ValueError`
+    if `num_matvecs` is below 4 and n, an operator not square, the sampler's probes
+    dependent; if `update` gets another operator than before, or one that holds no arrays.
 
     **Derivatives**: of the `Estimate`, forward and reverse, to any order, in the new
     operator, unbiased: those of `hutchinson_trace` with num_matvecs // 2 probes, of which

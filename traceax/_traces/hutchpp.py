@@ -75,9 +75,10 @@ def hutchpp_trace(
     over the l probes; `inf` for l = 1; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 3 and n; if the sampler's probes are of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 3 and n; if the sampler is `probing`, or its probes
+    are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs k + l matvec-VJPs.
@@ -151,9 +152,10 @@ def na_hutchpp_trace(
     over the l probes; `inf` for l = 1; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 4 and n; if the sampler's probes are of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 4 and n; if the sampler is `probing`, or its probes
+    are of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by Hutch++'s frozen weight
     on the same sketch: more accurate than the oblique one of the value. A gradient costs

@@ -74,16 +74,17 @@ def xnystrace(
       times cheaper to draw.
 
     **Returns** an `Estimate` of shape `()`, real, in the operator's precision (at least 32
-    bits). `standard_error` is the jackknife's: conservative; `inf` for one probe; 0 where n
-    applications were spent; wider by n times the depth of the most negative eigenvalue
-    found, if the operator is semidefinite only up to noise. NaN, both, if that is deeper
-    than a hundredth of the largest: then the tag was wrong.
+    bits). `standard_error` is the jackknife's: conservative (of two probes the spread,
+    which is not); `inf` for one probe; 0 where n applications were spent; wider by n times
+    the depth of the most negative eigenvalue found, if the operator is semidefinite only up
+    to noise. NaN, both, if that is deeper than a hundredth of the largest: then the tag was
+    wrong.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, not tagged
-    semidefinite, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 1; if the sampler's probes are dependent or of the
-    wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, not tagged semidefinite, mixes real and complex leaves, or has no
+    dimension; if `key` is an array of keys; if `num_matvecs` is below 1; if the sampler's
+    probes are dependent or of the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased, by XTrace's frozen weight
     on the same sketch: exact for a multiple of I, and for a tangent that need not be

@@ -77,14 +77,16 @@ def xtrace(
       others c_i = 1), and from 100,000 dimensions on `rademacher`, as good there and ten
       times cheaper to draw.
 
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is the jackknife's:
-    conservative; `inf` for k = 1; 0 where n applications were spent.
+    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits; real
+    if the operator is known to be Hermitian). `standard_error` is the jackknife's:
+    conservative (of two probes the spread, which is not); `inf` for k = 1; 0 where n
+    applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 2 and n; if the sampler's probes are dependent or of the wrong shape.
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
+    of keys; if `num_matvecs` is below 2 and n; if the sampler's probes are dependent or of
+    the wrong shape.
 
     **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
     gradient costs one matvec-VJP for each application of the value.
