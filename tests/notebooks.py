@@ -132,12 +132,15 @@ def lighter(picture: str) -> str:
         *(whole.point(level * 3) for level in levels),
         whole.quantize(256, kmeans=3),
     ]
-    for version in versions:
-        buffer = io.BytesIO()
-        version.save(buffer, "png", optimize=True)
-        if len(buffer.getvalue()) <= LARGEST_PICTURE:
-            break
-    return base64.b64encode(buffer.getvalue()).decode()
+    packed = [packed_png(version) for version in versions]
+    light = (picture for picture in packed if len(picture) <= LARGEST_PICTURE)
+    return base64.b64encode(next(light, packed[-1])).decode()
+
+
+def packed_png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "png", optimize=True)
+    return buffer.getvalue()
 
 
 def store(path: Path, fresh: dict[str, Any]) -> None:
