@@ -1,5 +1,6 @@
 """Norms of operators that need not be square."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -97,6 +98,15 @@ def test_transposes_have_the_same_norm() -> None:
     other = tx.frobenius_norm_squared(operator.T, KEY, 20)
     error = jnp.hypot(one.standard_error, other.standard_error)
     assert abs(one.value - other.value) <= 4 * error
+
+
+@pytest.mark.parametrize("shape", [(100_000, 6), (6, 100_000)])
+def test_probes_are_those_of_the_smaller_space(shape: tuple[int, int]) -> None:
+    """In the larger one they would be signs."""
+    matrix = jax.random.normal(KEY, shape, jnp.float32)
+    norm = partial(tx.frobenius_norm_squared, lx.MatrixLinearOperator(matrix), KEY, 4)
+    assert norm().value == norm(sampler=tx.sphere).value
+    assert norm().value != norm(sampler=tx.rademacher).value
 
 
 def test_a_tangent_inside() -> None:

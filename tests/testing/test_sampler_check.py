@@ -24,6 +24,7 @@ def test_independent_samplers_are_right(sampler: Any) -> None:
 @pytest.mark.parametrize("sampler", [tx.orthogonal, tx.hadamard])
 def test_samplers_without_replacement_are_right_and_not_independent(sampler: Any) -> None:
     check_sampler(sampler, independent=False)
+    check_sampler(sampler, independent=False, num_probes=6)  # all that there are
     with pytest.raises(AssertionError, match=r"independent, E\|z_i\* z_j\|\^2 = n"):
         check_sampler(sampler)
 

@@ -180,19 +180,21 @@ def _as_float(number: Any) -> float:
     return float(number)
 
 
-def check_power(name: str, p: ArrayLike) -> None:
-    dtype = getattr(p, "dtype", None)
-    is_number = isinstance(p, int | float) and not isinstance(p, bool)
-    if not (is_number or dtype is not None) or jnp.iscomplexobj(p) or jnp.ndim(p):
+def _is_real(number: Any) -> bool:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return (is_number or hasattr(number, "dtype")) and not jnp.iscomplexobj(number)
+
+
+def check_positive(name: str, argument: str, number: ArrayLike, cure: str) -> None:
+    if not _is_real(number) or jnp.ndim(number):
         raise TypeError(
-            f"traceax.{name}(p=...) must be a positive number, or an array of shape (), "
-            f"but got {p!r}. Pass 1 for the nuclear norm, say."
+            f"traceax.{name}({argument}=...) must be a positive number, or an array of "
+            f"shape (), but got {number!r}. {cure}"
         )
-    if not isinstance(p, Tracer) and not 0 < _as_float(p) < float("inf"):
+    if not isinstance(number, Tracer) and not 0 < _as_float(number) < float("inf"):
         raise ValueError(
-            f"traceax.{name}(p=...) must be positive and finite, but got {p!r}. Pass 1 for "
-            "the nuclear norm; for the largest singular value, p = inf, use an "
-            "eigensolver: scipy.sparse.linalg.svds, say."
+            f"traceax.{name}({argument}=...) must be positive and finite, but got "
+            f"{number!r}. {cure}"
         )
 
 
@@ -202,23 +204,6 @@ def check_grid(name: str, grid: ArrayLike) -> None:
             f"traceax.{name}(grid=...) must be a vector of real numbers, because the "
             f"eigenvalues lie on a line, but got shape {jnp.shape(grid)} of "
             f"{jnp.result_type(grid)}. Pass jax.numpy.linspace(low, high, 200), say."
-        )
-
-
-def check_width(name: str, width: ArrayLike) -> None:
-    dtype = getattr(width, "dtype", None)
-    is_number = isinstance(width, int | float) and not isinstance(width, bool)
-    if not (is_number or dtype is not None) or jnp.iscomplexobj(width) or jnp.ndim(width):
-        raise TypeError(
-            f"traceax.{name}(width=...) must be a positive number, or an array of shape "
-            f"(), but got {width!r}. Pass one in the units of the grid, or, of a grid of "
-            "two points or more, None."
-        )
-    if not isinstance(width, Tracer) and not 0 < _as_float(width) < float("inf"):
-        raise ValueError(
-            f"traceax.{name}(width=...) must be positive and finite, because it is the "
-            f"width of a Gaussian, but got {width!r}. Pass one in the units of the grid, "
-            "or, of a grid of two points or more, None."
         )
 
 
@@ -270,9 +255,7 @@ def check_limit(name: str, max_matvecs: object, n: int) -> None:
 
 
 def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
-    dtype = getattr(tolerance, "dtype", None)
-    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if not (is_number or dtype is not None) or jnp.iscomplexobj(tolerance):
+    if not _is_real(tolerance):
         raise TypeError(
             f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
             f"(), but got {tolerance!r}. Pass 0.01, say."

@@ -6,12 +6,14 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_grid, check_width
+from traceax._core.checks import check_function_request, check_grid, check_positive
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
 from traceax._functions.slq import named_slq_trace, real_dtype
 from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler, sphere
+
+_WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."
 
 
 def spectral_density(
@@ -99,7 +101,7 @@ def spectral_density(
     check_grid(name, grid)
     grid = jnp.asarray(grid, real_dtype(operator))
     spread = _resolved(grid, num_steps) if width is None else width
-    check_width(name, spread)
+    check_positive(name, "width", spread, _WIDTHS)
     scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * size(operator))
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:

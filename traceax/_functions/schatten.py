@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_power
+from traceax._core.checks import check_function_request, check_positive
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -28,6 +28,11 @@ from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.scalar import scalar_function
+
+_POWERS = (
+    "Pass 1 for the nuclear norm; for the largest singular value, p = inf, use an "
+    "eigensolver: scipy.sparse.linalg.svds, say."
+)
 
 
 def schatten_norm(
@@ -96,7 +101,7 @@ def schatten_norm(
     name = "schatten_norm"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     check_function_request(name, operator, key, counts, square=False)
-    check_power(name, p)
+    check_positive(name, "p", p, _POWERS)
     unit = _unit(name, operator, key)
     scaled = prepare(operator) / unit
     if is_positive(operator) or is_negative(operator):
