@@ -71,6 +71,14 @@ def test_numbers_are_compared_but_for_their_digits(factor: float, wrong: int) ->
     assert faults(STORED["quickstart"], fresh, whole=False) == []
 
 
+@pytest.mark.parametrize(("unit", "wrong"), [("s", 0), ("times as long", 0), ("steps", 1)])
+def test_times_are_each_machine_s_own(unit: str, wrong: int) -> None:
+    (stored, old), (fresh, new) = a_cell("quickstart"), a_cell("quickstart")
+    old["outputs"][0]["text"] = [f"7 steps, 1.2e+01 {unit}\n"]
+    new["outputs"][0]["text"] = [f"7 steps, 1.2e+02 {unit}\n"]
+    assert len(faults(stored, fresh, whole=True)) == wrong
+
+
 def test_what_else_differs_is_found() -> None:
     stored = STORED["quickstart"]
     fresh, cell = a_cell("quickstart")
