@@ -9,7 +9,7 @@ third, as a checksum of their names falls, but for files whose tests take no tim
 import re
 import zlib
 
-NO_TIME = r"test_house|test_documents|test_messages|test_site|command/"
+NO_TIME = r"test_house|test_documents|test_messages|test_site|test_main"
 
 # By file, test and a pattern of its parameters, which is empty where all are meant.
 SELDOM = {
@@ -35,10 +35,6 @@ SELDOM = {
         "test_networks_in_float32_in_a_batch_in_a_loop_without_leaks": "",
         "test_values_and_slopes_are_unbiased_and_bars_honest": "",
         "test_what_the_sketch_spans_is_exact_value_slope_and_bar": "",
-    },
-    "command/test_main.py": {"test_tour_as_a_program": ""},
-    "core/test_class_checks.py": {
-        "test_the_lines_are_the_cure": "",
     },
     "core/test_failures.py": {
         "test_hashing": r"PyTree|Jacobian|row_norms|xtrace-nested",
@@ -114,12 +110,6 @@ SELDOM = {
         "test_linear_combinations_are_those_of_functions": "",
         "test_thermal_means_and_their_gradients": "",
         "test_traces_that_do_not_matter_may_be_undefined": "",
-    },
-    "tasks/test_own.py": {
-        "test_estrada_index_that_overflows": "",
-        "test_inverse_of_what_a_shift_makes_definite": "",
-        "test_large_matrices_have_no_exact_answer": "",
-        "test_spectral_density": "",
     },
     "testing/test_operator_check.py": {
         "test_every_class_is_drawn": "",

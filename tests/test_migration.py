@@ -17,7 +17,8 @@ import pytest
 import traceax as tx
 
 ROOT = Path(__file__).parent.parent
-MIGRATION = (ROOT / "CHANGELOG.md").read_text().split("### Changed")[0]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+MIGRATION = CHANGELOG.split("coming from 1.0.2")[1].split("### Changed")[0]
 BEFORE, AFTER = re.findall(r"^```python\n(.*?)^```$", MIGRATION, re.DOTALL | re.MULTILINE)
 NAMES = ("flat", "sketched", "value", "error", "semidefinite")
 TRUTH = float(jnp.sum(jnp.arange(1.0, 201.0) ** -2) + 200 * 0.01)

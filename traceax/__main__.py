@@ -1,43 +1,199 @@
-"""`python -m traceax [FILE]`: what one has a matrix for, or a tour on a road network."""
+"""`python -m traceax [FILE]`: estimates of a matrix in a file, or of a road network."""
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import io
+import os
+import re
+import signal
 import sys
+import zipfile
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import scipy.io
+from jax.experimental.sparse import BCOO
+from scipy.sparse import csr_array, diags_array, issparse, load_npz
 
 import traceax as tx
-from traceax._command.matrix import MatrixError
-from traceax._command.options import Options, parse
-from traceax._command.stdin import standard_input
-from traceax._tasks.own import own_matrix
-from traceax._tasks.tour import tour
+
+DENSE = 4000  # Up to this dimension a dense factorisation takes about a second.
+
+# SciPy 1.17 reads 1.0D+02 as 1, ignores what follows a number and crashes at null bytes:
+# it gets only lines that these patterns match.
+_HEAD = re.compile(rb"%%MatrixMarket [^\0\n]*\n(?:[ \t]*(?:%[^\0\n]*)?\r?\n)*[\d \t]+\r?\n")
+_INTEGER = rb"[ \t]*+-?+\d++"
+_REAL = rb"[ \t]*+[+-]?+(?:\d++\.?+\d*+|\.\d++)(?:[eEdD][+-]?+\d++)?+"
+_COLUMNS = {"pattern": [], "integer": [_INTEGER], "complex": [_REAL, _REAL]}
+
+
+def read_matrix(path: Path) -> Any:
+    """A square matrix of finite numbers in double precision: a `csr_array` or an array.
+
+    Whatever is wrong with the file is a `ValueError` of one line that names it."""
+    reader = {".npz": _read_npz, ".npy": _read_npy}.get(path.suffix.lower(), _read_market)
+    try:
+        if not path.is_file():
+            raise ValueError("It is a folder" if path.is_dir() else "There is no such file")
+        return _in_double_precision(reader(path))
+    except Exception as error:  # Damaged files make parsers raise errors of any class.
+        reason = (str(error) or type(error).__name__).split(". ")[0].rstrip(".")
+        message = f"{path} cannot be read: {reason[:200]}. Write a square matrix by "
+        message += "scipy.io.mmwrite (.mtx), scipy.sparse.save_npz or numpy.save."
+        raise ValueError("".join(filter(str.isprintable, message))) from error
+
+
+def _read_npy(path: Path) -> Any:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    _check_size(array.shape, 3 * array.nbytes)
+    return array
+
+
+def _read_npz(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        num_bytes = sum(member.file_size for member in archive.infolist())
+    _check_size((1, 1), 10 * num_bytes)
+    with np.load(path, allow_pickle=False) as arrays:
+        _check_size(arrays["shape"], 0)
+    matrix = load_npz(path)
+    # SciPy 1.17 checks all but this, without which the conversion corrupts memory.
+    if matrix.format == "bsr" and np.any(np.mod(matrix.shape, matrix.blocksize)):
+        raise ValueError(f"Its blocks of shape {matrix.blocksize} do not divide its shape")
+    if hasattr(matrix, "check_format"):
+        matrix.check_format(full_check=True)
+    return matrix
+
+
+def _read_market(path: Path) -> Any:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        head = _HEAD.match(stream.read(2**20))
+        if head is None:
+            raise ValueError("It has no %%MatrixMarket line with a line of sizes after it")
+        rows, columns, count, layout, field, _ = scipy.io.mminfo(io.BytesIO(head[0]))
+        _check_size((rows, columns), 100 * count)
+        stream.seek(head.end())
+        body = stream.read(100 * count + 2**20) + b"\n"
+    parts = [_INTEGER] * (2 * (layout == "coordinate")) + _COLUMNS.get(field, [_REAL])
+    line = rb"[ \t]".join(parts) + rb"[ \t\r]*+\n"
+    good = re.match(rb"(?:%s|[ \t\r]*+\n)*+" % line, body)
+    end = good.end() if good else 0
+    if end < len(body):
+        number = (head[0] + body[:end]).count(b"\n") + 1
+        found = body[end : end + 60].split(b"\n")[0].decode(errors="replace")
+        raise ValueError(f"Line {number} must hold {len(parts)} numbers, but is {found!r}")
+    text = head[0] + body.translate(bytes.maketrans(b"dD", b"ee"))
+    return scipy.io.mmread(io.BytesIO(text), spmatrix=False)
+
+
+def _check_size(shape: Any, num_bytes: int) -> None:
+    """Before anything large is read: of a matrix of so many bytes, and of its probes."""
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise ValueError(f"Its shape is {' x '.join(map(str, shape[:5])) or '()'}")
+    needed = num_bytes + 5000 * int(shape[0])
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory / 2:
+        raise ValueError(f"It needs {needed / 1e9:.0f} GB, here are {memory / 1e9:.0f}")
+
+
+def _in_double_precision(matrix: Any) -> Any:
+    if matrix.dtype.kind not in "biufc":
+        raise ValueError(f"Its entries are of type {matrix.dtype}, and no numbers")
+    matrix = matrix.astype(complex if matrix.dtype.kind == "c" else float)
+    if issparse(matrix):
+        matrix = csr_array(matrix)
+        matrix.sum_duplicates()
+    if not np.isfinite(abs(matrix).max()):
+        raise ValueError("Some of its entries are NaN or infinite")
+    return matrix
+
+
+def _definite(matrix: Any) -> tuple[bool, float | None]:
+    """Whether a Hermitian matrix is seen to be positive definite, and its log-determinant:
+    by Cholesky's factorisation, or by its diagonal where it is large."""
+    if matrix.shape[0] > DENSE:
+        sums = np.asarray(abs(matrix).sum(axis=1)).ravel()
+        return bool(np.all(2 * matrix.diagonal().real > sums)), None
+    try:
+        factor = np.linalg.cholesky(matrix.toarray() if issparse(matrix) else matrix)
+    except np.linalg.LinAlgError:
+        return False, None
+    return True, 2 * np.sum(np.log(factor.diagonal().real))
+
+
+def _operator(matrix: Any, *tags: object) -> lx.AbstractLinearOperator:
+    product = BCOO.from_scipy_sparse(matrix) if issparse(matrix) else jnp.asarray(matrix)
+    structure = jax.ShapeDtypeStruct(product.shape[1:], product.dtype)
+    return lx.FunctionLinearOperator(lambda v: product @ v, structure, tags)
+
+
+def _show(name: str, estimate: tx.Estimate, exact: Any = None) -> None:
+    beside = "" if exact is None else f"; exact: {exact:.10g}"
+    print(f"  {name}: {estimate}{beside}", flush=True)
+
+
+def of_matrix(matrix: Any) -> None:
+    """The estimates that any matrix has, and the log-determinant of a definite one."""
+    hermitian, diagonal = abs(matrix - matrix.conj().T).max() == 0, matrix.diagonal()
+    kind, key = "Hermitian" if hermitian else "not Hermitian", jax.random.key(0)
+    print(f"n = {len(diagonal)}, nnz = {(matrix != 0).sum()}, {kind}", flush=True)
+    tags = [lx.symmetric_tag] if hermitian and not np.iscomplexobj(matrix) else []
+    operator = _operator(matrix, *tags)
+    _show("trace", tx.trace(operator, key), diagonal.sum())
+    norm = tx.frobenius_norm_squared(operator, key, 100)
+    _show("frobenius_norm_squared", norm, (abs(matrix) ** 2).sum())
+    definite, exact = _definite(matrix) if hermitian else (False, None)
+    if definite:
+        tagged = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
+        _show("logdet", tx.logdet(tagged, key), exact)
+
+
+def tour() -> None:
+    """Two traces of a road network."""
+    roads = read_matrix(Path(__file__).parent / "data" / "minnesota.mtx")
+    n, key = roads.shape[0], jax.random.key(0)
+    print(f"Roads of Minnesota: {n} intersections, {roads.nnz // 2} roads, a graph of the")
+    print(
+        "SuiteSparse Matrix Collection (Gleich/minnesota, CC-BY 4.0). A: its adjacency.\n"
+    )
+    print("How many triangles? tr(A^3)/6; an application is three products with A.")
+    a, structure = _operator(roads).mv, jax.ShapeDtypeStruct((n,), float)
+    cube = lx.FunctionLinearOperator(lambda v: a(a(a(v))) / 6, structure, lx.symmetric_tag)
+    _show("trace(operator, key, 100)", tx.trace(cube, key, 100))
+    sampler = tx.probing(roads, power=3)
+    found = tx.hutchinson_trace(cube, key, sampler.num_colours, sampler=sampler)
+    _show("with probes that keep three roads apart", found)
+    print(f"  exact: {(roads @ roads).multiply(roads).sum() / 6:g}\n")
+    print("What is tr((I + L)^-1), L the Laplacian? An application is a solve, by CG.")
+    shifted = csr_array(diags_array(1 + roads.sum(axis=1)) - roads)
+    solver = lx.CG(rtol=1e-8, atol=1e-8)
+    inverse = lx.invert(_operator(shifted, lx.positive_semidefinite_tag), solver)
+    _show("trace(operator, key, 100)", tx.trace(inverse, key, 100))
+    _show("trace(operator, key, 100, pattern=A)", tx.trace(inverse, key, pattern=roads))
+    print(f"  exact: {np.linalg.inv(shifted.toarray()).trace():.10g}")
 
 
 def main(argv: list[str]) -> int:
-    """Print what was asked for; the exit status is 2 after wrong use, told in one line."""
+    parser = argparse.ArgumentParser("python -m traceax", description=__doc__)
+    parser.add_argument("file", nargs="?", help="a matrix: .mtx, .mtx.gz, .npz or .npy")
+    file = parser.parse_args(argv).file
     jax.config.update("jax_enable_x64", True)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # A terminal may lack the ± sign.
     try:
-        _run(parse(argv, tx.__version__))
-    except MatrixError as error:
-        message = " ".join(str(error).split())
-        print(f"traceax: error: {message}", file=sys.stderr)
+        matrix = read_matrix(Path(file)) if file else None
+    except ValueError as error:
+        print(f"traceax: {error}", file=sys.stderr)
         return 2
+    with np.errstate(all="ignore"):  # What overflows is shown as infinite.
+        tour() if matrix is None else of_matrix(matrix)
     return 0
 
 
-def _run(options: Options) -> None:
-    if options.file is None:
-        tour(options)
-    elif str(options.file) == "-":
-        with standard_input() as path:
-            own_matrix(path, "standard input", options)
-    else:
-        own_matrix(options.file, str(options.file), options)
-
-
 if __name__ == "__main__":
+    for name in {"SIGINT", "SIGPIPE"} & set(dir(signal)):  # They end it without a word.
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -96,8 +96,7 @@ def on_graph(
         "the front door, pattern=": (partial(tx.diagonal, pattern=pattern), num_matvecs),
     }
     for repeats in (1, 2, 3):
-        colours = tx.colouring(pattern, num_colours=num_matvecs // repeats)
-        sampler = tx.probing(colours)
+        sampler = tx.probing(pattern, num_colours=num_matvecs // repeats)
         spent = num_matvecs // sampler.num_colours * sampler.num_colours
         function = partial(tx.hutchinson_diagonal, sampler=sampler)
         functions[f"probing, {sampler.num_colours} colours"] = function, spent
@@ -181,7 +180,7 @@ def print_colourings() -> None:
     pattern = grid(LARGE)
     inverse = np.linalg.inv(laplacian(grid_graph(LARGE, LARGE)) + FIELD * np.eye(LARGE**2))
     i, j = np.indices((LARGE, LARGE))
-    by_power = {power: tx.colouring(pattern, power) for power in (11, 12, 13)}
+    by_power = {power: tx.colouring(pattern, power=power) for power in (11, 12, 13)}
     found = tx.colouring(pattern, num_colours=100)
     print(
         f"\nA field of {LARGE} x {LARGE}, kappa^2 = {FIELD}: colours, error of one repeat"

@@ -43,9 +43,9 @@ def test_a_number_shows_two_digits_of_its_error(
     assert f"{estimate(value, error)}" == f"{words} (50 matvecs)"
 
 
-def test_one_is_no_plural_and_batches_have_a_range() -> None:
+def test_one_is_no_plural_and_batches_are_added_up() -> None:
     assert str(estimate(2.0, 1.0, 1)).endswith("(1 matvec)")
-    assert str(estimate(2.0, 1.0, np.array([4, 9]))).endswith("(4 to 9 matvecs)")
+    assert str(estimate(2.0, 1.0, np.array([4, 9]))).endswith("(13 matvecs)")
     assert str(estimate(2.0, 1.0, jnp.array(7))).endswith("(7 matvecs)")
 
 
@@ -58,29 +58,22 @@ def test_formats_are_for_both_numbers() -> None:
         f"{estimate(np.ones(3), np.ones(3)):.3f}"
 
 
-def test_arrays_and_pytrees_tell_their_shapes_and_relative_errors() -> None:
-    values = np.array([[1.0, -2.0], [4.0, 0.0]])
-    errors = np.array([[0.1, 0.1], [0.1, 0.3]])
-    assert str(estimate(values, errors)) == "(2, 2) ± 2.5 to 10 % (50 matvecs)"
-    assert str(estimate(values, 0 * errors)) == "(2, 2) exact (50 matvecs)"
-    assert str(estimate(values, np.inf + errors)) == "(2, 2) ± inf (50 matvecs)"
-    some = np.where(errors == 0.3, np.inf, errors)
-    assert str(estimate(values, some)) == "(2, 2) ± 2.5 to 10 %, 1 unknown (50 matvecs)"
-    tree = estimate(
-        {"w": values, "b": (np.array(3.0), np.ones(2))},
-        {"w": errors, "b": (np.array(0.5), np.ones(2))},
-    )
-    lines = ["b.0: 3.00 ± 0.50", "b.1: (2,) ± 100 %", "w: (2, 2) ± 2.5 to 10 %"]
-    assert str(tree).splitlines() == [*lines, "(50 matvecs)"]
+def test_up_to_ten_numbers_are_shown() -> None:
+    values, errors = np.array([[1.0, -2.0], [4.0, 0.0]]), np.array([[0.1, 0.1], [0.0, 3.0]])
+    words = "1.00 ± 0.10, -2.00 ± 0.10, 4.0, 0.0 ± 3.0"
+    assert str(estimate(values, errors)) == f"{words} (50 matvecs)"
+    tree = estimate({"w": values, "b": np.array(3.0)}, {"w": errors, "b": np.array(0.5)})
+    assert str(tree).splitlines() == ["b: 3.00 ± 0.50", f"w: {words}", "(50 matvecs)"]
 
 
-def test_notebooks_show_a_table_of_what_is_more_than_a_number() -> None:
-    tree = estimate({"a<b": np.ones(2)}, {"a<b": np.ones(2)})
-    table = tree._repr_html_()
-    assert table is not None
-    assert "<td>a&lt;b</td><td>(2,) ± 100 %</td>" in table
-    assert "50 matvecs" in table
-    assert estimate(1.0, 0.1)._repr_html_() is None
+@pytest.mark.parametrize("scale", [1.0, 1e-250, 1e250])
+def test_more_numbers_show_their_relative_error(scale: float) -> None:
+    values = scale * np.array([[3.0] * 8, [-4.0] * 8])
+    errors = scale * np.full((2, 8), 0.1)
+    shown = str(estimate(values, errors))
+    assert shown == "(2, 8) ± 2.8 % in norm (50 matvecs)"
+    assert str(estimate(values, 0 * errors)) == "(2, 8) exact (50 matvecs)"
+    assert str(estimate(values, np.inf + errors)) == "(2, 8) ± inf % in norm (50 matvecs)"
 
 
 def test_traced_and_abstract_ones_print_as_they_did() -> None:
@@ -88,7 +81,7 @@ def test_traced_and_abstract_ones_print_as_they_did() -> None:
 
     def look(value: Any) -> Any:
         inside = tx.Estimate(value, value, 3)
-        seen.extend([str(inside), repr(inside), inside._repr_html_()])
+        seen.extend([str(inside), repr(inside)])
         with pytest.raises(TypeError, match="whose value is there"):
             f"{inside:.3f}"
         return inside
@@ -96,7 +89,6 @@ def test_traced_and_abstract_ones_print_as_they_did() -> None:
     shaped = jax.eval_shape(look, 1.0)
     assert seen[0] == seen[1]
     assert seen[0].startswith("Estimate(value=")
-    assert seen[2] is None
     assert str(shaped).startswith("Estimate(")
 
 

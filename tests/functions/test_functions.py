@@ -550,9 +550,9 @@ def test_diagonals_of_functions_with_colours() -> None:
 
     theta, u = np.linalg.eigh(hamiltonian)
     truth = (u**2 * fermi(theta)).sum(1)
-    colours = tx.colouring(hamiltonian, 5)
+    sampler = tx.probing(hamiltonian, power=5)
     density = tx.function_diagonal(
-        operator, fermi, KEY, num_probes=6, num_steps=9, sampler=tx.probing(colours)
+        operator, fermi, KEY, num_probes=6, num_steps=9, sampler=sampler
     )
     close(density.value, truth, 1e-3)
     stored = tx.function_diagonal(

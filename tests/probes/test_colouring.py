@@ -15,7 +15,7 @@ from jax.experimental.sparse import BCOO
 import traceax as tx
 from tests.probes.helpers import alike, grid, laplacian, left, near, roads
 from traceax._probes.graph import graph, within
-from traceax._probes.greedy import disturbance, fewest, improved, suffered
+from traceax._probes.greedy import disturbance, fewest, improved
 from traceax._probes.lattices import as_grid
 
 # Grids.
@@ -48,13 +48,13 @@ def test_grids_in_the_plane_get_the_fewest_colours_there_are(power: int) -> None
 def test_grids_are_recognised(pattern: Any, shape: tuple[int, ...], steps: int) -> None:
     found = as_grid(graph("colouring", pattern))
     assert found is not None
-    assert found.shape == shape
-    assert len(found.stencil) == steps
+    assert found.sides == shape
+    assert len(found.stencil) == 2 * steps
     pattern = pattern.copy()
     edge = np.argwhere(np.triu(pattern, 1))[7]
     pattern[tuple(edge)] = pattern[tuple(edge[::-1])] = 0
     broken = as_grid(graph("colouring", pattern))
-    assert broken is None or broken.shape != shape
+    assert broken is None or broken.sides != shape
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_the_minimum_holds(pattern: Any, num_colours: int) -> None:
         needed = tx.colouring(pattern, power=power).max() + 1
         if needed > num_colours:
             with pytest.raises(ValueError, match=f"must be at least {needed}"):
-                tx.colouring(pattern, power, num_colours=num_colours)
+                tx.colouring(pattern, power=power, num_colours=num_colours)
             continue
-        colours = tx.colouring(pattern, power, num_colours=num_colours)
+        colours = tx.colouring(pattern, power=power, num_colours=num_colours)
         assert colours.max() < num_colours
         assert set(colours.tolist()) == set(range(colours.max() + 1))
         assert not np.any(near(pattern, power) & alike(colours))
@@ -134,10 +134,9 @@ def test_moves_keep_apart_and_leave_less() -> None:
     weights = disturbance(step, kept, seen)
     before = fewest(kept)
     after = improved(before, weights, before.max() + 3)
-    assert suffered(after, weights) < 0.7 * suffered(before, weights)
-    assert not np.any(kept.toarray() & alike(after))
     dense = weights.toarray()
-    np.testing.assert_allclose(suffered(after, weights), np.sum(dense * alike(after)))
+    assert np.sum(dense * alike(after)) < 0.7 * np.sum(dense * alike(before))
+    assert not np.any(kept.toarray() & alike(after))
 
 
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -154,10 +153,10 @@ def test_colours_differ_within_the_power(
     rng = np.random.default_rng(seed)
     pattern = rng.random((n, n)) < density
     reached = near(pattern, power)
-    fewest = tx.colouring(pattern, power)
+    fewest = tx.colouring(pattern, power=power)
     assert fewest.max() + 1 <= reached.sum(1).max()
     count = int(fewest.max()) + 1 + spare
-    for colours in (fewest, tx.colouring(pattern, power, num_colours=count)):
+    for colours in (fewest, tx.colouring(pattern, power=power, num_colours=count)):
         assert not np.any(reached & alike(colours))
         assert set(colours.tolist()) == set(range(colours.max() + 1))
         assert colours.max() < count
@@ -184,9 +183,13 @@ def test_patterns_of_every_kind() -> None:
     ("call", "error", "words"),
     [
         (lambda: tx.colouring(np.ones((2, 3))), ValueError, r"pattern=.*square.*\(2, 3\)"),
-        (lambda: tx.colouring(np.eye(3), 0), ValueError, r"power=.*at least 1.*got 0"),
         (
-            lambda: tx.colouring(np.eye(3), 2.0),  # pyright: ignore[reportArgumentType]
+            lambda: tx.colouring(np.eye(3), power=0),
+            ValueError,
+            r"power=.*at least 1.*got 0",
+        ),
+        (
+            lambda: tx.colouring(np.eye(3), power=2.0),  # pyright: ignore[reportArgumentType]
             TypeError,
             r"power=.*Python int.*got 2.0",
         ),

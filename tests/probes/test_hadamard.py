@@ -20,20 +20,12 @@ def column(n: int, dtype: Any = float) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((n,), dtype)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 12, 20, 24, 44, 60, 68, 72, 84, 104, 108])
+@pytest.mark.parametrize("n", [1, 2, 4, 16, 128])
 def test_all_of_them_are_a_basis(n: int) -> None:
-    """Of every base (1, and Paley's for all primes), alone or times a power of 2."""
     assert order(n) == n
     probes = np.asarray(tx.hadamard(KEY, column(n), n))
     assert set(np.unique(probes)) <= {-1, 1}
     np.testing.assert_array_equal(probes @ probes.T, n * np.eye(n))
-
-
-def test_orders_leave_small_gaps() -> None:
-    orders = np.array([order(n) for n in range(1, 3000)])
-    assert np.all(orders >= np.arange(1, 3000))
-    assert np.all(orders[12:] < 1.3 * np.arange(13, 3000))
-    assert np.all(orders[60:] < 1.15 * np.arange(61, 3000))
 
 
 @pytest.mark.parametrize("dtype", [float, complex])

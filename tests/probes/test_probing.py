@@ -29,13 +29,11 @@ def test_as_many_colours_as_the_pattern_needs_are_exact(
 ) -> None:
     """A of bandwidth 2, its pattern; and with power 2, A squared."""
     matrix = band(2, dtype)
-    colours = tx.colouring(np.asarray(matrix) != 0)
-    np.testing.assert_array_equal(colours, np.arange(N) % 3)
-    wide = tx.colouring(np.asarray(matrix) != 0, power=2)
-    np.testing.assert_array_equal(wide, np.arange(N) % 5)
-    for a, c in ((matrix, colours), (matrix @ matrix, wide)):
+    pattern = np.asarray(matrix) != 0
+    for a, power in ((matrix, 1), (matrix @ matrix, 2)):
+        sampler = tx.probing(pattern, power=power)
+        np.testing.assert_array_equal(sampler.colours, np.arange(N) % (2 * power + 1))
         truth = jnp.trace(a) if estimate is tx.hutchinson_trace else jnp.diagonal(a)
-        sampler = tx.probing(c)
         one, two = (
             estimate(function(a), KEY, budget, sampler=sampler)
             for budget in (sampler.num_colours + 1, 2 * sampler.num_colours)
@@ -111,7 +109,7 @@ def test_a_precision_matrix_is_what_it_is_for() -> None:
     covariance = jnp.asarray(np.linalg.inv(precision))
     tags = [lx.symmetric_tag, lx.positive_semidefinite_tag]
     operator = lx.TaggedLinearOperator(function(covariance), tags)
-    sampler = tx.probing(tx.colouring(adjacency, power=5))
+    sampler = tx.probing(adjacency, power=5)
     budget = 2 * sampler.num_colours
 
     def error(estimate: Callable[..., tx.Estimate], **options: Any) -> float:
@@ -131,6 +129,8 @@ def test_a_precision_matrix_is_what_it_is_for() -> None:
     [
         (lambda: tx.probing(np.arange(3) - 1), ValueError, r"colours=.*at least 0.*got -1"),
         (lambda: tx.probing(np.arange(0)), ValueError, r"colours=.*got none"),
+        (lambda: tx.probing(np.ones((2, 3))), ValueError, r"pattern=.*square.*\(2, 3\)"),
+        (lambda: tx.probing(np.arange(3), power=2), ValueError, r"power=.*come with a pat"),
         (lambda: tx.probing(np.ones(3)), TypeError, r"colours=.*integers.*got float64"),
         (
             lambda: jax.jit(tx.probing)(jnp.arange(3)),
@@ -140,7 +140,7 @@ def test_a_precision_matrix_is_what_it_is_for() -> None:
         (
             lambda: tx.probing(np.arange(5))(KEY, jax.ShapeDtypeStruct((4,), float), 5),
             ValueError,
-            r"colours=.*4 entries.*got 5",
+            r"colours=.*4 rows or entries.*got 5",
         ),
         (
             lambda: tx.probing(np.arange(4))(KEY, jax.ShapeDtypeStruct((4,), float), 6),

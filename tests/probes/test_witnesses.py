@@ -15,7 +15,7 @@ import scipy.sparse
 import traceax as tx
 from tests.helpers import PSD, close, function, general, hermitian, slow
 from tests.probes.helpers import grid, laplacian, left, near, roads
-from traceax._probes.witnesses import Coloured, account, witnesses_of
+from traceax._probes.witnesses import account, witnesses_of
 
 KEY = jax.random.key(4)
 ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]
@@ -50,9 +50,8 @@ def test_error_bars_are_what_neighbours_disagree_by(
     pattern = grid(11, 6)
     matrix = make(66, dtype) + general(66, dtype, seed=1)
     matrix = matrix + matrix.conj().T if make is not general else matrix
-    colours = tx.colouring(pattern, power=2)
-    sampler = tx.probing(colours)
-    count = sampler.num_colours
+    sampler = tx.probing(pattern, power=2)
+    colours, count = sampler.colours, sampler.num_colours
     operator = function(matrix)
     diagonal, trace = (f(operator, KEY, count, sampler=sampler) for f in ESTIMATES)
     block = sampler(KEY, operator.in_structure(), count).T
@@ -69,8 +68,8 @@ def test_variances_over_all_signs() -> None:
     n, pattern = 9, grid(9)
     matrix = np.asarray(general(n))
     matrix = matrix + matrix.T
-    colours: Any = tx.colouring(pattern, power=2)
-    witnesses = witnesses_of(tx.probing(colours))
+    sampler = tx.probing(pattern, power=2)
+    colours, witnesses = sampler.colours, witnesses_of(sampler)
     assert witnesses is not None
     mine = jnp.asarray(colours[:, None] == np.arange(3))
 
@@ -107,7 +106,7 @@ def shares(
 ) -> tuple[float, float]:
     """Of entries held by the interval, over keys; and error bars over errors."""
     truth = np.diag(matrix)
-    sampler = tx.probing(tx.colouring(pattern, num_colours=num_colours))
+    sampler = tx.probing(pattern, num_colours=num_colours)
     operator = function(jnp.asarray(matrix))
     budget = repeats * sampler.num_colours
 
@@ -152,7 +151,7 @@ def test_where_nothing_comes_through_the_error_is_rounding(
     """Triangles through intersections: 12 colours see that A^3 ends after three steps."""
     step = jnp.asarray(ROADS.astype(float))
     cubed = step @ step @ step
-    sampler = tx.probing(tx.colouring(ROADS, power=3))
+    sampler = tx.probing(ROADS, power=3)
     run = partial(estimate, sampler=sampler)
     found = run(function(cubed), KEY, repeats * sampler.num_colours)
     truth = cubed.trace() if estimate is tx.hutchinson_trace else jnp.diagonal(cubed)
@@ -163,19 +162,17 @@ def test_where_nothing_comes_through_the_error_is_rounding(
     assert jnp.max(other.standard_error) > 1
 
 
-def test_other_colours_tell_nothing() -> None:
-    """Copies and parts of a colouring have forgotten the graph; a graph without edges has
-    nothing to tell."""
-    colours = tx.colouring(FIELD, power=2)
-    assert isinstance(colours, Coloured)
+def test_colours_alone_tell_nothing() -> None:
+    """Nor does a graph without edges."""
     operator = function(jnp.asarray(resolvent(FIELD, 1.0)))
-    for plain in (np.array(colours), colours.copy(), colours[:], np.asarray(colours)):
-        sampler = tx.probing(plain)
-        budget = sampler.num_colours
-        for estimate in ESTIMATES:
-            alone = estimate(operator, KEY, budget, sampler=sampler)
-            assert jnp.all(alone.standard_error == jnp.inf)
-    assert witnesses_of(tx.probing(tx.colouring(np.eye(5)))) is None
+    colours = tx.colouring(FIELD, power=2)
+    sampler = tx.probing(colours)
+    np.testing.assert_array_equal(sampler.colours, tx.probing(FIELD, power=2).colours)
+    for estimate in ESTIMATES:
+        alone = estimate(operator, KEY, sampler.num_colours, sampler=sampler)
+        assert jnp.all(alone.standard_error == jnp.inf)
+    assert type(colours) is np.ndarray
+    assert witnesses_of(tx.probing(np.eye(5))) is None
 
 
 def test_lone_dimensions_hear_of_all_colours() -> None:
@@ -183,7 +180,7 @@ def test_lone_dimensions_hear_of_all_colours() -> None:
     pattern = grid(70)
     pattern[33] = pattern[:, 33] = 0
     matrix = general(70)
-    sampler = tx.probing(tx.colouring(pattern, power=3))
+    sampler = tx.probing(pattern, power=3)
     estimate = tx.hutchinson_diagonal(function(matrix), KEY, 4, sampler=sampler)
     block = sampler(KEY, jax.ShapeDtypeStruct((70,), float), 4).T
     seen = np.delete(np.asarray(matrix @ block)[33], sampler.colours[33])
@@ -192,7 +189,7 @@ def test_lone_dimensions_hear_of_all_colours() -> None:
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_scale_and_batches_change_nothing(repeats: int) -> None:
-    sampler = tx.probing(tx.colouring(FIELD, power=3))
+    sampler = tx.probing(FIELD, power=3)
     single = jnp.asarray(resolvent(FIELD, 0.5), jnp.float32)
     budget = repeats * sampler.num_colours
     for estimate in ESTIMATES:
@@ -207,7 +204,7 @@ def test_scale_and_batches_change_nothing(repeats: int) -> None:
 
 def test_each_colour_has_a_spread_of_its_own() -> None:
     """Traces of two repeats: 2 - 1 degrees of freedom a colour."""
-    sampler = tx.probing(tx.colouring(FIELD, power=3))
+    sampler = tx.probing(FIELD, power=3)
     count = sampler.num_colours
     matrix = jnp.asarray(resolvent(FIELD, 0.5))
     estimate = tx.hutchinson_trace(function(matrix), KEY, 2 * count, sampler=sampler)
@@ -234,9 +231,9 @@ def test_front_doors_probe_where_colours_keep_three_steps_apart(
     probed = jax.jit(lambda key: door(operator, key, 40, pattern=pattern))(KEY)
     wrong = [float(jnp.linalg.norm(e.value - truth)) for e in (sketched, probed)]
     assert wrong[1] < 0.1 * wrong[0]
-    colours = tx.colouring(pattern, num_colours=40)
+    by_pattern = tx.probing(pattern, num_colours=40)
     by_hand = tx.hutchinson_diagonal if door is tx.diagonal else tx.hutchinson_trace
-    same = by_hand(operator, KEY, 40, sampler=tx.probing(colours))
+    same = by_hand(operator, KEY, 40, sampler=by_pattern)
     close(probed.value, same.value, 1e-12)
     close(probed.standard_error, same.standard_error, 1e-12)
     # Eight colours are enough for three steps, seven are not.

@@ -3,8 +3,6 @@
 Wings are folders, rooms are files of one noun, arrows run downwards only; a test draws them
 and fails otherwise.
 
-    floor 7   _testing     checks of what users write, generated operators
-    floor 6   _tasks       what `python -m traceax` does with a matrix, by the front doors
     floor 5   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
     floor 4   _diagonals   diagonals and norms
@@ -13,7 +11,6 @@ and fails otherwise.
               _probes      random vectors: samplers, and how a budget becomes probes
     floor 1   _linalg      small dense linear algebra of tall blocks
               _core        operators, the rule, estimates, checks
-              _command     matrix files, options and tables of `python -m traceax`
 
 A call of `traceax.xtrace` passes through four of them: `_core.checks` judges what it got,
 `_probes.draw` makes probes, `_core.rule` runs the algorithm that `_traces.xtrace` holds,
@@ -36,10 +33,9 @@ A new thing has one place, and one of its kind stands there to look at:
                                       budget, in `_core.checks`; a user's function in
                                       `function_checks`; a shift or right-hand side in
                                       `equation_checks`; an estimate in `estimate_checks`;
-                                      a user's class in `class_checks`, algorithm in
-                                      `algorithm_checks`
-    a command line option, a file     `_command.options`, a room of _command: `npz`
-    a check of what users write       a room of _testing: `sampler_check`
+                                      a user's algorithm in `algorithm_checks`
+    a check of what users write       `testing.py`
+    a file for `python -m traceax`    `__main__.py`
     a comparison with other libraries a file of tests/benchmarks, and its line in `report`
     a page, a notebook                `notebooks/site/docs`, `notebooks`; both in mkdocs.yml
 

@@ -11,7 +11,7 @@ from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
 from traceax._core.serialise import exportable
-from traceax._core.words import as_table, formatted, in_words, is_here
+from traceax._core.words import formatted, in_words, is_here
 
 
 class Estimate(eqx.Module):
@@ -20,7 +20,8 @@ class Estimate(eqx.Module):
     It is a pytree: return it from `jax.jit`, batch it with `jax.vmap`, stack it with
     `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits of its
     error, `96.6 ± 3.1 (50 matvecs)`, a format like `f"{estimate:.3f}"` as you wish; arrays
-    and pytrees by their shapes and relative errors, traced ones by their types.
+    of more than ten numbers by their shapes and relative errors, traced ones by their
+    types.
 
     **Attributes**
 
@@ -62,9 +63,6 @@ class Estimate(eqx.Module):
 
     def __repr__(self) -> str:
         return f"<{in_words(self)}>" if is_here(self) else in_words(self)
-
-    def _repr_html_(self) -> str | None:
-        return as_table(self)
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.

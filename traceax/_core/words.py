@@ -1,20 +1,21 @@
-"""Estimates in words: how they print.
+"""How estimates print.
 
-A number is shown to two digits of its standard error; exact ones as they are. What has
-many entries is told by its shapes, and by how large the errors are beside the values. What
-is not there to be looked at (traced, abstract, on other machines) is told as Equinox tells
-any module.
+A number is shown to two digits of its standard error, an exact one as it is. An array of
+more than ten numbers is shown by its shape and the norm of its errors, relative to that of
+its values. Values that cannot be read here (traced, abstract, on other machines) print as
+Equinox prints any module.
 """
 
 from __future__ import annotations
 
-import html
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
+
+_MOST_SHOWN = 10
 
 
 def in_words(estimate: Any) -> str:
@@ -44,22 +45,6 @@ def formatted(estimate: Any, spec: str) -> str:
     error = np.asarray(jax.tree.leaves(estimate.standard_error)[0]).item()
     shown = format(value, spec)
     return shown if error == 0 else f"{shown} ± {error:{spec}}"
-
-
-def as_table(estimate: Any) -> str | None:
-    """HTML for notebooks, of what is more than one number."""
-    if not is_here(estimate):
-        return None
-    rows = leaf_rows(estimate)
-    if len(rows) == 1 and not rows[0][0]:
-        return None
-    cells = "".join(
-        f"<tr><td>{html.escape(path)}</td><td>{html.escape(words)}</td></tr>"
-        for path, words in rows
-    )
-    caption = f"<caption>{matvecs(estimate)}</caption>"
-    head = "<tr><th>leaf</th><th>value ± standard error</th></tr>"
-    return f"<table>{caption}{head}{cells}</table>"
 
 
 def is_here(estimate: Any) -> bool:
@@ -95,28 +80,20 @@ def _place(path: Any) -> str:
 
 
 def leaf_in_words(value: np.ndarray, error: np.ndarray) -> str:
-    if value.ndim == 0:
-        return number(value.dtype.type(value), error.item())
-    return f"{value.shape} {relative_errors(value, error)}"
+    if value.size > _MOST_SHOWN:
+        return f"{value.shape} {_relative_error(value, error)}"
+    pairs = zip(value.ravel(), error.ravel(), strict=True)
+    return ", ".join(number(v, e.item()) for v, e in pairs)
 
 
-def relative_errors(value: np.ndarray, error: np.ndarray) -> str:
-    """The range of what errors are of values, where there are both."""
+def _relative_error(value: np.ndarray, error: np.ndarray) -> str:
     if not np.any(error):
         return "exact"
-    some = (value != 0) & np.isfinite(error) & (error > 0)
-    if not np.any(some):
-        return "± inf" if np.any(np.isinf(error)) else "± nan"
     with np.errstate(all="ignore"):
-        relative = error[some].astype(float) / np.abs(value[some]).astype(float)
-    low, high = (_percent(100 * end) for end in (relative.min(), relative.max()))
-    range_ = f"± {low} %" if low == high else f"± {low} to {high} %"
-    unknown = value.size - int(np.sum(np.isfinite(error)))
-    return range_ + (f", {unknown} unknown" if unknown else "")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.2g}" if share < 100 or share >= 1e6 else f"{share:.0f}"
+        error = error / np.max(np.abs(value))
+        value = value / np.max(np.abs(value))
+        share = np.linalg.norm(error) / np.linalg.norm(value)
+    return f"± {100 * share:.2g} % in norm"
 
 
 def number(value: np.generic, error: float) -> str:
@@ -145,9 +122,6 @@ def _plain(value: float | complex, error: float) -> str:
 
 
 def matvecs(estimate: Any) -> str:
-    """How many were spent; of a batch the range."""
-    counts = np.asarray(estimate.num_matvecs)
-    low, high = counts.min(), counts.max()
-    if low == high:
-        return f"{low} matvec{'s' if low != 1 else ''}"
-    return f"{low} to {high} matvecs"
+    """How many were spent, of a batch in all."""
+    total = int(np.sum(np.asarray(estimate.num_matvecs)))
+    return f"{total} matvec{'s' if total != 1 else ''}"

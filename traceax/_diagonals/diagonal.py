@@ -81,7 +81,7 @@ def diagonal(
 
     **Cost**: that of the estimator chosen; `num_matvecs` of the result tells. A pattern is
     coloured at each call, under `jax.jit` when it is compiled; for many calls outside of it
-    make a sampler, `probing(colouring(pattern, num_colours=num_matvecs))`, once.
+    make a sampler, `probing(pattern, num_colours=num_matvecs)`, once.
 
     **Example**
 

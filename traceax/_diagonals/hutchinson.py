@@ -75,7 +75,7 @@ def hutchinson_diagonal(
     **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
     bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
     entry, that of a mean of independent samples (for `probing`, repeats); `inf` for one,
-    but for `probing` by a `colouring`; 0 where n applications were spent.
+    but for `probing` of a pattern; 0 where n applications were spent.
 
     **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
     `num_matvecs` or `batch_size` not a Python int, the sampler not a function,

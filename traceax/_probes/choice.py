@@ -11,9 +11,10 @@ n = 30,000 7e-5 of the trace against 6e-6, falling as 1/n. From MANY on that is 
 less.
 
 *Means* of quadratic forms. Signs that exclude each other, rows of a Hadamard matrix, have
-(m - k)/(m - 1) times the variance of independent ones, m about n, for any operator: .94 of
-the error where k is an eighth of n, .71 where it is half. Drawing them takes a sort of m
-numbers, which is not worth it below PART of the dimensions.
+(m - k)/(m - 1) times the variance of independent ones for any operator, with m the least
+power of 2 from n on: for m = n .94 of the error where k is an eighth of n, .71 where it is
+half. Drawing them takes a sort of m numbers, which is not worth it below PART of the
+dimensions.
 
 *Operators of which a pattern is known.* Measured (n = 1000 to 1300, budgets of 20, 50 and
 100; the inverse of a graph's Laplacian plus 0.1 or 1, and exp(A)): where the budget buys
@@ -35,7 +36,7 @@ from traceax._core.operator import size
 from traceax._probes.colouring import best_colouring
 from traceax._probes.graph import graph
 from traceax._probes.hadamard import hadamard
-from traceax._probes.probing import Probing, probing
+from traceax._probes.probing import Probing, of_graph
 from traceax._probes.samplers import Sampler, rademacher, sphere
 
 MANY = 100_000
@@ -75,5 +76,6 @@ def for_pattern(name: str, num_matvecs: int, pattern: Any) -> Probing | None:
     """Probing, if so many colours keep enough steps apart in the graph of the pattern."""
     if pattern is None:
         return None
-    best = best_colouring(graph(name, pattern), ENOUGH, num_matvecs)
-    return None if best is None else probing(best.colours)
+    step = graph(name, pattern)
+    best = best_colouring(step, ENOUGH, num_matvecs)
+    return None if best is None else of_graph(step, best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,8 +10,7 @@ from jaxtyping import Int
 
 from traceax._probes.graph import Sparse, graph, keeps_apart, one_further, within
 from traceax._probes.greedy import disturbance, fewest, improved
-from traceax._probes.lattices import as_grid, best_lattice, smallest_lattice
-from traceax._probes.witnesses import coloured
+from traceax._probes.lattices import as_grid, best_lattice
 
 Colours = Int[np.ndarray, " n"]
 
@@ -23,7 +23,7 @@ _MANY = 20_000
 
 
 def colouring(
-    pattern: Any, power: int = 1, *, num_colours: int | None = None
+    pattern: Any, *, power: int = 1, num_colours: int | None = None
 ) -> Int[np.ndarray, " n"]:
     """Colour the dimensions of a sparse operator so that neighbours differ.
 
@@ -50,9 +50,8 @@ def colouring(
       as few as the power needs.
 
     **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
-    most one more than the greatest number of dimensions within `power` steps of one. Given
-    to `probing` as it is, it also brings who is near whom, of which an error bar is made
-    (not where the pattern has no entries beside the diagonal).
+    most one more than the greatest number of dimensions within `power` steps of one.
+    `probing` takes the pattern itself, and then has an error bar from one probe a colour.
 
     **Raises** `TypeError` if the pattern is traced, or `power` or `num_colours` not a
     Python int; `ValueError` if the pattern is not a square matrix, `power` or `num_colours`
@@ -82,23 +81,7 @@ def colouring(
     section 3. Korobov (1959), The approximate computation of multiple integrals, Doklady
     Akademii Nauk SSSR 124, for lattices of one parameter.
     """
-    _check_count("power", power, "Pass 1 for the pattern itself.")
-    step = graph("colouring", pattern)
-    if num_colours is None:
-        return coloured(_of_power(step, power), step, power)
-    _check_count("num_colours", num_colours, "Pass as many as there are matvecs to spend.")
-    found = best_colouring(step, power, num_colours)
-    if found is None:
-        needed = _clique(step, power)
-        if needed <= num_colours or step.shape[0] <= _MANY:
-            needed = int(_of_power(step, power).max()) + 1
-        cure = "Raise it, or lower the power" if power > 1 else "Raise it"
-        raise ValueError(
-            f"traceax.colouring(num_colours=...) must be at least {needed}, because no "
-            f"colouring with fewer was found that keeps {power} steps apart, but got "
-            f"{num_colours}. {cure}."
-        )
-    return found.colours
+    return coloured("colouring", pattern, power, num_colours)[1].colours
 
 
 class Best(NamedTuple):
@@ -106,6 +89,30 @@ class Best(NamedTuple):
 
     colours: Colours
     power: int
+
+
+def coloured(
+    name: str, pattern: Any, power: int, num_colours: int | None
+) -> tuple[Sparse, Best]:
+    """The graph of a pattern, and its colouring."""
+    _check_count(name, "power", power, "Pass 1 for the pattern itself.")
+    step = graph(name, pattern)
+    if num_colours is None:
+        return step, Best(_of_power(step, power), power)
+    cure = "Pass as many as there are matvecs to spend."
+    _check_count(name, "num_colours", num_colours, cure)
+    found = best_colouring(step, power, num_colours)
+    if found is None:
+        needed = _clique(step, power)
+        if needed <= num_colours or step.shape[0] <= _MANY:
+            needed = int(_of_power(step, power).max()) + 1
+        cure = "Raise it, or lower the power" if power > 1 else "Raise it"
+        raise ValueError(
+            f"traceax.{name}(num_colours=...) must be at least {needed}, because no "
+            f"colouring with fewer was found that keeps {power} steps apart, but got "
+            f"{num_colours}. {cure}."
+        )
+    return step, found
 
 
 def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
@@ -121,7 +128,7 @@ def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
         return None
     if lattice is None or step.shape[0] <= _MANY:
         best = Best(_spread(best, step, num_colours), best.power)
-    return Best(coloured(best.colours, step, best.power), best.power)
+    return Best(np.unique(best.colours, return_inverse=True)[1], best.power)
 
 
 def _clique(step: Sparse, power: int) -> int:
@@ -134,23 +141,23 @@ def _clique(step: Sparse, power: int) -> int:
 def _of_power(step: Sparse, power: int) -> Colours:
     reached = within(step, power)
     found, grid = fewest(reached), as_grid(step)
-    if grid is not None:
-        lattice = smallest_lattice(grid, power, int(found.max()) + 1)
-        if lattice is not None:
-            colours = grid.coloured(lattice.slope, lattice.num_colours)
-            found = colours if keeps_apart(colours, reached) else found
+    for count in range(2, int(found.max()) + 1) if grid is not None else ():
+        lattice = best_lattice(grid, range(count, count - 1, -1), power)
+        if lattice is not None and keeps_apart(lattice[0], reached):
+            return lattice[0]
     return found
 
 
 def _by_lattice(step: Sparse, power: int, num_colours: int) -> Best | None:
+    """Of more than four fifths of the colours."""
     grid = as_grid(step)
-    lattice = None if grid is None else best_lattice(grid, num_colours, power)
-    if grid is None or lattice is None:
+    fewest = num_colours - math.ceil(num_colours / 5)
+    counts = range(num_colours, fewest, -1)
+    lattice = None if grid is None else best_lattice(grid, counts, power)
+    # A closed grid has a seam, where colours may be nearer.
+    if lattice is None or not keeps_apart(lattice[0], within(step, lattice[1])):
         return None
-    colours = grid.coloured(lattice.slope, lattice.num_colours)
-    # A closed grid has a seam.
-    fits = keeps_apart(colours, within(step, lattice.power))
-    return Best(colours, lattice.power) if fits else None
+    return Best(*lattice)
 
 
 def _by_greed(step: Sparse, power: int, num_colours: int) -> Best | None:
@@ -182,15 +189,15 @@ def _spread(best: Best, step: Sparse, num_colours: int) -> Colours:
     return improved(best.colours, weights, num_colours)
 
 
-def _check_count(argument: str, count: object, cure: str) -> None:
+def _check_count(name: str, argument: str, count: object, cure: str) -> None:
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(
-            f"traceax.colouring({argument}=...) must be a Python int, because it counts "
+            f"traceax.{name}({argument}=...) must be a Python int, because it counts "
             f"{'steps in a graph' if argument == 'power' else 'probes'}, but got "
             f"{count!r}. {cure}"
         )
     if count < 1:
         raise ValueError(
-            f"traceax.colouring({argument}=...) must be at least 1, but got {count}. One "
+            f"traceax.{name}({argument}=...) must be at least 1, but got {count}. One "
             "colour for all is numpy.zeros(n, int)."
         )

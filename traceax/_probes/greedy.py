@@ -76,17 +76,12 @@ def disturbance(step: Sparse, forbidden: Sparse, reached: Sparse) -> Sparse:
 
 
 def crowding(colours: Colours, weights: Sparse, count: int) -> Float[np.ndarray, "n c"]:
-    """What each dimension would suffer in each of `count` colours."""
+    """By how much each dimension would be disturbed in each of `count` colours."""
     import scipy.sparse  # noqa: PLC0415
 
     n = colours.size
     members = (np.ones(n), (np.arange(n), colours))
     return (weights @ scipy.sparse.csr_array(members, shape=(n, count))).toarray()
-
-
-def suffered(colours: Colours, weights: Sparse) -> float:
-    rows, columns = weights.tocoo().coords
-    return float(np.sum(weights.data[colours[rows] == colours[columns]]))
 
 
 def improved(colours: Colours, weights: Sparse, count: int) -> Colours:

@@ -10,37 +10,32 @@ mean has the variance of a survey, (m - k)/(m - 1) of what independent signs hav
 term: E (1/k sum_r H_ra H_rb)^2 = (m - k)/(k (m - 1)) for every pair a != b, and signs of
 different pairs are uncorrelated. Like signs they are blind to the diagonal.
 
-Orders: Paley's, q + 1 for primes q = 3 mod 4, by Legendre symbols; and by Kronecker
-products with [[1, 1], [1, -1]] their products with powers of 2: 13 dimensions take 16, 49
-take 60, 100 take 104, 1000 take 1024.
+The matrix is Sylvester's: H_rc = (-1)^(number of ones that r and c have in common in
+binary), whose order is a power of 2.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.operator import Structure, cut
 from traceax._probes.space import space
-
-_PRIMES = (3, 11, 19, 43, 59, 67, 71, 83, 103, 107)
 
 
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of random signs that exclude each other: randomly signed rows of a Hadamard
     matrix, drawn without replacement; for complex leaves, with random phases.
 
-    Of order m, the least from n on that is easily had (64 for 64, 104 for 100, 1024 for
-    1000): they multiply the variance of a Hutchinson mean of signs by
-    (m - num_probes)/(m - 1), whatever the operator, and like signs they are exact for
-    diagonal ones. Worth having where there are probes for a good part of the dimensions:
-    half the variance with half as many. They are dependent, so the leave-one-out estimators
-    refuse them.
+    Its order m is the least power of 2 from n on. They multiply the variance of a
+    Hutchinson mean of signs by (m - num_probes)/(m - 1), whatever the operator, and like
+    signs they are exact for diagonal operators. Worth having where there are probes for a
+    good part of the dimensions. They are dependent, so the leave-one-out estimators refuse
+    them.
 
     **Arguments**
 
@@ -64,18 +59,17 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
 
     ```python
     >>> import jax, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((12,), jax.numpy.float32)
+    >>> structure = jax.ShapeDtypeStruct((16,), jax.numpy.float32)
     >>> probes = tx.hadamard(jax.random.key(0), structure, 3)
     >>> print(probes @ probes.T)
-    [[12.  0.  0.]
-     [ 0. 12.  0.]
-     [ 0.  0. 12.]]
+    [[16.  0.  0.]
+     [ 0. 16.  0.]
+     [ 0.  0. 16.]]
 
     ```
 
-    **Reference**: Paley (1933), On orthogonal matrices, Journal of Mathematics and Physics
-    12; for probes without random choice, Bekas, Kokiopoulou and Saad (2007), An estimator
-    for the diagonal of a matrix, doi:10.1016/j.apnum.2007.01.003.
+    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
+    matrix, doi:10.1016/j.apnum.2007.01.003, for rows without random choice.
     """
     n, dtype = space("hadamard", key, structure, num_probes)
     if num_probes > order(n):
@@ -89,42 +83,15 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
 
 def order(n: int) -> int:
     """Of the Hadamard matrix for n dimensions."""
-    return _factors(n)[0] << _factors(n)[1]
-
-
-@lru_cache(maxsize=256)
-def _factors(n: int) -> tuple[int, int]:
-    """Paley's order and the power of 2 whose product is least, but at least n."""
-    bases = (1, *(q + 1 for q in _PRIMES))
-    powers = [max(0, math.ceil(math.log2(n / base))) for base in bases]
-    return min(zip(bases, powers, strict=True), key=lambda pair: pair[0] << pair[1])
-
-
-@lru_cache(maxsize=16)
-def _paley(base: int) -> Int[np.ndarray, "b b"]:
-    """I + [[0, 1'], [-1, Q]] with Q_ij the Legendre symbol of i - j."""
-    if base == 1:
-        return np.ones((1, 1), int)
-    q = base - 1
-    symbols = np.full(q, -1)
-    symbols[np.arange(1, q) ** 2 % q] = 1
-    symbols[0] = 0
-    matrix = np.eye(base, dtype=int)
-    matrix[0, 1:], matrix[1:, 0] = 1, -1
-    places = np.arange(q)
-    matrix[1:, 1:] += symbols[(places[:, None] - places) % q]
-    return matrix
+    return 1 << (n - 1).bit_length()
 
 
 @partial(jax.jit, static_argnames=("n", "k", "dtype"))
 def _rows(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
-    base, power = _factors(n)
     which, turn = jax.random.split(key)
-    rows = jax.random.permutation(which, base << power)[:k]
-    columns, low = jnp.arange(n), (1 << power) - 1
-    signs = jnp.asarray(_paley(base))[(rows >> power)[:, None], columns >> power]
-    both = (rows & low)[:, None] & (columns & low)
-    signs = jnp.where(jax.lax.population_count(both) & 1, -signs, signs)
+    rows = jax.random.permutation(which, order(n))[:k]
+    common = rows[:, None] & jnp.arange(n)
+    signs = 1 - 2 * (jax.lax.population_count(common) & 1)
     return signs * _turns(turn, n, dtype)
 
 

@@ -1,187 +1,100 @@
-"""Colourings of grids by lattices: dimension (i, j, k) has the colour
+"""Colourings of grids by lattices (Korobov's, who took them for quadrature): dimension
+(i, j, k) has the colour (i + s j + s^2 k) mod c. On the host; nothing random.
 
-    (i + s j + s^2 k) mod c,
-
-so that each colour is a lattice (Korobov's, who took them for quadrature). On the host.
-
-The grid is recognised by its pattern alone: strides are offsets of its diagonals, and each
-offset occurs as often as in a grid, open or closed (a torus) along each axis.
+A grid is recognised by its pattern alone: its strides are offsets of diagonals, and each
+step between neighbours occurs as often as in a grid, open or closed (a torus) on each axis.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from traceax._probes.graph import Sparse
 
-_MOST_AXES = 3
 _MOST_OFFSETS = 130  # of diagonals: a stencil that reaches five steps in a plane
-_MOST_IN_BOX = 40_000
-_SHARE = 0.8  # of the colours: lattices are tried with more than that
-_MOST_WORK = 200_000_000
+_MOST_IN_BOX, _MOST_WORK = 40_000, 400_000_000
 
 
 class Grid(NamedTuple):
-    """Its sides, slowest first, and the steps of its stencil, one of each pair of opposite
-    ones."""
+    """Its sides, slowest first, and the steps from a dimension to its neighbours."""
 
-    shape: tuple[int, ...]
+    sides: tuple[int, ...]
     stencil: Int[np.ndarray, "steps axes"]
-
-    def coloured(self, slope: int, count: int) -> Int[np.ndarray, " n"]:
-        weights = _generator(slope, count, len(self.shape))
-        return weights @ np.indices(self.shape).reshape(len(self.shape), -1) % count
-
-
-def _generator(slope: int, count: int, axes: int) -> Int[np.ndarray, " axes"]:
-    return np.array([pow(slope, axis, count) for axis in range(axes)])
 
 
 def as_grid(step: Sparse) -> Grid | None:
     """The grid that a pattern is, if it is one of at most three axes."""
-    rows, columns = step.tocoo().coords
-    upper = columns > rows
-    rows, columns = rows[upper], columns[upper]
-    offsets = np.unique(columns - rows)
+    n, edges = step.shape[0], np.stack(step.tocoo().coords)
+    edges = edges[:, edges[0] != edges[1]]
+    offsets = np.unique(np.abs(edges[1] - edges[0]))
     if not 0 < offsets.size <= _MOST_OFFSETS:
         return None
-    n = step.shape[0]
-    for shape in _shapes(n, offsets):
-        stencil = _stencil(shape, rows, columns)
-        if stencil is not None:
-            return Grid(shape, stencil)
+    near = np.unique([offsets, offsets + 1]).tolist()  # a closed axis has m - 1, too
+    strides = [s for s in near if 1 < s < n and n % s == 0]
+    for chosen in (c for axes in range(3) for c in itertools.combinations(strides, axes)):
+        pairs = list(itertools.pairwise((1, *chosen, n)))
+        if all(b % a == 0 for a, b in pairs):
+            sides = tuple(b // a for a, b in pairs)[::-1]
+            stencil = _stencil(sides, edges)
+            if stencil is not None:
+                return Grid(sides, stencil)
     return None
 
 
-def _shapes(n: int, offsets: Int[np.ndarray, " k"]) -> Iterator[tuple[int, ...]]:
-    """By strides, each of which divides the next, that are offsets of diagonals, or one
-    more (a closed axis of side m has offsets of m - 1 as well)."""
-    near = {int(o) + d for o in offsets for d in (0, 1)}
-    strides = sorted(s for s in near if 1 < s < n and n % s == 0)
-    for axes in range(_MOST_AXES):
-        for chosen in itertools.combinations(strides, axes):
-            ends = (1, *chosen, n)
-            if all(b % a == 0 for a, b in itertools.pairwise(ends)):
-                yield tuple(b // a for a, b in itertools.pairwise(ends))[::-1]
-
-
-def _stencil(
-    shape: tuple[int, ...], rows: Int[np.ndarray, " e"], columns: Int[np.ndarray, " e"]
-) -> Int[np.ndarray, "steps axes"] | None:
-    """The steps that all edges are, if each occurs wherever it can, and reaches less than a
-    quarter of the way along an axis."""
-    sides = np.array(shape)
-    raw = np.stack(np.unravel_index(columns, shape)) - np.stack(
-        np.unravel_index(rows, shape)
-    )
-    closed = np.max(np.abs(raw), axis=1) > sides / 2
-    half = sides[:, None] // 2
-    steps = np.where(closed[:, None], (raw + half) % sides[:, None] - half, raw)
-    steps = steps * _sign_of_first(steps)
+def _stencil(sides: tuple[int, ...], edges: Int[np.ndarray, "2 e"]) -> Any:
+    """The steps that all edges are, if each occurs wherever it can and is short."""
+    side, (rows, columns) = np.array(sides)[:, None], edges
+    steps = np.stack(np.unravel_index(columns, sides)) - np.unravel_index(rows, sides)
+    closed = np.max(np.abs(steps), axis=1, keepdims=True) > side / 2
+    steps = np.where(closed, (steps + side // 2) % side - side // 2, steps)
     kinds, counts = np.unique(steps, axis=1, return_counts=True)
-    if np.any(4 * np.max(np.abs(kinds), axis=1) > sides):
+    room = np.prod(np.where(closed, side, side - np.abs(kinds)), axis=0)
+    fits = np.all(4 * np.abs(kinds) <= side) and np.array_equal(room, counts)
+    return kinds.T if fits else None
+
+
+def best_lattice(grid: Grid, counts: range, power: int) -> tuple[Any, int] | None:
+    """Colours, and how many steps they keep apart: of lattices of so many colours that keep
+    `power` steps apart, and at most one less than any other, the one whose colours share
+    the least of the box's weights."""
+    differences, distances, weights = _box(grid, counts[0])
+    axes, most, found = len(grid.sides), counts[0] // 2 if len(grid.sides) > 1 else 1, []
+    for count in counts[: max(1, _MOST_WORK // (weights.size * max(1, most)))]:
+        for slope in range(1, max(1, min(most, count // 2)) + 1):
+            generator = np.array([pow(slope, axis, count) for axis in range(axes)])
+            same = differences @ generator % count == 0
+            kept = int(np.min(distances[same], initial=np.max(distances) + 1)) - 1
+            found.append((kept, np.sum(weights[same]), generator, count))
+    power = max(power, max(kept for kept, *_ in found) - 1)
+    fitting = [lattice for lattice in found if lattice[0] >= power]
+    if not fitting:
         return None
-    room = np.where(closed[:, None], sides[:, None], sides[:, None] - np.abs(kinds))
-    complete = np.array_equal(np.prod(room, axis=0), counts)
-    return kinds.T if complete else None
+    kept, _, generator, count = min(fitting, key=lambda lattice: lattice[1])
+    return generator @ np.indices(grid.sides).reshape(axes, -1) % count, kept
 
 
-def _sign_of_first(steps: Int[np.ndarray, "axes e"]) -> Int[np.ndarray, " e"]:
-    """The sign of the first coordinate that is not zero."""
-    sign = np.zeros(steps.shape[1], int)
-    for coordinate in steps:
-        sign = np.where(sign == 0, np.sign(coordinate), sign)
-    return sign
-
-
-class _Box(NamedTuple):
-    """Differences of places in an endless grid: how many steps each is, and by how much two
-    places that differ by it disturb each other."""
-
-    differences: Int[np.ndarray, "m axes"]
-    steps: Int[np.ndarray, " m"]
-    weights: Float[np.ndarray, " m"]
-
-
-def _box(grid: Grid, num_colours: int) -> _Box:
-    """Those within about twice the distance of neighbours in a lattice. Disturbance as in
-    `greedy`, by the square of a resolvent, which here reaches a third of that distance."""
-    axes = len(grid.shape)
-    spacing = num_colours ** (1 / axes)
+def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
+    """Differences of places in an endless grid, within twice the distance of neighbours in
+    a lattice, their steps, and the squares of a resolvent that reaches a third of it."""
+    axes, spacing = len(grid.sides), num_colours ** (1 / len(grid.sides))
     most = int((_MOST_IN_BOX ** (1 / axes) - 1) / 2)
-    radius = max(2, min(math.ceil(2.2 * spacing), most))
-    side = 2 * radius + 1
-    shape = (side,) * axes
-    both = np.concatenate([grid.stencil, -grid.stencil])
-    kernel = np.zeros(shape)
-    kernel[tuple(both.T % side)] = 1 / len(both)
-    reach = np.mean(both**2) / 2 * (3 / spacing) ** 2
-    green = np.fft.ifftn(1 / (1 + reach - np.fft.fftn(kernel).real)).real
-    reached, steps = np.zeros(shape, bool), np.full(shape, -1)
-    reached[(0,) * axes] = True
-    for count in range(side * axes):
-        steps[reached & (steps < 0)] = count
-        moved = [np.roll(reached, tuple(move), range(axes)) for move in both]
-        further = np.any([reached, *moved], axis=0)
-        if np.array_equal(further, reached):
+    side = 2 * max(2, min(math.ceil(2.2 * spacing), most)) + 1
+    kernel, reached = np.zeros((2, *(side,) * axes))
+    kernel[tuple(grid.stencil.T % side)] = 1 / len(grid.stencil)
+    kernel, reached[(0,) * axes] = np.fft.fftn(kernel), 1
+    reach = np.mean(grid.stencil**2) / 2 * (3 / spacing) ** 2
+    green = np.fft.ifftn(1 / (1 + reach - kernel.real)).real.ravel()
+    steps = np.zeros(reached.shape, int)
+    for _ in range(side * axes):
+        steps += reached == 0
+        reached = (np.fft.ifftn(np.fft.fftn(reached) * (1 + kernel)).real > 1e-6) * 1.0
+        if np.all(reached):
             break
-        reached = further
-    places = np.indices(shape).reshape(axes, -1).T
-    differences = np.where(places > radius, places - side, places)
-    steps = np.where(steps < 0, side * axes, steps).ravel()
-    # Half of them: the other half are opposite. Zero is left out.
-    kept = _sign_of_first(differences.T) > 0
-    return _Box(differences[kept], steps[kept], green.ravel()[kept] ** 2)
-
-
-class Lattice(NamedTuple):
-    slope: int
-    num_colours: int
-    power: int
-    crowding: float
-
-
-def _judged(box: _Box, count: int) -> Iterator[Lattice]:
-    axes = box.differences.shape[1]
-    for slope in _slopes(axes, count):
-        same = box.differences @ _generator(slope, count, axes) % count == 0
-        power = int(np.min(box.steps[same], initial=np.max(box.steps) + 1)) - 1
-        yield Lattice(slope, count, power, float(np.sum(box.weights[same])))
-
-
-def _slopes(axes: int, count: int) -> range:
-    """Opposite ones are reflections of each other."""
-    return range(1, max(2, count // 2 + 1) if axes > 1 else 2)
-
-
-def best_lattice(grid: Grid, num_colours: int, power: int) -> Lattice | None:
-    """Of at most so many colours the one that leaves the least disturbance, of those that
-    keep apart what is at most `power` steps apart, and what the best of all does but for a
-    step."""
-    box = _box(grid, num_colours)
-    tries = box.weights.size * len(_slopes(len(grid.shape), num_colours))
-    counts = min(math.ceil((1 - _SHARE) * num_colours), max(1, _MOST_WORK // tries))
-    judged = [
-        lattice
-        for count in range(num_colours, num_colours - counts, -1)
-        for lattice in _judged(box, count)
-    ]
-    power = max(power, max(lattice.power for lattice in judged) - 1)
-    fitting = [lattice for lattice in judged if lattice.power >= power]
-    return min(fitting, key=lambda lattice: lattice.crowding, default=None)
-
-
-def smallest_lattice(grid: Grid, power: int, below: int) -> Lattice | None:
-    """The one of fewest colours, fewer than `below`, for a power."""
-    box = _box(grid, below)
-    for count in range(2, below):
-        found = [lattice for lattice in _judged(box, count) if lattice.power >= power]
-        if found:
-            return min(found, key=lambda lattice: lattice.crowding)
-    return None
+    places = np.indices(steps.shape).reshape(axes, -1).T
+    differences = np.where(places > side // 2, places - side, places)
+    return differences[1:], steps.ravel()[1:], green[1:] ** 2

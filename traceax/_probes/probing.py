@@ -12,8 +12,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten
+from traceax._probes.colouring import Best, coloured
+from traceax._probes.graph import Sparse
 from traceax._probes.samplers import rademacher
-from traceax._probes.witnesses import Coloured, Witnesses
+from traceax._probes.witnesses import Witnesses
 
 
 class Probing:
@@ -30,14 +32,15 @@ class Probing:
         n, c = dimension(structure), self.num_colours
         if n != self.colours.size:
             raise ValueError(
-                f"traceax.probing(colours=...) must have {n} entries, one for each "
-                f"dimension of the operator, but got {self.colours.size}. Colour the "
-                "pattern of this operator."
+                f"traceax.probing(pattern_or_colours=...) must have {n} rows or entries, "
+                "one for each dimension of the operator, but got "
+                f"{self.colours.size}. Pass the pattern of this operator."
             )
         if num_probes % c:
             raise ValueError(
-                f"traceax.probing(colours=...) must draw a multiple of {c} probes, one for "
-                f"each colour, but got num_probes={num_probes}. Draw {c} or {2 * c}, say."
+                f"traceax.probing(pattern_or_colours=...) must draw a multiple of {c} "
+                f"probes, one for each colour, but got num_probes={num_probes}. Draw {c} "
+                f"or {2 * c}, say."
             )
         column = jax.ShapeDtypeStruct((n,), common_dtype(structure))
         signs = rademacher(key, column, num_probes // c)
@@ -46,7 +49,9 @@ class Probing:
         return jax.vmap(lambda probe: unflatten(probe, structure))(probes.reshape(-1, n))
 
 
-def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
+def probing(
+    pattern_or_colours: Any, *, power: int = 1, num_colours: int | None = None
+) -> Probing:
     """Make a sampler for sparse structure from a colouring of the dimensions.
 
     One probe a colour: random signs (phases, for complex operators) on the dimensions of
@@ -61,30 +66,34 @@ def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
     colours; the others need independent probes.
 
     At equal budgets more colours are the more accurate, and more repeats no better known.
-    With the colours as `colouring` returned them (no copy, no part of them) one repeat has
-    a standard error: each entry between neighbours in the graph is seen twice in it, and
-    what the two differ by is disturbance, for Hermitian operators nothing else. Measured,
-    it is 1.0 to 1.7 times the error for inverses of Laplacians plus 0.01 to 1, four to
-    seven times where entries fall faster still (exponentials), larger where the operator is
-    not Hermitian; rounding where colours that are one and two steps too far away show
-    nothing. Of diagonals further repeats are weighed with it.
+    Of a pattern one repeat has a standard error: each entry between neighbours in the graph
+    is seen twice in it, and what the two differ by is disturbance, for Hermitian operators
+    nothing else. Measured, it is 1.0 to 1.7 times the error for inverses of Laplacians plus
+    0.01 to 1, four to seven times where entries fall faster still (exponentials), larger
+    where the operator is not Hermitian; rounding where colours that are one and two steps
+    too far away show nothing. Of diagonals further repeats are weighed with it.
 
-    Of other colours one repeat has none, `inf`, and repeats speak for themselves: of a
+    Of colours alone one repeat has none, `inf`, and repeats speak for themselves: of a
     diagonal two agree by chance, and then promise too much, as often as every other time if
     a single neighbour disturbs an entry; three or more are honest.
 
     **Arguments**
 
-    - `colours`: integers of at least 0, one for each dimension of the operator: an array,
-      or a pytree of arrays with the operator's structure. `colouring` makes them, an
-      array, which serves operators of any structure.
+    - `pattern_or_colours`: where the operator may have entries, n x n, as in `colouring`: a
+      sparse matrix or a two-dimensional array. Or colours: integers of at least 0, one for
+      each dimension, as a one-dimensional array or a pytree of arrays with the operator's
+      structure.
+    - `power`: of a pattern, how many steps are kept apart, as in `colouring`. Default 1.
+    - `num_colours`: of a pattern, at most how many colours, as in `colouring`. Default
+      `None`, as few as the power needs.
 
     **Returns** a sampler, a function `(key, structure, num_probes) -> probes`. Its
     attribute `num_colours` is the number of probes in one repeat.
 
-    **Raises** `TypeError` if the colours are not concrete integers; `ValueError` if one is
-    negative or there are none, and, when it draws, if they do not fit the operator or the
-    budget.
+    **Raises** `TypeError` if the pattern is traced, or the colours are not concrete
+    integers; `ValueError` if the pattern is not square, a colour is negative or there are
+    none, or `power` or `num_colours` come with colours; when it draws, if they do not fit
+    the operator or the budget. And what `colouring` raises of `power` and `num_colours`.
 
     **Derivatives**: none; the probes depend on the key alone.
 
@@ -96,7 +105,7 @@ def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
     >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
     >>> band = jnp.ones(299)
     >>> precision = lx.TridiagonalLinearOperator(3 * jnp.ones(300), band, band)
-    >>> sampler = tx.probing(jnp.arange(300) % 12)
+    >>> sampler = tx.probing(precision.as_matrix(), power=11)
     >>> variance = lx.invert(precision, solver=lx.Tridiagonal())
     >>> estimate = tx.hutchinson_diagonal(variance, jax.random.key(0), 24, sampler=sampler)
     >>> bool(jnp.all(abs(estimate.value[50:250] - 5**-0.5) < 1e-4))
@@ -109,16 +118,29 @@ def probing(colours: PyTree[Int[np.ndarray, ...]]) -> Probing:
     Stathopoulos, Laeuchli and Orginos (2013), Hierarchical probing, SIAM Journal on
     Scientific Computing 35(5), doi:10.1137/120881452.
     """
-    leaves = [_concrete(leaf) for leaf in jax.tree.leaves(colours)]
+    if hasattr(pattern_or_colours, "shape") and len(pattern_or_colours.shape) != 1:
+        return of_graph(*coloured("probing", pattern_or_colours, power, num_colours))
+    if power != 1 or num_colours is not None:
+        raise ValueError(
+            "traceax.probing(power=..., num_colours=...) must come with a pattern, because "
+            f"colours are there already, but got power={power}, num_colours={num_colours}. "
+            "Leave them out, or pass them to traceax.colouring."
+        )
+    leaves = [_concrete(leaf) for leaf in jax.tree.leaves(pattern_or_colours)]
     flat = np.concatenate(leaves) if leaves else np.zeros(0, int)
     if not flat.size or flat.min() < 0:
         raise ValueError(
-            "traceax.probing(colours=...) must be integers of at least 0, because they "
-            f"number the probes, but got {flat.min() if flat.size else 'none'}. Number the "
-            "colours from 0; traceax.colouring does."
+            "traceax.probing(pattern_or_colours=...) must be integers of at least 0, "
+            "because they number the probes, but got "
+            f"{flat.min() if flat.size else 'none'}. Number the colours from 0; "
+            "traceax.colouring does."
         )
-    witnesses = colours.witnesses if isinstance(colours, Coloured) else None
-    return Probing(np.unique(flat, return_inverse=True)[1], witnesses)
+    return Probing(np.unique(flat, return_inverse=True)[1], None)
+
+
+def of_graph(step: Sparse, best: Best) -> Probing:
+    """Its witnesses are the neighbours in the graph."""
+    return Probing(best.colours, Witnesses.of(best.colours, step, best.power))
 
 
 def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
@@ -126,8 +148,8 @@ def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
     if traced or not np.issubdtype(np.asarray(leaf).dtype, np.integer):
         got = "a traced array" if traced else f"{np.asarray(leaf).dtype}"
         raise TypeError(
-            "traceax.probing(colours=...) must be concrete integers, because their number "
-            f"sets the shapes of arrays, but got {got}. Make the colouring outside of "
-            "jax.jit, with traceax.colouring, or with NumPy and .astype(int)."
+            "traceax.probing(pattern_or_colours=...) must be concrete integers, because "
+            f"their number sets the shapes of arrays, but got {got}. Make the colouring "
+            "outside of jax.jit, with traceax.colouring, or with NumPy and .astype(int)."
         )
     return np.asarray(leaf).ravel()

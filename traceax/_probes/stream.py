@@ -73,7 +73,7 @@ class Stream(eqx.Module):
         if rest:
             last = jax.checkpoint(partial(step, count=rest))
             carry, piece = last(carry, jnp.asarray(self.batch * whole))
-            pieces = jax.tree.map(partial(_append), pieces, piece)
+            pieces = jax.tree.map(_append, pieces, piece)
             seen = meter.step(seen, jnp.asarray(1.0))
         meter.close(seen)
         return carry, pieces

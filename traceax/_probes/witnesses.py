@@ -58,27 +58,14 @@ class Witnesses(eqx.Module):
         return self.beyond.shape[1]
 
     @staticmethod
-    def of(
-        colours: Int[np.ndarray, " n"], step: Sparse, beyond: Bool[np.ndarray, "n c"]
-    ) -> Witnesses:
-        nearby = _neighbours(step)
+    def of(colours: Int[np.ndarray, " n"], step: Sparse, power: int) -> Witnesses | None:
+        """Of colours that keep `power` steps apart. A graph without edges has none."""
+        if step.nnz == colours.size:
+            return None
+        nearby, beyond = _neighbours(step), _beyond(colours, step, power)
         degrees = np.sum(nearby != np.arange(colours.size)[:, None], axis=1)
         shown = beyond.any(axis=1)
         return Witnesses(colours, nearby, colours[nearby], degrees, beyond, shown)
-
-
-class Coloured(np.ndarray):
-    """Colours that remember the graph they were made for; their parts and copies do not."""
-
-    witnesses: Witnesses | None = None
-
-
-def coloured(colours: Int[np.ndarray, " n"], step: Sparse, power: int) -> Coloured:
-    result = np.unique(colours, return_inverse=True)[1].view(Coloured)
-    plain = np.asarray(result)
-    if step.nnz > plain.size:
-        result.witnesses = Witnesses.of(plain, step, _beyond(plain, step, power))
-    return result
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
