@@ -35,7 +35,7 @@ A new thing has one place, and one of its kind stands there to look at:
                                       `equation_checks`; an estimate in `estimate_checks`;
                                       a user's algorithm in `algorithm_checks`
     a check of what users write       `testing.py`
-    a file for `python -m traceax`    `__main__.py`
+    a kind of matrix file             `__main__.py`
     a comparison with other libraries a file of tests/benchmarks, and its line in `report`
     a page, a notebook                `notebooks/site/docs`, `notebooks`; both in mkdocs.yml
 
