@@ -8,8 +8,7 @@ signs the terms of a single variable are exact.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 from traceax._calculus.point import Field, Point, checked_point
 from traceax._calculus.sampled import AlongProbes, sampled_mean
 from traceax._calculus.taylor import second_derivatives_sum
-from traceax._core.closure import closed
+from traceax._core.canonical import canonical
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_inexact_values,
@@ -102,7 +101,7 @@ def biharmonic(
     high-order physics-informed neural networks, arXiv:2312.14499, section 3.3.
     """
     x = checked_point("biharmonic", fn, x, key, num_matvecs)
-    subject = FourthDerivatives(closed(fn, x, args), x, args)
+    subject = FourthDerivatives(canonical(fn, x, args), x, args)
     check_inexact_values("biharmonic", subject.result)
     return sampled_mean(
         "biharmonic", subject, key, num_matvecs, rademacher, batch_size, progress_meter
@@ -121,7 +120,7 @@ class FourthDerivatives(AlongProbes):
         """All pairs of unit vectors, whose order does not matter."""
         n = size(self.space) // 2
         count = n * (n + 1) // 2
-        draw = partial(_unit_pairs, n=n, dtype=working_dtype(self.space))
+        draw = _UnitPairs(n, working_dtype(self.space))
         return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
 
     def along(self, block: Inexact[Array, "2n k"]) -> Inexact[Array, " p"]:
@@ -141,10 +140,14 @@ class FourthDerivatives(AlongProbes):
         return flatten(bend, common_dtype(bend))
 
 
-def _unit_pairs(indices: Int[Array, " b"], n: int, dtype: Any) -> Inexact[Array, "2n b"]:
-    """sqrt(2) e_i and e_j for i < j; e_i and e_i."""
-    first, second = jnp.triu_indices(n)
-    i, j = first[indices], second[indices]
-    scale = jnp.where(i == j, 1, 2**0.5).astype(dtype)
-    v = jax.nn.one_hot(i, n, axis=0, dtype=dtype) * scale
-    return jnp.concatenate([v, jax.nn.one_hot(j, n, axis=0, dtype=dtype)])
+class _UnitPairs(NamedTuple):
+    n: int
+    dtype: Any
+
+    def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2n b"]:
+        """sqrt(2) e_i and e_j for i < j; e_i and e_i."""
+        first, second = jnp.triu_indices(self.n)
+        i, j = first[indices], second[indices]
+        scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)
+        v = jax.nn.one_hot(i, self.n, axis=0, dtype=self.dtype) * scale
+        return jnp.concatenate([v, jax.nn.one_hot(j, self.n, axis=0, dtype=self.dtype)])

@@ -9,7 +9,7 @@ from traceax._calculus.hessian import has_gradient
 from traceax._calculus.point import Field, Point, checked_point
 from traceax._calculus.sampled import sampled_mean
 from traceax._calculus.sketched import sketched_laplacian
-from traceax._core.closure import closed
+from traceax._core.canonical import canonical
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_inexact_values,
@@ -112,7 +112,7 @@ def laplacian(
     sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
-    subject = Curvature(closed(fn, x, args), x, args)
+    subject = Curvature(canonical(fn, x, args), x, args)
     check_inexact_values("laplacian", subject.result)
     chosen = sampler is None and batch_size is None
     if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):

@@ -12,8 +12,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
-from traceax._core.closure import closed, has_defaults
-from traceax._core.coded import Coded, code_of, coded_operator
+from traceax._core.canonical import Canonical, canonical
 from traceax._core.layout import Layout, through, through_matrix
 
 Module = TypeVar("Module", bound=eqx.Module)
@@ -59,7 +58,7 @@ def resolution(operator: lx.AbstractLinearOperator) -> float:
 
 def prepare(operator: Module) -> Module:
     """The same operator, or other module, with inexact leaves strongly typed JAX arrays,
-    and its functions `closed`.
+    and its functions in canonical form.
 
     Under an eager `jax.grad(f)(1.3)` a derivative rule would be handed the bare Python
     float, of which a closure-converted operator cannot make an application.
@@ -71,23 +70,23 @@ def prepare(operator: Module) -> Module:
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
 
-    functions = (lx.FunctionLinearOperator, lx.JacobianLinearOperator)
-    operator = jax.tree.map(
-        _with_closed_function, operator, is_leaf=lambda x: isinstance(x, functions)
-    )
-    return jax.tree.map(strong, operator)
+    kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
 
+    def with_canonical_function(node: Any) -> Any:
+        match node:
+            case lx.FunctionLinearOperator():
+                fn = canonical(node.fn, node.in_structure())
+            case lx.JacobianLinearOperator():
+                fn = canonical(node.fn, node.x, node.args)
+            case _:
+                return node
+        return eqx.tree_at(lambda op: op.fn, node, fn)
 
-def _with_closed_function(node: Any) -> Any:
-    """lineax has closed it but for default arguments."""
-    match node:
-        case lx.FunctionLinearOperator() if has_defaults(node.fn):
-            arguments = (node.in_structure(),)
-        case lx.JacobianLinearOperator() if has_defaults(node.fn):
-            arguments = (node.x, node.args)
-        case _:
-            return node
-    return eqx.tree_at(lambda op: op.fn, node, closed(node.fn, *arguments))
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, kinds)
+
+    operator = jax.tree.map(strong, operator)
+    return jax.tree.map(with_canonical_function, operator, is_leaf=is_leaf)
 
 
 def frozen(module: Module) -> Module:
@@ -123,19 +122,16 @@ def _rounded(part: Array, dtype: jnp.dtype) -> Array:
     return (part.real if is_real and jnp.iscomplexobj(part) else part).astype(dtype)
 
 
-@eqx.filter_jit
 def cut(rows: Inexact[Array, "k n"], structure: Structure) -> PyTree[Array]:
     """Vectors of a space, each leaf with a leading axis, from rows."""
     return jax.vmap(lambda row: unflatten(row, structure))(rows)
 
 
-@eqx.filter_jit
 def as_columns(vectors: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, "n k"]:
     """The inverse of `cut`, but as columns."""
     return jax.vmap(lambda vector: flatten(vector, dtype), out_axes=1)(vectors)
 
 
-@eqx.filter_jit
 def as_result(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Array]:
     """A diagonal in the shape of the space: leaves in their own dtypes, but of at least 32
     bits, and real if the column is."""
@@ -154,10 +150,6 @@ class LinearMap(eqx.Module):
     operator: lx.AbstractLinearOperator
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
-        # What holds no function is told by its arrays, so it is compiled once for all;
-        # others outside of `jax.jit` operation by operation, whose programs are shared.
-        if stores_matrix(self.operator):
-            return _apply_compiled(self.operator, block)
         return _apply(self.operator, block)
 
     def dense(self) -> Inexact[Array, "p n"]:
@@ -166,9 +158,6 @@ class LinearMap(eqx.Module):
         if stores_matrix(self.operator):
             return self.operator.as_matrix().astype(dtype)
         return self(jnp.eye(size(self.operator), dtype=dtype))
-
-    def coded(self) -> LinearMap:
-        return LinearMap(coded_operator(self.operator))
 
     @property
     def is_hermitian(self) -> bool:
@@ -197,9 +186,6 @@ def _apply(
     if _is_dense(operator):
         return through_matrix(apply, block, layout)
     return through(apply, block, layout)
-
-
-_apply_compiled = eqx.filter_jit(_apply)
 
 
 # What the tags promise. lineax answers for the primal of a TangentLinearOperator: the
@@ -237,12 +223,14 @@ def layout_wished(operator: lx.AbstractLinearOperator) -> Layout | None:
     return next(wishes, layout_wished(inner) if inner is not None else None)
 
 
-def operator_code(operator: lx.AbstractLinearOperator) -> Coded:
+def application(operator: lx.AbstractLinearOperator) -> Canonical:
     """One application."""
-    return code_of(prepare(operator).mv, operator.in_structure())
+    return canonical(prepare(operator).mv, operator.in_structure())
 
 
-def by_code(operator: lx.AbstractLinearOperator, code: Coded) -> lx.AbstractLinearOperator:
+def by_application(
+    operator: lx.AbstractLinearOperator, code: Canonical
+) -> lx.AbstractLinearOperator:
     """What `code` applies, with the operator's promises and its wish."""
     promises = {
         lx.symmetric_tag: lx.is_symmetric,

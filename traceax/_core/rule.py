@@ -43,7 +43,7 @@ import lineax as lx
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core.coded import Unknown, algorithm_by_value, are_here
+from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -77,20 +77,7 @@ Algorithm = Callable[[Any, PyTree], Outcome]
 
 @eqx.filter_custom_jvp
 def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
-    coded: Callable[[], Any] | None = getattr(subject, "coded", None)
-    if coded is None or not are_here((subject, probes)):
-        return algorithm(subject, probes)
-    # Outside of `jax.jit`: piece by piece a first call takes up to twice as long.
-    try:
-        parts = coded(), algorithm_by_value(algorithm)
-    except Unknown:
-        return algorithm(subject, probes)
-    return _as_one(*parts, probes)
-
-
-@eqx.filter_jit
-def _as_one(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
-    return algorithm(subject, probes)
+    return compiled(algorithm, subject, probes)
 
 
 @_evaluate.def_jvp

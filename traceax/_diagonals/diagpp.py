@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -112,12 +110,10 @@ def _diagpp(
     return Outcome(value, error, weight)
 
 
-@jax.jit
 def _weight(q: Inexact[Array, "n k"], rest: Inexact[Array, "n l"]) -> TwoSidedWeight:
     return TwoSidedWeight(q, None, rest, rest - q @ (q.conj().T @ rest))
 
 
-@partial(jax.jit, static_argnums=(3, 4))
 def _judge(
     weight: TwoSidedWeight,
     image: Inexact[Array, "n k"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -184,7 +183,6 @@ def _witnessed(
     return Outcome(value, error, MeanProduct(probes, total.weight))
 
 
-@partial(jax.jit, static_argnums=(2, 3))
 def _moments_of(
     z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], plan: Plan, hermitian: bool
 ) -> Moments:
@@ -193,7 +191,6 @@ def _moments_of(
     return moments(plan.totals(products), plan.totals((z * z.conj()).real))
 
 
-@partial(jax.jit, static_argnums=(1, 2))
 def _judge(
     total: Moments, plan: Plan, eps: float
 ) -> tuple[Inexact[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:

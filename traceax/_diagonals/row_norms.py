@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -135,7 +134,6 @@ def _row_norms(
     return Outcome(value, error, RowNorms.of(loo))
 
 
-@partial(jax.jit, static_argnames=("eps", "resphere"))
 def _judge(
     loo: LeaveOneOut,
     first: Inexact[Array, "p k"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -28,7 +27,6 @@ class Samples(eqx.Module):
         return _judge(self, weights)
 
 
-@jax.jit
 def _judge(
     samples: Samples, weights: Float[Array, " k"] | None
 ) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:

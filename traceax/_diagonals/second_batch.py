@@ -78,14 +78,12 @@ def sketched_or_sampled(linear_map: LinearMap, probes: Probes) -> Outcome:
     return Outcome(value, error, EitherWeight(two_sided, probes.fresh, choice.sketches))
 
 
-@jax.jit
 def votes(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """a_i: what all probes but the i-th say of A* Q."""
     least = 0.4 + 1.2 / sketch.shape[1]
     return ramp(missed_shares(loo, sketch, of_diagonal=True), least, WIDTH)
 
 
-@partial(jax.jit, static_argnames=("eps", "hermitian"))
 def _judge(
     choice: Choice,
     loo: LeaveOneOut,

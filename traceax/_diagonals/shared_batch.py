@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -71,7 +70,6 @@ def mixed(linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int) ->
     return Outcome(sign * value, error, _weight(loo, ayes))
 
 
-@jax.jit
 def votes(
     factor: Nystrom, sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]
 ) -> Float[Array, " k"]:
@@ -96,7 +94,6 @@ def missed_shares(
     return shares_of(missed, probes, sketch / factor.scale)
 
 
-@partial(jax.jit, static_argnums=4)
 def _samples(
     factor: Nystrom,
     sketch: Inexact[Array, "n k"],
@@ -113,7 +110,6 @@ def _samples(
     return Samples(values, rounding, scale, 1 + share)
 
 
-@jax.jit
 def _weight(loo: LeaveOneOut, ayes: Float[Array, " k"]) -> PartlyTwoSided:
     two_sided = TwoSidedWeight.of(loo, of_sum_one(ayes))
     rest = (1 - ayes) / ayes.shape[0]

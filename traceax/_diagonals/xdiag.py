@@ -26,9 +26,6 @@ tangents a one-sided one is first order only.
 
 from __future__ import annotations
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
@@ -144,7 +141,6 @@ def xdiag_samples(
     return loo, samples_of(loo, sketch, image, eps, hermitian=hermitian)
 
 
-@partial(jax.jit, static_argnames=("eps", "hermitian"))
 def samples_of(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -121,7 +120,6 @@ def _xnysdiag(
     return Outcome(sign * value, error, weight)
 
 
-@partial(jax.jit, static_argnames=("eps", "replicated"))
 def xnysdiag_samples(
     sketch: Inexact[Array, "n k"],
     probes: Inexact[Array, "n k"],

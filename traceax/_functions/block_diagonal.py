@@ -32,8 +32,6 @@ columns must not know of each other: so a small multiple of W, above rounding, i
 
 from __future__ import annotations
 
-from functools import partial
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -148,7 +146,6 @@ class SpacesLeftOut(eqx.Module):
         return self.basis @ jnp.concatenate([inside, image[r:]])
 
 
-@partial(jax.jit, static_argnames=("eps", "unresolved"))
 def _judge(
     run: SpacesLeftOut,
     space: BlockKrylov,

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
@@ -55,9 +54,6 @@ class Likelihood(eqx.Module):
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
         """B block."""
         return self.function.linear_map(block) + self.shift * block
-
-    def coded(self) -> Likelihood:
-        return Likelihood(self.function.coded(), self.vectors, self.shift)
 
 
 class Report(eqx.Module):
@@ -110,7 +106,6 @@ def likelihood(
     )
 
 
-@partial(jax.jit, static_argnums=4)
 def _judge(
     frame: Preconditioner,
     y: Inexact[Array, "n t"],

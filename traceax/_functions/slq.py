@@ -260,7 +260,6 @@ class Sampled(eqx.Module):
         return judged.outcome(_error(sampled, eps, unresolved), readout, eps)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
 def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]:
     """The rounding error is that of f at nodes known to within eps of the largest."""
     terms, values = sampled.levels[0], jnp.sum(sampled.levels, axis=-1)
@@ -288,7 +287,6 @@ def sample(
     return _sampled(coefficients, eigen, values, slopes), run
 
 
-@jax.jit
 def _sampled(
     coefficients: Float[Array, "N count"],
     eigen: Eigen,

@@ -65,7 +65,6 @@ def orthonormalise(block: Inexact[Array, "n k"], beside: PyTree = None) -> Basis
     return _orthonormalise(block, _may_be_spread((block, beside)))
 
 
-@partial(jax.jit, static_argnames="is_spread")
 def _orthonormalise(block: Inexact[Array, "n k"], is_spread: bool) -> Basis:
     scale = magnitude(block)
     floor = _floor(block / scale)
@@ -156,7 +155,6 @@ def mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
     return jnp.asarray(np.linalg.qr(normal)[0], dtype)
 
 
-@jax.jit
 def extend(
     basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
 ) -> Basis:
@@ -193,7 +191,6 @@ def extend(
     )
 
 
-@jax.jit
 def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     """R^{-*} of an upper triangular R, by doubling the size of inverted diagonal blocks:
 
@@ -231,7 +228,6 @@ class Downdate(NamedTuple):
     distances: Float[Array, " k"]
 
 
-@jax.jit
 def downdate(basis: Basis) -> Downdate:
     """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
     norms = jnp.sqrt(column_norms_squared(basis.inverse))

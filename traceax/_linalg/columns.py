@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -35,7 +34,6 @@ def diagonal(matrix: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     return jnp.einsum("ii->i", matrix)
 
 
-@jax.jit
 def magnitude(block: Inexact[Array, ...]) -> Float[Array, ""]:
     """The largest modulus in a block, or the least normal number: what to divide by."""
     largest = jnp.max(jnp.abs(block))
@@ -48,7 +46,6 @@ def column_sizes(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     return jnp.where(largest > 0, largest, 1)
 
 
-@jax.jit
 def mean(samples: Inexact[Array, "*values k"]) -> Inexact[Array, "*values"]:
     """Divided before they are summed: k times the mean may be out of range."""
     return jnp.sum(samples / samples.shape[-1], axis=-1)

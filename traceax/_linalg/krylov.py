@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
@@ -36,7 +35,6 @@ class Krylov(NamedTuple):
     length: Float[Array, " N"]
 
 
-@eqx.filter_jit
 def lanczos(
     linear_map: BlockMap,
     starts: Inexact[Array, "N n"],
@@ -154,7 +152,6 @@ def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m
     return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
 
 
-@jax.jit
 def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m m"]:
     """As they are, as they were when they had a quarter of their rows less, and two
     quarters: fewer levels where there are not so many rows."""
@@ -177,7 +174,6 @@ class BlockKrylov(NamedTuple):
     starts: Inexact[Array, "b b"]
 
 
-@eqx.filter_jit
 def block_krylov(
     linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int, hermitian: bool = True
 ) -> BlockKrylov:

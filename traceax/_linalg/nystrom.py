@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -33,7 +32,6 @@ class Nystrom(NamedTuple):
     indefinite: Float[Array, ""]
 
 
-@jax.jit
 def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
     """Stable Nyström factors of a positive semidefinite operator; NaN if it clearly is not.
 

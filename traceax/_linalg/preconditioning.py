@@ -17,7 +17,6 @@ after as many steps as there are blocks, or better.
 from __future__ import annotations
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
@@ -60,7 +59,6 @@ class Known(eqx.Module):
         return info.eps * jnp.linalg.norm(self.tall) + info.tiny
 
 
-@jax.jit
 def known_of(space: BlockKrylov, shift: Float[Array, ""]) -> Known:
     inner = space.projection.shape[1]
     filled = space.filled[:inner]
@@ -72,7 +70,6 @@ def known_of(space: BlockKrylov, shift: Float[Array, ""]) -> Known:
     return Known(tall, theta, vectors, shift / scale, scale)
 
 
-@jax.jit
 def preconditioner_of(space: BlockKrylov, known: Known) -> Preconditioner:
     theta, shift = known.theta, known.shift
     is_below = (shift > known.noise) & (theta[0] >= -10 * known.noise)

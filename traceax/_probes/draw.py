@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core.coded import by_value
+from traceax._core.canonical import compiled
 from traceax._core.operator import Structure, as_columns, working_dtype
 from traceax._probes.probing import probing
 from traceax._probes.samplers import Sampler
@@ -34,7 +36,7 @@ def draw(
         check_independent(name, sampler)
     if is_known(sampler):
         dtype = working_dtype(operator)
-        drawn = _drawn(by_value(sampler), key, structure, num_probes, dtype)
+        drawn = compiled(_drawn, sampler, key, structure, num_probes, dtype)
         return jax.lax.stop_gradient(drawn)
     probes = sampler(key, structure, num_probes)
 
@@ -65,7 +67,6 @@ def check_sampler(name: str, sampler: object) -> None:
         )
 
 
-@eqx.filter_jit
 def _drawn(
     sampler: Sampler,
     key: PRNGKeyArray,
@@ -76,14 +77,25 @@ def _drawn(
     return as_columns(sampler(key, structure, num_probes), dtype)
 
 
-def draw_samples(
-    keys: PRNGKeyArray, *, name: str, sampler: Sampler, operator: lx.AbstractLinearOperator
-) -> Inexact[Array, "n k"]:
-    """A sample for each key (see `stream`)."""
-    group = probes_a_sample(sampler)
+class Samples(NamedTuple):
+    """A sample for each key (see `stream`); hashable, to be kept in a static field."""
 
-    def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
-        return draw(name, sampler, key, operator, group, in_samples=True)
+    name: str
+    sampler: Sampler
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    treedef: Any
 
-    columns = jax.vmap(one, out_axes=1)(keys)
-    return columns.reshape(columns.shape[0], -1)
+    @staticmethod
+    def of(name: str, sampler: Sampler, structure: Structure) -> Samples:
+        leaves, treedef = jax.tree.flatten(structure)
+        return Samples(name, sampler, tuple(leaves), treedef)
+
+    def __call__(self, keys: PRNGKeyArray) -> Inexact[Array, "n k"]:
+        group = probes_a_sample(self.sampler)
+        space = lx.IdentityLinearOperator(jax.tree.unflatten(self.treedef, self.leaves))
+
+        def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
+            return draw(self.name, self.sampler, key, space, group, in_samples=True)
+
+        columns = jax.vmap(one, out_axes=1)(keys)
+        return columns.reshape(columns.shape[0], -1)

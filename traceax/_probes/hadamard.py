@@ -17,7 +17,6 @@ binary), whose order is a power of 2.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +85,6 @@ def order(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@partial(jax.jit, static_argnames=("n", "k", "dtype"))
 def _rows(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     which, turn = jax.random.split(key)
     rows = jax.random.permutation(which, order(n))[:k]

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
+from traceax._core.canonical import compiled
 from traceax._core.checks import check_batch_size, check_samples
-from traceax._core.coded import by_value
-from traceax._core.operator import size, skeleton
+from traceax._core.operator import size
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,
     standard_error_of_parts,
 )
-from traceax._probes.draw import draw, draw_samples
+from traceax._probes.draw import Samples, draw
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Stream, all_at_once
 from traceax._probes.traits import comes_in_samples, population, probes_a_sample
@@ -58,7 +56,6 @@ class Plan(NamedTuple):
     ) -> Float[Array, "*values"]:
         return self.mean_and_error(by_probe, rounding)[1]
 
-    @partial(jax.jit, static_argnums=0)
     def mean_and_error(
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
@@ -100,13 +97,12 @@ def stream(
     if count == 1 or not comes_in_samples(sampler):
         block = draw(name, sampler, key, operator, num_probes, in_samples=True)
         return Stream(block, None, count, group, batch)
-    how = partial(draw_samples, name=name, sampler=sampler, operator=skeleton(operator))
+    how = Samples.of(name, sampler, operator.in_structure())
     if batch >= count:
-        return all_at_once(_at_once(by_value(how), key, count), group)
+        return all_at_once(compiled(_at_once, how, key, count), group)
     return Stream(jax.random.split(key, count), how, count, group, batch)
 
 
-@eqx.filter_jit
 def _at_once(
     how: Callable[[PRNGKeyArray], Inexact[Array, "n k"]], key: PRNGKeyArray, count: int
 ) -> Inexact[Array, "n k"]:

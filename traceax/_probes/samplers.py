@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -196,10 +195,6 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     return cut(_frame(key, n, num_probes, dtype), structure)
 
 
-_compiled = partial(jax.jit, static_argnames=("n", "k", "dtype"))
-
-
-@_compiled
 def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         turns = jax.random.uniform(key, (k * n,), jnp.finfo(dtype).dtype)
@@ -211,7 +206,6 @@ def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array
     return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
 
 
-@_compiled
 def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     """In single precision, whose grain no estimate can show: half the time of double.
 
@@ -230,7 +224,6 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
     return rows.astype(dtype)
 
 
-@_compiled
 def _on_sphere(
     key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
 ) -> Inexact[Array, "k n"]:
@@ -238,7 +231,6 @@ def _on_sphere(
     return rows * (math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
 
 
-@_compiled
 def _frame(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     basis = orthonormalise(_gaussian(key, n, k, dtype).T)
     turn, triangle = lapack.qr(basis.factor)

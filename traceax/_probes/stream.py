@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Int, Shaped
 
-from traceax._core.coded import static
 from traceax._core.operator import size, working_dtype
 from traceax._probes.meters import SILENT, ProgressMeter
 
@@ -34,7 +33,7 @@ class Stream(eqx.Module):
     """
 
     source: Columns | Shaped[Array, " samples"]
-    draw: Callable[[Any], Columns] | None = eqx.field(static=True, converter=static)
+    draw: Callable[[Any], Columns] | None = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
     group: int = eqx.field(static=True)
     batch: int = eqx.field(static=True)
@@ -111,12 +110,15 @@ def all_at_once(block: Columns, group: int = 1) -> Stream:
 def unit_vectors(operator: lx.AbstractLinearOperator, batch: int) -> Stream:
     """The probes of which nothing is random."""
     n, dtype = size(operator), working_dtype(operator)
-    draw = partial(_units, n=n, dtype=dtype)
-    return Stream(jnp.arange(n), draw, n, 1, min(batch, n))
+    return Stream(jnp.arange(n), _Units(n, dtype), n, 1, min(batch, n))
 
 
-def _units(indices: Int[Array, " b"], n: int, dtype: Any) -> Columns:
-    return jax.nn.one_hot(indices, n, axis=0, dtype=dtype)
+class _Units(NamedTuple):
+    n: int
+    dtype: Any
+
+    def __call__(self, indices: Int[Array, " b"]) -> Columns:
+        return jax.nn.one_hot(indices, self.n, axis=0, dtype=self.dtype)
 
 
 def _side_by_side(pieces: Array) -> Array:

@@ -140,7 +140,6 @@ class Account(eqx.Module):
         return jnp.where(jnp.where(shown, none, all_none), 0, error)
 
 
-@jax.jit
 def account(
     z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], witnesses: Witnesses
 ) -> Account:

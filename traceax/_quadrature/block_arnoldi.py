@@ -111,7 +111,6 @@ def block_arnoldi(
     return Outcome(judged.value, judged.error, readout)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
 def _rule(space: BlockKrylov, n: int, depth: int, resphered: bool) -> Rule:
     k = space.starts.shape[0]
     inner = Shape(k, depth).inner
@@ -164,7 +163,6 @@ def _mixtures(rule: Rule) -> Inexact[Array, "2 r r"]:
     return jnp.stack([plain, mixture_of(rule.outside, rule.filled)])
 
 
-@partial(jax.jit, static_argnums=2)
 def _judge(rule: Rule, values: Inexact[Array, "levels m p"], kind: Kind) -> Judged:
     """The mean of both estimates by inverse variances; plain ones where none is known."""
     k = rule.probes.shape[0]

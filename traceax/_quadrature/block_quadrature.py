@@ -168,7 +168,6 @@ def run_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Run:
     return Run(basis, whole, rule.mixture[None], again)
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
 def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Quadrature:
     rank = space.starts.shape[0] * inner
     filled = space.filled[:rank]
@@ -182,7 +181,6 @@ def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Qua
     return Quadrature(eigen, weights, mixture, outside, inside[0])
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
 def levels(
     space: BlockKrylov, depth: int, inner: int, kept: int = 0
 ) -> tuple[Eigen, LeftOut]:
@@ -223,7 +221,6 @@ def mixture_of(outside: Outside, filled: Array) -> Inexact[Array, "r r"]:
     return jnp.diag(filled.astype(changed.dtype)) + changed / k
 
 
-@partial(jax.jit, static_argnums=(3, 4))
 def _error(
     rule: Quadrature,
     values: Inexact[Array, "levels p m"],

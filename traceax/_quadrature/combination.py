@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core.closure import closed
+from traceax._core.canonical import canonical
 from traceax._core.function_checks import check_combine, check_combined
 from traceax._core.operator import Structure, as_result
 from traceax._core.rule import Outcome, Readout
@@ -54,7 +54,7 @@ def combination(
     def of_vector(t: Inexact[Array, " p"]) -> PyTree[Array]:
         return combine(as_result(t, structure))
 
-    converted = closed(of_vector, traces)
+    converted = canonical(of_vector, traces)
     result = eqx.filter_eval_shape(converted, traces)
     check_combined(name, result)
     return ScalarFunction(converted, traces), inexact(result, traces.dtype)

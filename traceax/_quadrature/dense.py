@@ -25,7 +25,6 @@ class Eigen(NamedTuple):
     vectors: Inexact[Array, "... m m"]
 
 
-@jax.jit
 def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     """Eigenvalues that rounding cannot tell from zero are zero: so a logarithm of a
     singular matrix is infinite, not some number, and a square root of it not NaN."""

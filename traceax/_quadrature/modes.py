@@ -35,7 +35,6 @@ class Modes(NamedTuple):
     inverse: Inexact[Array, "levels m r"]
 
 
-@partial(jax.jit, static_argnums=1)
 def modes_of(projections: Inexact[Array, "levels m m"], rank: int) -> Modes:
     """Each by itself, as in `dense`; moved by as much as rounding has."""
     rounding = perturbation(projections, float(jnp.finfo(projections.dtype).eps))

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
-from traceax._core.closure import closed
-from traceax._core.coded import Unknown, coded
+from traceax._core.canonical import canonical
 from traceax._core.operator import LinearMap, Structure
 
 Scalar = Inexact[Array, ""]
@@ -48,7 +47,7 @@ def scalar_function(
             "say, or a function of your own."
         )
     point = jax.ShapeDtypeStruct((), dtype)
-    converted = closed(fn, point)
+    converted = canonical(fn, point)
     result = eqx.filter_eval_shape(converted, point)
     leaves = jax.tree.leaves(result)
     if not leaves or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
@@ -77,16 +76,6 @@ class MatrixFunction(eqx.Module):
     linear_map: LinearMap
     fn: Flat
     combine: ScalarFunction | None = None
-
-    def coded(self) -> MatrixFunction:
-        combine = None if self.combine is None else _coded(self.combine)
-        return MatrixFunction(self.linear_map.coded(), _coded(self.fn), combine)
-
-
-def _coded(fn: Flat) -> ScalarFunction:
-    if not isinstance(fn, ScalarFunction):
-        raise Unknown
-    return ScalarFunction(coded(fn.function, fn.point), fn.point)
 
 
 class Jacobian(eqx.Module):

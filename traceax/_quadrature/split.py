@@ -92,7 +92,6 @@ def slopes_at(
     return _finite(slopes, values, at_nodes(fn, nodes + step), step)
 
 
-@jax.jit
 def _finite(
     slopes: Float[Array, "N m p"],
     values: Inexact[Array, "N m p"],
@@ -106,7 +105,6 @@ def _finite(
     return jnp.where(jnp.isfinite(slopes), jnp.minimum(slopes, secants), secants)
 
 
-@jax.jit
 def weighed(
     coefficients: Inexact[Array, "N count *count"],
     eigen: Eigen,

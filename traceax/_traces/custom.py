@@ -19,8 +19,8 @@ from traceax._core.algorithm_checks import (
     check_result,
     check_value,
 )
+from traceax._core.canonical import Canonical, canonical
 from traceax._core.checks import check_function_request
-from traceax._core.coded import Coded, Unknown, are_here, code_of
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, prepare, size, working_dtype
 from traceax._core.rule import Outcome, estimate
@@ -133,7 +133,13 @@ def custom_trace(
     check_algorithm("custom_trace", algorithm)
     check_function_request("custom_trace", operator, key, {"num_probes": num_probes})
     probes = draw("custom_trace", sampler, key, operator, num_probes)
-    linear_map, program = _programmed(algorithm, LinearMap(prepare(operator)), probes)
+    linear_map = LinearMap(prepare(operator))
+    arrays, rest = eqx.partition(linear_map, eqx.is_array)
+
+    def run(arrays: Any, probes: Block) -> Outcome:
+        return _run(algorithm, eqx.combine(arrays, rest), probes)
+
+    program = _Program(canonical(run, arrays, probes))
     num_matvecs = _num_matvecs(program.code, operator)
     degrees = max(num_probes - 1, 1)
     return estimate(program, linear_map.operator, probes, num_matvecs, degrees)
@@ -143,30 +149,10 @@ class _Program(eqx.Module):
     """An algorithm as a program of an operator's arrays. What it closes over, tracers among
     it, are leaves, which the rule sees and takes for constants."""
 
-    code: Coded
-    is_by_value: bool = eqx.field(static=True)
+    code: Canonical
 
     def __call__(self, linear_map: LinearMap, probes: Block) -> Outcome:
         return self.code(eqx.filter(linear_map, eqx.is_array), probes)
-
-
-def _programmed(
-    algorithm: Callable[[Apply, Block], Answer], linear_map: LinearMap, probes: Block
-) -> tuple[LinearMap, _Program]:
-    """The program, and the map whose arrays it takes: a coded one, whose equals are known,
-    where nothing is being traced."""
-    try:
-        linear_map, is_coded = linear_map.coded(), True
-    except Unknown:
-        is_coded = False
-    arrays, rest = eqx.partition(linear_map, eqx.is_array)
-
-    def run(arrays: Any, probes: Block) -> Outcome:
-        return _run(algorithm, eqx.combine(arrays, rest), probes)
-
-    code = code_of(run, arrays, probes)
-    is_by_value = is_coded and are_here((code, arrays, probes)) and not code.code.effects
-    return linear_map, _Program(code, is_by_value)
 
 
 def _run(
@@ -192,9 +178,9 @@ def _run(
     return Outcome(value.astype(dtype), error, TraceWeight(left, right))
 
 
-def _num_matvecs(code: Coded, operator: lx.AbstractLinearOperator) -> int:
+def _num_matvecs(code: Canonical, operator: lx.AbstractLinearOperator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
-    entries = entries_applied(code.code, real=real)
+    entries = entries_applied(code.jaxpr, real=real)
     known = math.isfinite(entries)
     check_applied("custom_trace", int(entries) // size(operator) if known else None)
     return int(entries) // size(operator)

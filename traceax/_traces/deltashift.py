@@ -31,6 +31,8 @@ than that: the standard error is too large, and b not the best.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -41,6 +43,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
+from traceax._core.canonical import Canonical, compiled
 from traceax._core.checks import (
     check_budget,
     check_count,
@@ -49,12 +52,11 @@ from traceax._core.checks import (
     check_same_program,
     check_tracked,
 )
-from traceax._core.coded import Coded
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
-    by_code,
-    operator_code,
+    application,
+    by_application,
     resolution,
     size,
     stores_matrix,
@@ -183,7 +185,7 @@ def _init(
     _check("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
     estimate = first(operator, key, num_matvecs, sampler=sampler)
-    return _state(estimate, operator_code(operator))
+    return _state(estimate, application(operator))
 
 
 def _update(
@@ -195,18 +197,21 @@ def _update(
     sampler: Sampler,
 ) -> tuple[Estimate, Tracked]:
     _check("deltashift.update", operator, key, num_matvecs)
-    code = operator_code(operator)
+    code = application(operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays)
     check_same_program("deltashift.update", state.program, _words(code))
-    before = by_code(operator, code.with_arrays(state.arrays))
+    earlier = Canonical(state.arrays, code.jaxpr, code.result)
+    before = by_application(operator, earlier)
     # Also of classes that are not lineax's: their functions are else compiled each time.
-    operator = operator if stores_matrix(operator) else by_code(operator, code)
+    operator = operator if stores_matrix(operator) else by_application(operator, code)
     if num_matvecs >= size(operator):
         exact = exact_trace(operator)
         return exact, _state(exact, code)
     num_probes = num_matvecs // 2
     probes = stream("deltashift", operator, key, num_probes, sampler, None).source
-    frozen = jax.lax.stop_gradient((probes, LinearMap(before)(probes), state))
+    frozen = jax.lax.stop_gradient(
+        (probes, compiled(LinearMap.__call__, LinearMap(before), probes), state)
+    )
     outcome = run(_correct, operator, frozen)
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes))
@@ -233,7 +238,6 @@ def _correct(
     return Outcome(value, error, weight, report=size)
 
 
-@partial(jax.jit, static_argnums=4)
 def _judge(
     probes: Inexact[Array, "n l"],
     before: Inexact[Array, "n l"],
@@ -293,7 +297,9 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     return block - probes * along[None, :]
 
 
-def _state(latest: Estimate, code: Coded, size: Float[Array, ""] | None = None) -> Tracked:
+def _state(
+    latest: Estimate, code: Canonical, size: Float[Array, ""] | None = None
+) -> Tracked:
     # Copies: whoever donates a state does not lose the arrays of his operator.
     arrays = [jnp.array(array, copy=True) for array in code.arrays]
     value, error = latest.value, latest.standard_error
@@ -301,5 +307,6 @@ def _state(latest: Estimate, code: Coded, size: Float[Array, ""] | None = None) 
     return jax.lax.stop_gradient(Tracked(value, error, size, arrays, _words(code)))
 
 
-def _words(code: Coded) -> UInt32[Array, " 8"]:
-    return jnp.asarray(np.frombuffer(code.fingerprint, np.uint32))
+def _words(code: Canonical) -> UInt32[Array, " 8"]:
+    text = re.sub("0x[0-9a-f]+", "", str(code.jaxpr))  # addresses of functions
+    return jnp.asarray(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32))

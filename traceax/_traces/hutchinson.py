@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -145,7 +144,6 @@ def _only_trace(
     return Outcome(mean(samples), error, readout)
 
 
-@jax.jit
 def _forms(
     z: Inexact[Array, "n b"], products: Inexact[Array, "n b"]
 ) -> tuple[Inexact[Array, " b"], Float[Array, " b"]]:

@@ -209,7 +209,6 @@ def _hutchpp(
     return Outcome(value, error, _weight(q, mu, resphering))
 
 
-@partial(jax.jit, static_argnums=5)
 def _judge(
     q: Inexact[Array, "n k"],
     image: Inexact[Array, "n k"],
@@ -238,7 +237,6 @@ def _na_hutchpp(
     return Outcome(value, error, _weight(q, *_project(rest, q, resphere)))
 
 
-@partial(jax.jit, static_argnums=5)
 def _judge_oblique(
     q: Inexact[Array, "n r"],
     left: Inexact[Array, "n s"],
@@ -257,7 +255,6 @@ def _judge_oblique(
     return low + mean(samples), standard_error(samples, 4 * eps * rounding)
 
 
-@partial(jax.jit, static_argnames="resphere")
 def _project(
     probes: Inexact[Array, "n l"], q: Inexact[Array, "n k"], resphere: bool
 ) -> tuple[Inexact[Array, "n l"], Float[Array, " l"]]:
@@ -268,7 +265,6 @@ def _project(
     return mu, (n - k) / lengths if resphere else jnp.ones_like(lengths)
 
 
-@jax.jit
 def _weight(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
 ) -> TraceWeight:

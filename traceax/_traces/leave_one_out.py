@@ -15,10 +15,8 @@ removes the variance that comes from its length.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -45,7 +43,6 @@ class LeaveOneOut(NamedTuple):
         return _trace_weight(self, jnp.full(k, 1 / k) if weights is None else weights)
 
 
-@jax.jit
 def _trace_weight(loo: LeaveOneOut, weights: Float[Array, " k"]) -> TraceWeight:
     q, s = loo.basis.columns, loo.directions
     weights = weights.astype(loo.resphering.dtype)
@@ -60,7 +57,6 @@ def leave_one_out(
     return leave_one_out_of(orthonormalise(sketch), probes, resphere=resphere)
 
 
-@partial(jax.jit, static_argnames="resphere")
 def leave_one_out_of(
     basis: Basis, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> LeaveOneOut:

@@ -134,7 +134,6 @@ def sketched_or_sampled(
     return Outcome(value, error, _weight(choice, loo, probes.fresh))
 
 
-@jax.jit
 def choose(ayes: Float[Array, " k"], lot: Float[Array, ""]) -> Choice:
     # Products of whole numbers: where all agree, no rounding may outvote them.
     sketches = lot * ayes.shape[0] < jnp.sum(ayes)
@@ -146,7 +145,6 @@ def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
     return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
 
 
-@jax.jit
 def votes(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """a_i: what all probes but the i-th say of A Q."""
     least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
@@ -193,7 +191,6 @@ def shares_of(
     return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
 
 
-@partial(jax.jit, static_argnums=(5, 6))
 def _judge(
     choice: Choice,
     loo: LeaveOneOut,
@@ -227,7 +224,6 @@ def _forms(
     return forms, standard_error(forms, rounding)
 
 
-@jax.jit
 def _weight(choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]) -> TraceWeight:
     """What the value is read through, in 2k columns either way."""
     k = loo.x.shape[0]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -148,7 +147,6 @@ def _xnystrace(
     return Outcome(sign * value, error, weight)
 
 
-@partial(jax.jit, static_argnames=("eps", "resphere"))
 def xnystrace_of(
     sketch: Inexact[Array, "n k"],
     probes: Inexact[Array, "n k"],

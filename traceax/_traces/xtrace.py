@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
@@ -134,7 +133,6 @@ def _xtrace(
     return Outcome(value, error, loo.trace_weight())
 
 
-@partial(jax.jit, static_argnames=("eps", "resphere"))
 def xtrace_of(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
