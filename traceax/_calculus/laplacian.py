@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 
 from traceax._calculus.curvature import Curvature
@@ -112,8 +113,8 @@ def laplacian(
     sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
+    check_inexact_values("laplacian", eqx.filter_eval_shape(fn, x, args))
     subject = Curvature(canonical(fn, x, args), x, args)
-    check_inexact_values("laplacian", subject.result)
     chosen = sampler is None and batch_size is None
     if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):
         return sketched_laplacian("laplacian", subject, key, num_matvecs)

@@ -32,29 +32,33 @@ class Canonical(eqx.Module):
     jaxpr: Jaxpr = eqx.field(static=True)
     result: Any = eqx.field(static=True)
 
-    def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
+    def __call__(self, *args: PyTree[Any]) -> PyTree[Array]:
         count = len(self.jaxpr.constvars)
         run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.arrays[:count]))
-        return jax.tree.unflatten(
-            self.result, run(*self.arrays[count:], *jax.tree.leaves(args))
-        )
+        inputs = jax.tree.leaves(eqx.filter(args, eqx.is_array))
+        return jax.tree.unflatten(self.result, run(*self.arrays[count:], *inputs))
 
 
 def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
-    """`fn`, to be called with what `args` are like."""
+    """`fn`, to be called with arrays like those in `args`, and what else is in them."""
     if isinstance(fn, Canonical):
         return fn
     own, rest = eqx.partition(fn, eqx.is_array)
+    arrays, others = eqx.partition(args, _is_like_array)
 
-    def call(own: Any, *args: Any) -> Any:
-        return eqx.combine(own, rest)(*args)
+    def call(own: Any, arrays: Any) -> Any:
+        return eqx.combine(own, rest)(*eqx.combine(arrays, others))
 
-    closed, shape = jax.make_jaxpr(call, return_shape=True)(own, *args)
+    closed, shape = jax.make_jaxpr(call, return_shape=True)(own, arrays)
     if any(map(_holds_arrays, closed.eqns)):
         inputs = [variable.aval for variable in closed.jaxpr.invars]
         closed = jax.make_jaxpr(partial(_hoisted, closed))(*inputs)
     arrays = [*map(jnp.asarray, closed.consts), *jax.tree.leaves(own)]
     return Canonical(arrays, closed.jaxpr, jax.tree.structure(shape))
+
+
+def _is_like_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
 
 
 def is_concrete(tree: PyTree) -> bool:
@@ -115,7 +119,8 @@ def _hoisted(closed: ClosedJaxpr, *args: Any) -> list[Any]:
             continue
         inputs = _variables(equation.invars)
         outputs = [v for v in equation.outvars if v in needed]
-        alone = Jaxpr((), inputs, outputs, [equation], equation.effects)
+        effects, info = equation.effects, jaxpr.debug_info
+        alone = Jaxpr((), inputs, outputs, [equation], effects, info)
         run = jaxpr_as_fun(ClosedJaxpr(alone, ()))
         values |= zip(outputs, run(*(values[v] for v in inputs)), strict=True)
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]

@@ -40,7 +40,6 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
@@ -77,6 +76,8 @@ Algorithm = Callable[[Any, PyTree], Outcome]
 
 @eqx.filter_custom_jvp
 def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
+    if getattr(algorithm, "in_pieces", False):  # It compiles them, one by one.
+        return algorithm(subject, probes)
     return compiled(algorithm, subject, probes)
 
 
@@ -175,7 +176,9 @@ def run(
 ) -> Outcome:
     """Run an algorithm for an operator under the rule."""
     if is_hermitian(operator):
-        algorithm = Partial(_real, algorithm)  # a pytree: one of a user's holds arrays
+        operator = prepare(operator)
+        outcome = _evaluate(LinearMap(operator), algorithm, probes)
+        return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)
     return _evaluate(LinearMap(prepare(operator)), algorithm, probes)
 
 
@@ -206,8 +209,3 @@ def _as_estimate(
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
     return Estimate(value, error, num_matvecs, float(degrees_of_freedom))
-
-
-def _real(algorithm: Algorithm, linear_map: LinearMap, probes: PyTree) -> Outcome:
-    outcome = algorithm(linear_map, probes)
-    return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)

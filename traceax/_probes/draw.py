@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -87,6 +88,8 @@ class Samples(NamedTuple):
 
     @staticmethod
     def of(name: str, sampler: Sampler, structure: Structure) -> Samples:
+        if isinstance(sampler, partial) and not sampler.args and not sampler.keywords:
+            sampler = sampler.func  # which, unlike a partial, is equal to itself made anew
         leaves, treedef = jax.tree.flatten(structure)
         return Samples(name, sampler, tuple(leaves), treedef)
 

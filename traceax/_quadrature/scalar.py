@@ -47,15 +47,14 @@ def scalar_function(
             "say, or a function of your own."
         )
     point = jax.ShapeDtypeStruct((), dtype)
-    converted = canonical(fn, point)
-    result = eqx.filter_eval_shape(converted, point)
+    result = eqx.filter_eval_shape(fn, point)
     leaves = jax.tree.leaves(result)
     if not leaves or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError(
             f"traceax.{name}(fn=...) must return an array, or a pytree of arrays, because "
             f"that is what is traced, but it returned {result!r}. Leave out the rest."
         )
-    return ScalarFunction(converted, point), inexact(result, dtype)
+    return ScalarFunction(canonical(fn, point), point), inexact(result, dtype)
 
 
 def inexact(structure: Structure, dtype: jnp.dtype) -> Structure:

@@ -22,6 +22,7 @@ import lineax as lx
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
 
+from traceax._core.canonical import compiled
 from traceax._core.checks import (
     check_key,
     check_limit,
@@ -129,7 +130,7 @@ def adaptive_trace(
     )
     ladder = _ladder(size(operator), max_matvecs, method.matvecs_a_probe)
     ascent = _Ascent(method, ladder, max_matvecs, sampler, meter)
-    outcome = run(ascent.run, operator, (key, jnp.asarray(rtol), jnp.asarray(atol)))
+    outcome = run(ascent, operator, (key, jnp.asarray(rtol), jnp.asarray(atol)))
     report = outcome.report
     return AdaptiveEstimate(
         outcome.value,
@@ -189,7 +190,7 @@ class _ReachedWeight(eqx.Module):
 
 
 class _Ascent(NamedTuple):
-    """From size to size."""
+    """From size to size, each compiled by itself where the next one may not be needed."""
 
     method: Growing
     ladder: _Ladder
@@ -197,7 +198,11 @@ class _Ascent(NamedTuple):
     sampler: Sampler
     meter: Any
 
-    def run(self, linear_map: LinearMap, given: Any) -> Outcome:
+    @property
+    def in_pieces(self) -> bool:
+        return True
+
+    def __call__(self, linear_map: LinearMap, given: Any) -> Outcome:
         outcome, meter_state = self._climb(linear_map, given, 0, None, 0, self.meter.init())
         self.meter.close(meter_state)
         return outcome
@@ -214,7 +219,9 @@ class _Ascent(NamedTuple):
         """This size and, if need be, the ones above."""
         key, rtol, atol = given
         if rung == len(self.ladder.sizes):
-            value, weight, cost = self.method.complete(linear_map, sketch)
+            value, weight, cost = compiled(
+                Growing.complete, self.method, linear_map, sketch
+            )
             meter_state = self.meter.step(meter_state, jnp.asarray(1.0))
             error = jnp.zeros_like(value.real)
             n = size(linear_map.operator)
@@ -229,8 +236,8 @@ class _Ascent(NamedTuple):
             linear_map.operator,
             k - have,
         )
-        sketch = self.method.enlarge(linear_map, sketch, probes)
-        value, error, weight = self.method.judge(linear_map, sketch)
+        sketch = compiled(Growing.enlarge, self.method, linear_map, sketch, probes)
+        value, error = compiled(Growing.value_and_error, self.method, linear_map, sketch)
         spent = k * self.method.matvecs_a_probe
         converged = 2 * error <= atol + rtol * jnp.abs(value)
         ended = converged | jnp.isnan(error) | jnp.isnan(value)
@@ -239,7 +246,8 @@ class _Ascent(NamedTuple):
         report = _report(spent, k - 1, converged, error)
 
         def stop() -> tuple[Outcome, Any]:
-            return self._outcome(value, error, weight(), rung, report), meter_state
+            weight = compiled(Growing.weight, self.method, sketch)
+            return self._outcome(value, error, weight, rung, report), meter_state
 
         def go() -> tuple[Outcome, Any]:
             return self._climb(linear_map, given, rung + 1, sketch, spent, meter_state)

@@ -8,7 +8,6 @@ is one that a single run with as many could have made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.operator import LinearMap, resolution, size, working_dtype
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots
-from traceax._traces.leave_one_out import leave_one_out, leave_one_out_of
+from traceax._traces.leave_one_out import leave_one_out_of
 from traceax._traces.weights import TraceWeight
 from traceax._traces.xnystrace import xnystrace_of
 from traceax._traces.xtrace import xtrace_of
@@ -68,28 +67,21 @@ class Growing(NamedTuple):
             jnp.hstack([sketch.images, fresh]),
         )
 
-    def judge(
+    def value_and_error(
         self, linear_map: LinearMap, sketch: Sketch
-    ) -> tuple[Inexact[Array, ""], Float[Array, ""], Callable[[], TraceWeight]]:
-        """Value, standard error, and what makes the frozen weight of the derivative, which
-        is wanted for the last size only."""
-        eps = resolution(linear_map.operator)
-        resphere = self.resphere
+    ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+        eps, resphere = resolution(linear_map.operator), self.resphere
         if sketch.basis is None or sketch.images is None:
-            value, error = xnystrace_of(
-                sketch.products, sketch.probes, eps, resphere=resphere
-            )
-
-            def weight() -> TraceWeight:
-                loo = leave_one_out(sketch.products, sketch.probes, resphere=resphere)
-                return loo.trace_weight()
-
-            return self.sign * value, error, weight
+            of_sketch = xnystrace_of(sketch.products, sketch.probes, eps, resphere=resphere)
+            return self.sign * of_sketch[0], of_sketch[1]
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
-        value, error = xtrace_of(
-            loo, sketch.products, sketch.images, eps, resphere=resphere
-        )
-        return value, error, loo.trace_weight
+        return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
+
+    def weight(self, sketch: Sketch) -> TraceWeight:
+        """The frozen weight of the derivative, which is wanted for the last size only."""
+        basis = sketch.basis or orthonormalise(sketch.products)
+        loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
+        return loo.trace_weight()
 
     def complete(
         self, linear_map: LinearMap, sketch: Sketch | None
