@@ -54,7 +54,8 @@ def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
         inputs = [variable.aval for variable in closed.jaxpr.invars]
         closed = jax.make_jaxpr(partial(_hoisted, closed))(*inputs)
     arrays = [*map(jnp.asarray, closed.consts), *jax.tree.leaves(own)]
-    return Canonical(arrays, closed.jaxpr, jax.tree.structure(shape))
+    made = Canonical(arrays, closed.jaxpr, jax.tree.structure(shape))
+    return _shared(made) if is_concrete(arrays) else made
 
 
 def _is_like_array(leaf: Any) -> bool:

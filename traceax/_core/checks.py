@@ -12,7 +12,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import ArrayLike
 
-from traceax._core.operator import dimension, is_negative, is_positive, size
+from traceax._core.operator import (
+    dimension,
+    is_negative,
+    is_positive,
+    prepare,
+    size,
+)
 
 
 def check_request(
@@ -23,16 +29,21 @@ def check_request(
     minimum: int = 1,
     *,
     square: bool = True,
-) -> None:
-    """What every estimator demands of its arguments: as many applications as there are
-    columns, or rows, are enough for any."""
-    check_operator(name, operator, square=square)
+) -> lx.AbstractLinearOperator:
+    """What every estimator demands of its arguments, and the operator prepared: as many
+    applications as there are columns, or rows, are enough for any."""
+    operator = check_operator(name, operator, square=square)
     check_key(name, key)
     enough = min(size(operator), dimension(operator.out_structure()))
     check_budget(name, num_matvecs, min(minimum, enough))
+    return operator
 
 
-def check_operator(name: str, operator: object, *, square: bool = True) -> None:
+def check_operator(
+    name: str, operator: object, *, square: bool = True
+) -> lx.AbstractLinearOperator:
+    """Prepared before anything is asked of it: what Equinox and lineax are asked about a
+    user's functions they keep for ever."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             f"traceax.{name}(operator=...) must be a lineax operator, but got "
@@ -42,6 +53,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
             "lx.FunctionLinearOperator(lambda v: matrix @ v, "
             "jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
+    operator = prepare(operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
         raise ValueError(
@@ -64,6 +76,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> None:
             f"traceax.{name}(operator=...) must act on a space of at least one dimension, "
             f"but got {show(into)}. An empty operator adds nothing: leave it out."
         )
+    return operator
 
 
 def check_key(name: str, key: object) -> None:
@@ -125,9 +138,10 @@ def check_function_request(
     counts: dict[str, int],
     *,
     square: bool = True,
-) -> None:
-    """What every estimator by probes and steps demands of its arguments."""
-    check_operator(name, operator, square=square)
+) -> lx.AbstractLinearOperator:
+    """What every estimator by probes and steps demands of its arguments, and the operator
+    prepared."""
+    operator = check_operator(name, operator, square=square)
     check_key(name, key)
     for argument, count in counts.items():
         if check_count(name, argument, count) < 1:
@@ -135,6 +149,7 @@ def check_function_request(
                 f"traceax.{name}({argument}=...) must be at least 1, because nothing can "
                 f"be told from none, but got {count}. Raise it: 20, say."
             )
+    return operator
 
 
 def check_samples(

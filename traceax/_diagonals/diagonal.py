@@ -103,7 +103,7 @@ def diagonal(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     section 6.1, doi:10.1137/23M1548323.
     """
-    check_request("diagonal", operator, key, num_matvecs)
+    operator = check_request("diagonal", operator, key, num_matvecs)
     check_pattern("diagonal", operator, pattern)
     known = known_diagonal(operator)
     if known is not None:

@@ -83,7 +83,7 @@ def diagpp(
     probabilistic bounds and an improved algorithm, arXiv:2201.10684, for the one-sided
     form.
     """
-    check_request("diagpp", operator, key, num_matvecs, minimum=3)
+    operator = check_request("diagpp", operator, key, num_matvecs, minimum=3)
     if num_matvecs >= size(operator):
         return exact_diagonal(operator)
     k = num_matvecs // 3

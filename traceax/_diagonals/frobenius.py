@@ -81,7 +81,7 @@ def frobenius_norm_squared(
     Algorithm 2.2, doi:10.1137/23M1548323.
     """
     name = "frobenius_norm_squared"
-    check_request(name, operator, key, num_matvecs, minimum=2, square=False)
+    operator = check_request(name, operator, key, num_matvecs, minimum=2, square=False)
     square = gram(operator)
     sampler = for_sketch(sampler, square)
     check_independent(name, sampler)

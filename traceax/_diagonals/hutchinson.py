@@ -103,7 +103,7 @@ def hutchinson_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
     matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
     """
-    check_request("hutchinson_diagonal", operator, key, num_matvecs)
+    operator = check_request("hutchinson_diagonal", operator, key, num_matvecs)
     return sampled_diagonal(
         "hutchinson_diagonal",
         operator,

@@ -100,7 +100,7 @@ def leaf_traces(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     section 6.1, doi:10.1137/23M1548323, for the diagonal.
     """
-    check_request("leaf_traces", operator, key, num_matvecs)
+    operator = check_request("leaf_traces", operator, key, num_matvecs)
     kind = choice(operator, num_matvecs)
     if kind == "exact" or known_diagonal(operator) is not None:
         return _exact(operator, key, num_matvecs)

@@ -105,10 +105,12 @@ def row_norms_squared(
     **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
     randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
     """
-    check_operator("row_norms_squared", operator, square=False)
+    operator = check_operator("row_norms_squared", operator, square=False)
     hermitian = is_hermitian(operator)
     cost = 2 if hermitian else 3
-    check_request("row_norms_squared", operator, key, num_matvecs, cost, square=False)
+    operator = check_request(
+        "row_norms_squared", operator, key, num_matvecs, cost, square=False
+    )
     check_independent("row_norms_squared", sampler)
     if num_matvecs >= cost_of_norms(operator):
         return exact_row_norms(operator)

@@ -116,7 +116,7 @@ def xdiag(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     section 6.1, doi:10.1137/23M1548323, for the one-sided form.
     """
-    check_request("xdiag", operator, key, num_matvecs, minimum=2)
+    operator = check_request("xdiag", operator, key, num_matvecs, minimum=2)
     check_independent("xdiag", sampler)
     if num_matvecs >= size(operator):
         return exact_diagonal(operator)

@@ -99,7 +99,7 @@ def xnysdiag(
     **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
     randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
     """
-    check_request("xnysdiag", operator, key, num_matvecs)
+    operator = check_request("xnysdiag", operator, key, num_matvecs)
     check_semidefinite("xnysdiag", operator, "xdiag")
     check_independent("xnysdiag", sampler)
     if num_matvecs >= size(operator):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, prepare, size, working_dtype
+from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import estimate_of
 from traceax._functions.exact_general import exact_general_trace
 from traceax._probes.draw import draw
@@ -110,7 +110,7 @@ def arnoldi_trace(
     """
     name = "arnoldi_trace"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request(name, operator, key, counts)
+    operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
     dtype = working_dtype(operator)
     convert = partial(scalar_function, name, fn)
@@ -121,7 +121,7 @@ def arnoldi_trace(
     spent = num_probes * num_steps
     if spent >= size(operator):
         return exact_general_trace(operator, fn, structure, real=is_real)
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    subject = MatrixFunction(LinearMap(operator), fn)
     probes = draw(name, sampler, key, operator, num_probes)
     resphered = is_known(sampler)
     algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)

@@ -97,7 +97,7 @@ def spectral_density(
     """
     name = "spectral_density"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request(name, operator, key, counts)
+    operator = check_function_request(name, operator, key, counts)
     check_grid(name, grid)
     grid = jnp.asarray(grid, real_dtype(operator))
     spread = _resolved(grid, num_steps) if width is None else width

@@ -13,7 +13,6 @@ from traceax._core.operator import (
     Structure,
     as_result,
     known_diagonal,
-    prepare,
     size,
     stores_matrix,
 )
@@ -46,7 +45,7 @@ def exact_function_trace(
     structure: Structure,
     combine: ScalarFunction | None = None,
 ) -> Estimate:
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn, combine)
+    subject = MatrixFunction(LinearMap(operator), fn, combine)
     if lx.is_diagonal(operator):
         known = known_diagonal(operator)
         if known is not None:

@@ -26,7 +26,6 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     Structure,
-    prepare,
     resolution,
     size,
     stores_matrix,
@@ -43,7 +42,7 @@ def exact_general_trace(
 ) -> Estimate:
     """`real`: the value is meant to be."""
     spent = 0 if stores_matrix(operator) else size(operator)
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn)
+    subject = MatrixFunction(LinearMap(operator), fn)
     algorithm = partial(_exact, real=real)
     return estimate_of(subject, algorithm, None, spent, float(size(operator)), structure)
 

@@ -18,7 +18,6 @@ from traceax._core.operator import (
     as_result,
     frozen,
     known_diagonal,
-    prepare,
     size,
     stores_matrix,
 )
@@ -127,7 +126,7 @@ def function_diagonal(
     """
     name = "function_diagonal"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request(name, operator, key, counts)
+    operator = check_function_request(name, operator, key, counts)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
     colours = probes_a_sample(sampler)
@@ -140,7 +139,7 @@ def function_diagonal(
     if colours > 1:
         return _probed(operator, converted, key, num_probes, num_steps, sampler)
     probes = draw(name, sampler, key, operator, num_probes)
-    subject = MatrixFunction(LinearMap(prepare(operator)), converted)
+    subject = MatrixFunction(LinearMap(operator), converted)
     shape = Shape(num_probes, num_steps)
     algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
     degrees, leaves = max(num_probes - 1, 1), operator.in_structure()
@@ -156,7 +155,7 @@ def _probed(
     sampler: Sampler,
 ) -> Estimate:
     """With probes made of colours, each by itself."""
-    subject = FunctionOfOperator(prepare(operator), fn, min(num_steps, size(operator)))
+    subject = FunctionOfOperator(operator, fn, min(num_steps, size(operator)))
     key, test_key = jax.random.split(key)
     estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
     quadrature = _quadrature_error("function_diagonal", subject, test_key)
@@ -193,7 +192,7 @@ def _exact(operator: lx.AbstractLinearOperator, fn: ScalarFunction) -> Estimate:
         values = jax.vmap(fn)(real_or_nan(diagonal))[:, 0]
         value = as_result(values, operator.in_structure())
         return Estimate(value, jax.tree.map(jnp.zeros_like, value), spent)
-    matrix = hermitian_or_nan(LinearMap(prepare(operator)).dense())
+    matrix = hermitian_or_nan(LinearMap(operator).dense())
     eigen = jax.lax.stop_gradient(decompose(matrix))
     diagonal = jnp.diagonal(columns(fn, matrix, eigen, count=matrix.shape[0])[0]).real
     value = as_result(diagonal, operator.in_structure())

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, prepare
+from traceax._core.operator import LinearMap
 from traceax._core.rule import estimate_of
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
 from traceax._functions.slq import real_dtype
@@ -114,7 +114,7 @@ def function_trace(
     and Hallman (2023), Krylov-aware stochastic trace estimation, SIAM Journal on Matrix
     Analysis and Applications 44(3), doi:10.1137/22M1494257, for reading f(A) off the space.
     """
-    check_request("function_trace", operator, key, num_matvecs, 6)
+    operator = check_request("function_trace", operator, key, num_matvecs, 6)
     fn, structure = scalar_function("function_trace", fn, real_dtype(operator))
     combined, structure = combination("function_trace", combine, fn, structure)
     if is_cheap(operator, num_matvecs):
@@ -132,7 +132,7 @@ def block_trace(
     shape: Shape,
     combine: ScalarFunction | None = None,
 ) -> Estimate:
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn, combine)
+    subject = MatrixFunction(LinearMap(operator), fn, combine)
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth, inner=shape.inner)
     # Less skewed than samples of plain quadrature, of which a third count.

@@ -16,7 +16,6 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     known_diagonal,
-    prepare,
     size,
     stores_matrix,
 )
@@ -153,7 +152,7 @@ def inv_quad_logdet(
     Hennig, Cunningham and Gardner (2022), arXiv:2107.00243, for preconditioners in them.
     """
     name = "inv_quad_logdet"
-    check_request(name, operator, key, num_matvecs, 6)
+    operator = check_request(name, operator, key, num_matvecs, 6)
     check_shift(name, operator, shift, several=False)
     check_rtol(name, rtol)
     sides = right_hand_sides(name, operator, vector)
@@ -188,10 +187,10 @@ def _of_columns(
         return _of_diagonal(real_or_nan(diagonal) + shift, y, spent)
     if n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= STORED):
         spent = 0 if stores_matrix(operator) else n
-        matrix = hermitian_or_nan(LinearMap(prepare(operator)).dense())
+        matrix = hermitian_or_nan(LinearMap(operator).dense())
         return _of_matrix(matrix + shift * jnp.eye(n, dtype=matrix.dtype), y, spent)
     fn, _ = scalar_function("inv_quad_logdet", lambda x: jnp.log(x + shift), shift.dtype)
-    subject = Likelihood(MatrixFunction(LinearMap(prepare(operator)), fn), y, shift)
+    subject = Likelihood(MatrixFunction(LinearMap(operator), fn), y, shift)
     shape, t = shape_for(num_matvecs), y.shape[1]
     # More than a quarter of the run belongs to the probes, whose spaces serve all.
     kept = t if 4 * t <= shape.width else 0

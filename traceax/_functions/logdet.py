@@ -15,7 +15,6 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     known_diagonal,
-    prepare,
     size,
     stores_matrix,
 )
@@ -101,7 +100,7 @@ def logdet(
     Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Chen
     and Hallman (2023), Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257.
     """
-    check_request("logdet", operator, key, num_matvecs, 6)
+    operator = check_request("logdet", operator, key, num_matvecs, 6)
     check_shift("logdet", operator, shift)
     if isinstance(shift, lx.DiagonalLinearOperator):
         white = whitened(operator, shift)
@@ -116,7 +115,7 @@ def logdet(
         return _exact(jnp.sum(logs, axis=-1), spent)
     if n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= STORED):
         spent = 0 if stores_matrix(operator) else n
-        matrix = hermitian_or_nan(LinearMap(prepare(operator)).dense())
+        matrix = hermitian_or_nan(LinearMap(operator).dense())
         return _exact(jnp.vectorize(partial(_cholesky, matrix))(shift), spent)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
     shape = shape_for(num_matvecs)

@@ -6,8 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
+from traceax._core.canonical import compiled
 from traceax._core.checks import check_request
 from traceax._core.equation_checks import check_shift
 from traceax._core.operator import (
@@ -15,7 +16,6 @@ from traceax._core.operator import (
     Structure,
     flatten,
     frozen,
-    prepare,
     size,
     unflatten,
     working_dtype,
@@ -96,20 +96,29 @@ def preconditioner(
     and Applications 44(2), doi:10.1137/21M1466244.
     """
     name = "preconditioner"
-    check_request(name, operator, key, num_matvecs, 1)
+    operator = check_request(name, operator, key, num_matvecs, 1)
     check_shift(name, operator, shift, several=False)
     structure, dtype = operator.in_structure(), working_dtype(operator)
-    operator, scale = prepare(operator), jnp.ones((), dtype)
+    scale = jnp.ones((), dtype)
     if isinstance(shift, lx.DiagonalLinearOperator):
         white = whitened(operator, shift)
         operator, scale, shift = white.operator, white.scale, 1.0
     shape = shape_for(min(num_matvecs, size(operator)))
     probes = draw(name, sphere, key, operator, shape.width)
-    space = block_krylov(LinearMap(frozen(operator)), probes, shape.depth)
     level = jax.lax.stop_gradient(jnp.asarray(shift, real_dtype(operator)))
-    frame = preconditioner_of(space, known_of(space, level))
+    frame = compiled(_preconditioner, frozen(operator), probes, level, shape.depth)
     inverse = _Inverse(frame, jax.lax.stop_gradient(scale), structure)
     return lx.FunctionLinearOperator(inverse, structure, lx.positive_semidefinite_tag)
+
+
+def _preconditioner(
+    operator: lx.AbstractLinearOperator,
+    probes: Inexact[Array, "n k"],
+    level: Float[Array, ""],
+    depth: int,
+) -> Preconditioner:
+    space = block_krylov(LinearMap(operator), probes, depth)
+    return preconditioner_of(space, known_of(space, level))
 
 
 class _Inverse(eqx.Module):

@@ -16,7 +16,6 @@ from traceax._core.operator import (
     gram,
     is_negative,
     is_positive,
-    prepare,
     size,
     stores_matrix,
 )
@@ -100,10 +99,10 @@ def schatten_norm(
     """
     name = "schatten_norm"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request(name, operator, key, counts, square=False)
+    operator = check_function_request(name, operator, key, counts, square=False)
     check_positive(name, "p", p, _POWERS)
     unit = _unit(name, operator, key)
-    scaled = prepare(operator) / unit
+    scaled = operator / unit
     if is_positive(operator) or is_negative(operator):
         target, exponent, cost = scaled, p, 1
     else:

@@ -16,7 +16,6 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     frozen,
-    prepare,
     resolution,
     size,
     working_dtype,
@@ -177,14 +176,14 @@ def named_slq_trace(
 ) -> Estimate:
     """By the name of whom the user called."""
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    check_function_request(name, operator, key, counts)
+    operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
     fn, structure = scalar_function(name, fn, real_dtype(operator))
     check_batch_size(name, batch_size, 1)
     together, structure = combination(name, combine, fn, structure)
     if num_probes * num_steps >= size(operator) ** 2:
         return exact_function_trace(operator, fn, structure, together)
-    subject = MatrixFunction(LinearMap(prepare(operator)), fn, together)
+    subject = MatrixFunction(LinearMap(operator), fn, together)
     num_steps = min(num_steps, size(operator))
     probes = stream(name, operator, key, num_probes, sampler, batch_size)
     meter = checked_meter(name, progress_meter)

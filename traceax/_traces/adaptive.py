@@ -116,7 +116,7 @@ def adaptive_trace(
     of every sample in stochastic trace estimation, SIAM Journal on Matrix Analysis and
     Applications 45(1), doi:10.1137/23M1548323.
     """
-    check_operator("adaptive_trace", operator)
+    operator = check_operator("adaptive_trace", operator)
     check_key("adaptive_trace", key)
     check_limit("adaptive_trace", max_matvecs, size(operator))
     sampler = for_sketch(sampler, operator)

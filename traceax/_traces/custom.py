@@ -22,7 +22,7 @@ from traceax._core.algorithm_checks import (
 from traceax._core.canonical import Canonical, canonical
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, prepare, size, working_dtype
+from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, sphere
@@ -131,9 +131,11 @@ def custom_trace(
     doi:10.1137/1.9781611976496.16, for the second example; the rule is the library's own.
     """
     check_algorithm("custom_trace", algorithm)
-    check_function_request("custom_trace", operator, key, {"num_probes": num_probes})
+    operator = check_function_request(
+        "custom_trace", operator, key, {"num_probes": num_probes}
+    )
     probes = draw("custom_trace", sampler, key, operator, num_probes)
-    linear_map = LinearMap(prepare(operator))
+    linear_map = LinearMap(operator)
     arrays, rest = eqx.partition(linear_map, eqx.is_array)
 
     def run(arrays: Any, probes: Block) -> Outcome:

@@ -182,7 +182,7 @@ def _init(
     num_matvecs: int,
     sampler: Sampler,
 ) -> Tracked:
-    _check("deltashift.init", operator, key, num_matvecs)
+    operator = _check("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
     estimate = first(operator, key, num_matvecs, sampler=sampler)
     return _state(estimate, application(operator))
@@ -196,7 +196,7 @@ def _update(
     num_matvecs: int,
     sampler: Sampler,
 ) -> tuple[Estimate, Tracked]:
-    _check("deltashift.update", operator, key, num_matvecs)
+    operator = _check("deltashift.update", operator, key, num_matvecs)
     code = application(operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays)
     check_same_program("deltashift.update", state.program, _words(code))
@@ -220,10 +220,11 @@ def _update(
 
 def _check(
     name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int
-) -> None:
-    check_operator(name, operator)
+) -> lx.AbstractLinearOperator:
+    operator = check_operator(name, operator)
     check_key(name, key)
     check_budget("deltashift", num_matvecs, min(4, size(operator)))
+    return operator
 
 
 def _correct(

@@ -89,7 +89,7 @@ def hutchinson_trace(
     **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
     """
-    check_request("hutchinson_trace", operator, key, num_matvecs)
+    operator = check_request("hutchinson_trace", operator, key, num_matvecs)
     return sampled_trace(
         "hutchinson_trace", operator, key, num_matvecs, sampler, batch_size, progress_meter
     )

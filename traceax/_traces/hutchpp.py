@@ -102,7 +102,7 @@ def hutchpp_trace(
     trace estimation, SIAM Symposium on Simplicity in Algorithms, Algorithm 1,
     doi:10.1137/1.9781611976496.16.
     """
-    check_request("hutchpp_trace", operator, key, num_matvecs, minimum=3)
+    operator = check_request("hutchpp_trace", operator, key, num_matvecs, minimum=3)
     if num_matvecs >= size(operator):
         return exact_trace(operator)
     sampler = for_sketch(sampler, operator)
@@ -180,7 +180,7 @@ def na_hutchpp_trace(
     trace estimation, SIAM Symposium on Simplicity in Algorithms, Algorithm 2,
     doi:10.1137/1.9781611976496.16.
     """
-    check_request("na_hutchpp_trace", operator, key, num_matvecs, minimum=4)
+    operator = check_request("na_hutchpp_trace", operator, key, num_matvecs, minimum=4)
     if num_matvecs >= size(operator):
         return exact_trace(operator)
     r = num_matvecs // 4

@@ -94,7 +94,7 @@ def trace(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     doi:10.1137/23M1548323.
     """
-    check_request("trace", operator, key, num_matvecs)
+    operator = check_request("trace", operator, key, num_matvecs)
     check_pattern("trace", operator, pattern)
     known = known_diagonal(operator)
     if known is not None:

@@ -109,7 +109,7 @@ def xnystrace(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     Algorithm 2.2, doi:10.1137/23M1548323.
     """
-    check_request("xnystrace", operator, key, num_matvecs)
+    operator = check_request("xnystrace", operator, key, num_matvecs)
     check_semidefinite("xnystrace", operator, "xtrace")
     sampler = for_sketch(sampler, operator)
     check_independent("xnystrace", sampler)

@@ -109,7 +109,7 @@ def xtrace(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     Algorithm 2.1, doi:10.1137/23M1548323.
     """
-    check_request("xtrace", operator, key, num_matvecs, minimum=2)
+    operator = check_request("xtrace", operator, key, num_matvecs, minimum=2)
     sampler = for_sketch(sampler, operator)
     check_independent("xtrace", sampler)
     if num_matvecs >= size(operator):

@@ -1,0 +1,282 @@
+"""Functions in canonical form: what is compiled for one serves its equals alone."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close, compilations, slow
+from traceax._core.canonical import compiled
+from traceax._core.operator import application, by_application, layout_wished
+
+N, KEY = 70, jax.random.key(0)
+SPACE = jax.ShapeDtypeStruct((N,), float)
+PSD = lx.positive_semidefinite_tag
+FIVE = jax.ShapeDtypeStruct((5,), float)
+MATRICES = [jnp.eye(5) * (i + 1.0) for i in range(2)]
+Apply = Callable[[Any], Any]
+
+
+# What is the same, and what only looks so.
+
+
+def scanned(i: int) -> Apply:
+    def apply(v: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (MATRICES[i] @ c, None), v, None, length=2)[0]
+
+    return apply
+
+
+def jitted(i: int) -> Apply:
+    inner = jax.jit(lambda m, v: jnp.where(v > 0, m @ v, 0.0))
+    return lambda v: inner(MATRICES[i], v)
+
+
+def closed_over(i: int) -> Apply:
+    inner = jax.jit(lambda v: MATRICES[i] @ v)
+    return lambda v: MATRICES[0] @ jax.jit(lambda v: 2 * inner(v))(v)
+
+
+def gradient(i: int) -> Apply:
+    def loss(x: Any) -> Any:
+        return jnp.sum(jax.lax.map(jnp.tanh, MATRICES[i] @ x) ** 2)
+
+    return lambda v: jax.jvp(jax.grad(loss), (MATRICES[i][0],), (v,))[1]
+
+
+def branched(i: int) -> Apply:
+    return lambda v: jax.lax.cond(v[0] > i, lambda u: MATRICES[0] @ u, lambda u: -u, v)
+
+
+def closed_over_in_a_loop(i: int) -> Apply:
+    inner = jax.jit(lambda v: MATRICES[i] @ v)
+    return lambda v: jax.lax.scan(lambda c, _: (inner(c), None), v, None, length=2)[0]
+
+
+def with_rule(i: int) -> Apply:
+    @jax.custom_jvp
+    def bent(v: Any) -> Any:
+        return MATRICES[0] @ v
+
+    bent.defjvp(lambda x, t: (bent(*x), (i + 1.0) * t[0]))
+    return lambda v: jax.jit(bent)(v)
+
+
+def with_zero(i: int) -> Apply:
+    zero = (0.0, -0.0)[i]
+    return lambda v: MATRICES[0] @ jax.lax.map(lambda x: jnp.maximum(x, zero), v)
+
+
+def with_nan(i: int) -> Apply:
+    number = (float("nan"), 1.0)[i]
+    return lambda v: jnp.where(v > 7, number, v)
+
+
+def with_length(i: int) -> Apply:
+    return lambda v: jax.lax.scan(lambda c, _: (2 * c, None), v, None, length=i + 2)[0]
+
+
+def with_precision(i: int) -> Apply:
+    dtype = (jnp.float32, jnp.float64)[i]
+    return lambda v: v.astype(dtype).astype(v.dtype) / 3
+
+
+def of_weak_type(i: int) -> Apply:
+    number = (2.0, jnp.asarray(2.0))[i]
+    return lambda v: (number * jnp.float32(1)).astype(float) * v
+
+
+def with_callback(i: int) -> Apply:
+    def numpy(v: Any) -> Any:
+        return (i + 1) * v
+
+    return lambda v: jax.pure_callback(numpy, FIVE, v, vmap_method="sequential") - v
+
+
+def with_key(i: int) -> Apply:
+    return lambda v: v * jax.random.normal(jax.random.key(i), (5,))
+
+
+def crossed(i: int) -> Apply:
+    def inner(c: Any, _: None) -> tuple[Any, None]:
+        a, b = jnp.sin(c), jnp.cos(c)
+        return MATRICES[0] @ (a - b if i else b - a), None
+
+    return lambda v: jax.lax.scan(inner, v, None, length=2)[0]
+
+
+SAME = [scanned, jitted, closed_over, gradient]
+OTHERS = [branched, closed_over_in_a_loop, with_rule, with_zero, with_nan, with_length]
+OTHERS += [with_precision, of_weak_type, with_callback, with_key, crossed]
+
+
+def run(apply: Any, v: Any) -> Any:
+    return apply.mv(v)
+
+
+@pytest.mark.parametrize("make", [*SAME, *OTHERS])
+def test_programs_are_shared_by_equals_and_by_no_others(
+    make: Callable[[int], Apply],
+) -> None:
+    """Values, forward and reverse derivatives, of functions made anew."""
+    v = jnp.arange(5.0) - 2
+    for i in (0, 1, 0, 1):
+        operator = lx.FunctionLinearOperator(make(i), FIVE)
+        prepared = by_application(operator, application(operator))
+        with compilations() as seen:
+            value = compiled(run, prepared, v)
+        assert not (seen and i == 1 and make in SAME)
+        np.testing.assert_array_equal(value, jax.jit(make(i))(v))
+        if make is with_callback:
+            continue
+        got = jax.jvp(lambda v: compiled(run, prepared, v), (v,), (v,))  # noqa: B023
+        np.testing.assert_array_equal(got[1], jax.jvp(make(i), (v,), (v,))[1])
+        slope = jax.vjp(lambda v: compiled(run, prepared, v), v)[1](v)  # noqa: B023
+        close(slope[0], jax.vjp(make(i), v)[1](v)[0], 1e-14)
+
+
+def test_a_global_that_changes_is_seen() -> None:
+    for scale in (1.0, 2.0):
+        globals()["SCALE"] = jnp.asarray(scale)
+        operator = lx.FunctionLinearOperator(lambda v: globals()["SCALE"] * v, SPACE)
+        assert tx.hutchinson_trace(operator, KEY, 8).value == scale * N
+
+
+def test_tags_and_layouts_are_kept() -> None:
+    for tag in (PSD, lx.negative_semidefinite_tag, lx.symmetric_tag):
+        one = lx.FunctionLinearOperator(scanned(0), FIVE, tag)
+        two = by_application(one, application(one))
+        for holds in (lx.is_positive_semidefinite, lx.is_negative_semidefinite):
+            assert holds(one) == holds(two)
+        assert lx.is_symmetric(two)
+    for layout in (*tx.Layout, None):
+        tags = [layout] if layout else []
+        one = 2.0 * lx.FunctionLinearOperator(scanned(0), FIVE, tags)
+        assert layout_wished(by_application(one, application(one))) == layout
+
+
+# What is kept, hashed and copied.
+
+
+def test_nothing_of_a_users_is_kept() -> None:
+    """Matrices that jitted functions close over, also nested ones."""
+    seen = []
+    for i in range(10):
+        matrix = jnp.asarray(np.random.default_rng(i).random((N, N)))
+        seen.append(weakref.ref(matrix))
+        inner = jax.jit(lambda v, m=matrix: jax.jit(lambda u: m @ u)(v))
+        operator = lx.FunctionLinearOperator(lambda v, f=inner: f(v), SPACE)
+        with compilations() as compiled:
+            tx.xtrace(operator, KEY, 12)
+        assert not (compiled and i)
+        del matrix, inner, operator
+    gc.collect()
+    assert sum(ref() is not None for ref in seen) <= 1
+
+
+@pytest.mark.slow
+def test_large_constants_cost_nothing() -> None:
+    """Of 1.6 GB, inside of a jitted function: no more than a product with them."""
+    matrix = jnp.ones((14_000, 14_000))
+    inner = jax.jit(lambda v: matrix @ v)
+    space = jax.ShapeDtypeStruct((14_000,), float)
+
+    def seconds(call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        return time.perf_counter() - start
+
+    def estimate() -> Any:
+        operator = lx.FunctionLinearOperator(lambda v: inner(v), space)
+        return tx.hutchinson_trace(operator, KEY, 2).value
+
+    estimate()
+    product = min(seconds(lambda: matrix @ jnp.ones((14_000, 2))) for _ in range(3))
+    assert min(seconds(estimate) for _ in range(3)) < 5 * product + 0.1
+
+
+# Estimators.
+
+COUNTS: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
+CALLS = {
+    "hutchinson_trace": lambda a, fn: tx.hutchinson_trace(a, KEY, 8),
+    "in batches": lambda a, fn: tx.hutchinson_trace(a, KEY, 8, batch_size=3),
+    "exact": lambda a, fn: tx.hutchinson_trace(a, KEY, N),
+    "xtrace": lambda a, fn: tx.xtrace(a, KEY, 12),
+    "xnystrace": lambda a, fn: tx.xnystrace(a, KEY, 12),
+    "hutchpp_trace": lambda a, fn: tx.hutchpp_trace(a, KEY, 12),
+    "logdet": lambda a, fn: tx.logdet(a, KEY, 40),
+    "function_trace": lambda a, fn: tx.function_trace(a, fn, KEY, 40),
+    "slq_trace": lambda a, fn: tx.slq_trace(a, fn, KEY, **COUNTS),
+    "combined": lambda a, fn: tx.function_trace(a, fn, KEY, 40, combine=squared()),
+}
+
+
+def squared() -> Any:
+    weight = jnp.ones(())
+    return lambda t: weight * t**2
+
+
+def made_anew(numbers: Any, power: float) -> tuple[lx.AbstractLinearOperator, Any]:
+    """As in a loop of a user's: every function in it is a new one."""
+
+    def step(v: Any, _: Any) -> Any:
+        return numbers * v, None
+
+    def apply(v: Any) -> Any:
+        return jax.lax.scan(step, v, None, length=2)[0]
+
+    return lx.FunctionLinearOperator(apply, SPACE, PSD), lambda x: x**power
+
+
+QUICK = ("in batches", "xtrace", "slq_trace")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in CALLS])
+def test_functions_made_anew_compile_nothing(name: str) -> None:
+    """With other numbers in them, which are seen; another function is another program."""
+    first = jnp.linspace(1.0, 2.0, N)
+    values = []
+    for scale in (1.0, 2.0, 3.0):
+        numbers = scale * first
+        with compilations() as compiled:
+            values.append(CALLS[name](*made_anew(numbers, 0.5)).value)
+        if scale > 1:
+            assert not compiled
+    whole = jax.jit(lambda a: CALLS[name](*made_anew(a, 0.5)).value)(3 * first)
+    close(values[2], whole, 1e-11)
+    degree = {"logdet": 0.0, "function_trace": 1.0, "slq_trace": 1.0}.get(name, 2.0)
+    if degree:
+        close(values[2], values[0] * 3**degree, 1e-9)
+    if degree == 1.0:
+        other = CALLS[name](*made_anew(first, 1.0)).value
+        assert abs(other - values[0]) > 1
+
+
+def test_operators_of_ones_own_effects_and_other_arguments() -> None:
+    numbers, seen = jnp.linspace(1.0, 2.0, N), []
+
+    class Mine(lx.DiagonalLinearOperator):
+        pass
+
+    def heard(v: Any) -> Any:
+        jax.debug.callback(lambda: seen.append(1))
+        return numbers * v
+
+    mine = lx.TaggedLinearOperator(Mine(numbers), lx.symmetric_tag)
+    audible = lx.FunctionLinearOperator(heard, SPACE)
+    scaled = lx.JacobianLinearOperator(
+        lambda x, args: args[1](args[0]) * numbers * x, numbers, (1.0, jnp.cos)
+    )
+    for operator, factor in ((mine, 1.0), (audible, 1.0), (scaled, np.cos(1.0))):
+        close(tx.xtrace(operator, KEY, N).value, factor * numbers.sum(), 1e-12)
+    jax.effects_barrier()
+    assert seen
