@@ -125,7 +125,7 @@ def test_nothing_private_is_taken_from_another_room() -> None:
 @pytest.mark.parametrize("path", ROOMS, ids=room)
 def test_rooms_are_of_a_size(path: Path) -> None:
     source = path.read_text()
-    assert len(source.splitlines()) <= 310
+    assert len(source.splitlines()) <= 500
     assert ast.get_docstring(ast.parse(source))
     assert "jax._src" not in source
 
