@@ -3,7 +3,6 @@
 Wings are folders, rooms are files of one noun, arrows run downwards only; a test draws them
 and fails otherwise.
 
-    floor 7   _testing     checks of what users write, generated operators
     floor 6   _tasks       what `python -m traceax` does with a matrix, by the front doors
     floor 5   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
@@ -39,7 +38,7 @@ A new thing has one place, and one of its kind stands there to look at:
                                       a user's class in `class_checks`, algorithm in
                                       `algorithm_checks`
     a command line option, a file     `_command.options`, a room of _command: `npz`
-    a check of what users write       a room of _testing: `sampler_check`
+    a check of what users write       traceax/testing.py; its tests are in `tests/testing`
     a comparison with other libraries a file of tests/benchmarks, and its line in `report`
     a page, a notebook                `notebooks/site/docs`, `notebooks`; both in mkdocs.yml
 
