@@ -14,8 +14,8 @@ import pytest
 from jax import monitoring
 
 import traceax as tx
-from traceax._testing.clothes import BANDED, EVERY, FULL, function, part_of, pytree
-from traceax._testing.matrices import general, hermitian, spectrum
+from tests.matrices import general, hermitian, spectrum
+from tests.wrappers import BANDED, EVERY, FULL, function, part_of, pytree
 
 __all__ = ["BANDED", "EVERY", "FULL"]
 __all__ += ["function", "general", "hermitian", "part_of", "pytree", "spectrum"]

@@ -1,23 +1,500 @@
-"""Tests for what you write yourself: operators, samplers, estimators.
+"""Checks of what you write, and generated operators. Not imported by `import traceax`."""
 
-Needs `pip install "traceax[test]"`, for hypothesis. Nothing of it is imported by
-`import traceax`.
-"""
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from traceax._core import checks
+from traceax._core import operator as ops
+from traceax._core.estimate import Estimate
+from traceax._probes import draw as probes
+from traceax._probes.samplers import Sampler, normal
 
 try:
-    import hypothesis as _hypothesis  # noqa: F401
+    import hypothesis.strategies as st
 except ImportError as error:
     raise ImportError(
         "traceax.testing must have hypothesis, because `operators` is a strategy of it, "
         'but it is not installed. Run pip install "traceax[test]".'
     ) from error
 
-from traceax._testing.estimator_check import check_estimator
-from traceax._testing.operator_check import check_operator
-from traceax._testing.operators import operators
-from traceax._testing.sampler_check import check_sampler
-
 __all__ = ["check_estimator", "check_operator", "check_sampler", "operators"]
 
-for _thing in (check_estimator, check_operator, check_sampler, operators):
-    _thing.__module__ = "traceax.testing"
+Names = Sequence[str] | None
+Pair = tuple[lx.AbstractLinearOperator, Array]
+Facts = Iterator[tuple[str, Any, Any, Any]]
+
+_SINGLE: dict[str, Callable[[Any], lx.AbstractLinearOperator]] = {
+    "Matrix": lx.MatrixLinearOperator,
+    "PyTree": lambda m: lx.PyTreeLinearOperator(
+        [jnp.array_split(rows, 2, axis=1) for rows in jnp.array_split(m, 2)],
+        jax.eval_shape(lambda: jnp.array_split(m[0], 2)),
+    ),
+    "Jacobian": lambda m: lx.JacobianLinearOperator(lambda x, _: m @ jnp.sin(x), 0 * m[0]),
+    "Function": lambda m: lx.FunctionLinearOperator(lambda x: m @ x, jax.typeof(m[0])),
+    "Diagonal": lambda m: lx.DiagonalLinearOperator(m.diagonal()),
+    "Tridiagonal": lambda m: lx.TridiagonalLinearOperator(*map(m.diagonal, (0, -1, 1))),
+    "Identity": lambda m: m[0, 0] * lx.IdentityLinearOperator(jax.typeof(m[0])),
+    "Tangent": lambda m: lx.TangentLinearOperator(*[lx.MatrixLinearOperator(m)] * 2),
+}
+_WRAPPERS: dict[str, Callable[[Any, Any, Any, Any], lx.AbstractLinearOperator]] = {
+    "Tagged": lambda a, same, signs, three: lx.TaggedLinearOperator(a, ()),
+    "Neg": lambda a, same, signs, three: -a,
+    "Mul": lambda a, same, signs, three: a * three,
+    "Div": lambda a, same, signs, three: a / three,
+    "Add": lambda a, same, signs, three: a + same,
+    "Composed": lambda a, same, signs, three: a @ signs,
+}
+_SPECTRA: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "flat": lambda i: 3 - 2 * i / i.size,
+    "decaying": lambda i: 0.3**i,
+    "steps": lambda i: 0.01 ** (i // 2),
+    "indefinite": lambda i: (1 + i) * (-1.0) ** i,
+    "rank-deficient": lambda i: (1 + i) * (2.0 * i < i.size),
+    "badly scaled": lambda i: 1e12 * (1 + i),
+}
+
+
+def operators(
+    *,
+    kinds: Names = None,
+    sizes: Sequence[int] = (1, 2, 3, 8),
+    dtypes: Names = None,
+    spectra: Names = None,
+    semidefinite: bool = False,
+    depth: int = 2,
+) -> st.SearchStrategy[Pair]:
+    """A hypothesis strategy for square operators of every class of lineax.
+
+    It draws pairs `(operator, dense)` of an operator, single or nested, on arrays or on
+    pytrees, and its matrix. Some symmetric ones are tagged. Examples shrink to n = 1.
+
+    **Arguments**
+
+    - `kinds`: names of lineax's classes without `LinearOperator`, as `"Matrix"` or `"Add"`.
+      Default `None`: all but `"Tangent"`, of which lineax does not answer all questions.
+    - `sizes`: dimensions n. Default `(1, 2, 3, 8)`; each of them is compiled anew.
+    - `dtypes`: names of dtypes. Default `None`: real and complex, of enabled precisions.
+    - `spectra`: names of eigenvalues or singular values. Default `None`: all of `"flat"`,
+      `"decaying"`, `"steps"`, `"indefinite"`, `"rank-deficient"`, `"badly scaled"`.
+    - `semidefinite`: whether all are positive semidefinite, and tagged so. Default `False`.
+    - `depth`: the largest number of wrappers around an operator. Default 2.
+
+    **Returns** a strategy. **Raises** `ValueError` if `kinds` or `spectra` holds an unknown
+    name or nothing to draw. **Derivatives**: the operator's. **Cost**: n applications.
+
+    **Example**
+
+    ```python
+    >>> import hypothesis, traceax.testing
+    >>> @hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
+    ... @hypothesis.given(traceax.testing.operators(sizes=(1, 3), spectra=("flat",)))
+    ... def test_transposing_keeps_the_trace(pair):
+    ...     assert abs(pair[0].T.as_matrix().trace() - pair[1].trace()) < 1e-4
+    >>> test_transposing_keeps_the_trace()
+
+    ```
+
+    **Reference**: MacIver and Hatfield-Dodds (2019), doi:10.21105/joss.01891.
+    """
+    known = [*_SINGLE, *_WRAPPERS]
+    kinds = [kind for kind in known if kind != "Tangent"] if kinds is None else kinds
+    spectra = list(_SPECTRA) if spectra is None else spectra
+    if semidefinite:  # these need not be semidefinite, though the matrix is
+        kinds = [kind for kind in kinds if kind not in ("Tridiagonal", "Neg", "Composed")]
+        spectra = [name for name in spectra if name != "indefinite"]
+    for name, got, every in (("kinds", kinds, known), ("spectra", spectra, [*_SPECTRA])):
+        if not set(got) <= set(every) or set(got) <= set(_WRAPPERS):
+            raise ValueError(
+                f"traceax.testing.operators({name}=...) must be names among {every}, and "
+                f"not of wrappers alone, but got {[*got]}. Add {every[0]!r}, say."
+            )
+    double = ("float64", "complex128") if jnp.result_type(float) == np.float64 else ()
+    dtypes = dtypes or ("float32", "complex64", *double)
+
+    @st.composite
+    def pairs(draw: Any) -> Pair:
+        n, dtype, name = (draw(st.sampled_from(each)) for each in (sizes, dtypes, spectra))
+        matrix = _hermitian(name, n, dtype, seed=draw(st.integers(0, 99)))
+        if not semidefinite and draw(st.booleans()):
+            matrix = matrix[::-1]  # of the same singular values
+        kind = draw(st.sampled_from([kind for kind in _SINGLE if kind in kinds]))
+        operator = _SINGLE[kind](matrix)
+        # What is added or composed acts on the same space. lineax 0.1.1 changes the dtype
+        # with Python numbers, and if both operators are banded or one is the identity.
+        names = {*kinds} - ({"Add", "Composed"} if kind == "Identity" else set())
+        wrappers = [_WRAPPERS[name] for name in _WRAPPERS if name in names]
+        second = _SINGLE["PyTree" if kind == "PyTree" else "Function"]
+        signs = second(jnp.diag((-1) ** jnp.arange(n)).astype(dtype))
+        others = second(matrix), signs, jnp.asarray(3, matrix.real.dtype)
+        for _ in range(draw(st.integers(0, depth if wrappers else 0))):
+            operator = draw(st.sampled_from(wrappers))(operator, *others)
+        dense = operator.as_matrix()
+        tags = [None] + [lx.symmetric_tag] * np.array_equal(dense, dense.T)
+        tag = lx.positive_semidefinite_tag if semidefinite else draw(st.sampled_from(tags))
+        return (lx.TaggedLinearOperator(operator, tag) if tag else operator), dense
+
+    return pairs()
+
+
+def _hermitian(name: str, n: int, dtype: Any, seed: int) -> Array:
+    """A Hermitian matrix with this spectrum and random eigenvectors."""
+    basis = jax.random.orthogonal(jax.random.key(seed), n, dtype=dtype)
+    matrix = (basis * _SPECTRA[name](np.arange(n)).astype(basis.dtype)) @ basis.conj().T
+    return (matrix + matrix.conj().T) / 2
+
+
+def _report(check: str, thing: object, *facts: Facts) -> None:
+    """List each `(name, got, want, room)` of an error above `room`, or of unequal texts."""
+    faults = []
+    for name, got, want, room in itertools.chain(*facts):
+        if isinstance(got, str) and got == want:
+            continue
+        if isinstance(got, str):  # nothing after it can be compared
+            faults.append(f"\n- {name}: must be {want}, but got {got}.")
+            break
+        error = np.abs(np.asarray(got) - np.asarray(want))
+        room = np.broadcast_to(np.asarray(room), error.shape)
+        if not np.all(error <= room):  # NaN is wrong, too
+            worst = np.argmax(error - room)
+            off, allowed = np.ravel(error)[worst], np.ravel(room)[worst]
+            faults.append(f"\n- {name}: off by {off:.3g}, {allowed:.1g} allowed.")
+    if faults:
+        name = getattr(thing, "__name__", type(thing).__name__)
+        raise AssertionError(f"traceax.testing.{check}: {name} fails:{''.join(faults)}")
+
+
+def _mean(name: str, samples: Any, want: Any, rounding: Any) -> tuple[str, Any, Any, Any]:
+    """The fact that the mean is `want`, to six standard errors."""
+    room = 6 * np.std(samples, axis=0) / len(samples) ** 0.5 + rounding
+    return name, np.mean(samples, axis=0), want, room
+
+
+def check_sampler(
+    sampler: Sampler,
+    *,
+    independent: bool = True,
+    same_for_any_cut: bool = True,
+    num_probes: int = 3,
+) -> None:
+    """Check that a sampler draws probes z with E[z z*] = I.
+
+    It draws 120,000 probes of six dimensions, real and complex, with fixed keys, and checks
+    their shapes and dtypes, for arrays and pytrees; that the key alone decides; that
+    E[z z*] = I; that probes are independent; and that they are the same however the space
+    is cut into leaves. Means must be right to six standard errors of the draws.
+
+    **Arguments**
+
+    - `sampler`: a function `(key, structure, num_probes) -> probes`, to draw them with
+      E[z z*] = I; each leaf has a leading axis of `num_probes`.
+    - `independent`: whether probes are independent of each other, as most estimators need.
+      Default `True`; `False` for `orthogonal`, `hadamard`, `probing` and the like.
+    - `same_for_any_cut`: whether a probe is the same, cut into leaves or not. Default
+      `True`, as for all samplers of this library; `False` for those that draw leaf by leaf.
+    - `num_probes`: how many to draw at a time. Default 3; for `probing`, its colours.
+
+    **Returns** `None`. **Raises** `AssertionError` that lists what is wrong, by how much;
+    `TypeError` if `sampler` is no function or `num_probes` no Python int; `ValueError` if
+    `num_probes` is below 2. **Derivatives**: none. **Cost**: one to five seconds.
+
+    **Example**
+
+    ```python
+    >>> import traceax.testing
+    >>> traceax.testing.check_sampler(traceax.orthogonal, independent=False)
+
+    ```
+
+    **Reference**: Hutchinson (1989), doi:10.1080/03610918908812806.
+    """
+    probes.check_sampler("testing.check_sampler", sampler)
+    if checks.check_count("testing.check_sampler", "num_probes", num_probes) < 2:
+        raise ValueError(
+            "traceax.testing.check_sampler(num_probes=...) must be at least 2, because one "
+            f"probe cannot show independence, but got {num_probes}. Pass 3, say."
+        )
+    facts = partial(_sampler_facts, sampler, num_probes, independent, same_for_any_cut)
+    _report("check_sampler", sampler, facts("float32"), facts("complex64"))
+
+
+def _sampler_facts(sampler: Any, k: int, independent: bool, cut: bool, dtype: str) -> Facts:
+    n, leaf = 6, partial(jax.ShapeDtypeStruct, dtype=dtype)
+    trees = [{"a": leaf((3,)), "b": leaf((3,))}, leaf((n,)), (leaf(()), leaf((5, 1)))]
+    keys = jax.random.split(jax.random.key(7), 120_000 // k)
+    want = checks.show(jax.tree.map(lambda x: leaf((k, *x.shape)), trees))
+    got = checks.show([sampler(keys[0], tree, k) for tree in trees])
+    yield f"{dtype}: shapes (num_probes, *leaf.shape), leaf.dtype", got, want, 0
+
+    def columns(key: Any, tree: Any = trees[0]) -> Any:
+        return ops.as_columns(sampler(key, tree, k), jnp.dtype(dtype))
+
+    one, again, *others = (columns(keys[0], tree) for tree in [trees[0], *trees])
+    yield f"{dtype}: same key, same probes", again, one, 0
+    if cut:
+        yield f"{dtype}: same_for_any_cut=True", np.stack(others), one, 1e-5
+    z = np.asarray(jax.jit(jax.vmap(columns))(keys), np.result_type(dtype, np.float64))
+    mean = partial(_mean, rounding=1e-5 * np.max(np.abs(z)) ** 2)
+    outer = z @ z.conj().swapaxes(1, 2) / k
+    yield mean(f"{dtype}: E[z z*] = I", outer, np.eye(n))
+    # Small errors of length and mean show in the trace and the sum of the entries.
+    yield mean(f"{dtype}: E|z|^2 = n", np.trace(outer, axis1=1, axis2=2), n)
+    yield mean(f"{dtype}: E|sum z_i|^2 = n", np.sum(outer, axis=(1, 2)), n)
+    if independent:
+        products = np.abs(np.sum(z[:, :, :-1].conj() * z[:, :, 1:], axis=1)) ** 2
+        yield mean(f"{dtype}: independent=True, E|z_i* z_j|^2 = n", products, n)
+        forms = np.sum(z.conj() * ((np.diag(np.arange(n)) + 0.3) @ z), axis=1).real
+        forms -= np.mean(forms, axis=0)
+        products = forms[:, :-1] * forms[:, 1:]
+        yield mean(f"{dtype}: independent=True, cov(z* B z) = 0", products, 0)
+
+
+def check_operator(
+    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, *, rtol: float | None = None
+) -> None:
+    """Check that a lineax operator is linear and consistent, and that its tags are true.
+
+    With random vectors it checks that `mv` returns `out_structure` and is linear, over the
+    complex numbers if it is complex; that `transpose`, `lx.conj` and `as_matrix` agree with
+    it; that derivatives, forward and reverse, agree with each other and with differences;
+    and that what lineax says of the operator is true, be it by a tag or by its class.
+
+    **Arguments**
+
+    - `operator`: any lineax operator, all of whose arrays this process has.
+    - `key`: a JAX random key.
+    - `rtol`: the relative error that is taken for rounding. Default `None`: eps^0.6 of the
+      operator's dtype, 4e-10 in double and 7e-5 in single precision.
+
+    **Returns** `None`. **Raises** `AssertionError` that lists what is wrong, by how much;
+    `TypeError` or `ValueError` for an `operator` or a `key` that no estimator takes, and
+    for arrays spread over several processes. **Derivatives**: none. **Cost**: 110 matvecs.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax.testing
+    >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(3), lx.unit_diagonal_tag)
+    >>> traceax.testing.check_operator(operator, jax.random.key(0))
+
+    ```
+
+    **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
+    """
+    checks.check_operator("testing.check_operator", operator, square=False)
+    checks.check_key("testing.check_operator", key)
+    operator = ops.prepare(jax.tree.map(_of_this_process, operator))
+    rtol = ops.resolution(operator) ** 0.6 if rtol is None else rtol
+    _report("check_operator", operator, _operator_facts(operator, key, rtol))
+
+
+def _of_this_process(leaf: Any) -> Any:
+    """The copy that this process has of an array, where each process has all of it."""
+    if getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    if leaf.is_fully_replicated:
+        return leaf.addressable_data(0)
+    raise ValueError(
+        "traceax.testing.check_operator(operator=...) must hold arrays of one process, "
+        f"because one process applies it, but got shape {leaf.shape} spread over several. "
+        "Gather it by process_allgather(array, tiled=True) of "
+        "jax.experimental.multihost_utils, or check a smaller operator of its class."
+    )
+
+
+def _apply(operator: Any, x: Any) -> Any:
+    image = operator.mv(ops.unflatten(x, operator.in_structure()))
+    return ops.flatten(image, ops.common_dtype(operator.out_structure()))
+
+
+def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
+    into, out = operator.in_structure(), operator.out_structure()
+    program, got, _ = eqx.filter_make_jaxpr(operator.mv)(into)
+    jax.tree.map(_of_this_process, program.consts)  # also what functions close over
+    yield "mv returns out_structure", checks.show(got), checks.show(out), 0
+    xs, ys = (ops.as_columns(normal(key, s, 8), ops.common_dtype(s)).T for s in (into, out))
+    images = jax.vmap(partial(_apply, operator))(xs)
+    (x, v, *_), (ax, av, *_), y = xs, images, ys[-1]
+    norm, room = jnp.linalg.norm, rtol * jnp.max(jnp.abs(images))
+    a, b = (0.6 - 0.8j, 1.7j) if jnp.iscomplexobj(x) else (0.6, -1.7)
+    mixed = _apply(operator, (a * x + b * v).astype(x.dtype))
+    yield "mv is linear, A(ax + bv) = a Ax + b Av", mixed, a * ax + b * av, 2 * room
+    aty = _apply(operator.transpose(), y)
+    size = norm(ax) * norm(y) + norm(aty) * norm(x)
+    yield "transpose is that of mv, y.(Ax) = (A^T y).x", aty @ x, y @ ax, rtol * size
+    conjugate = _apply(lx.conj(operator), x.conj())
+    yield "lx.conj is that of mv, conj(A) conj(x) = conj(Ax)", conjugate, ax.conj(), room
+    with suppress(NotImplementedError):  # a class may have no matrix
+        image = operator.as_matrix() @ x if x.size <= 64 else ax
+        yield "as_matrix is that of mv", image, ax, room
+
+    # Derivatives along a change of the vector and of every array that the operator holds.
+    arrays, rest = eqx.partition(operator, eqx.is_inexact_array)
+    change = jax.tree.map(lambda a: a * jax.random.normal(key, a.shape, a.dtype), arrays)
+
+    def moved(h: Any) -> Any:
+        changed = jax.tree.map(lambda a, da: (a + h * da).astype(a.dtype), arrays, change)
+        return _apply(eqx.combine(changed, rest), x + h * v)
+
+    zero, h = jnp.zeros((), x.real.dtype), ops.resolution(operator) ** (1 / 3)
+    _, slope = jax.jvp(moved, (zero,), (zero + 1,))
+    quotient = (moved(zero + h) - moved(zero - h)) / (2 * h)
+    room = (10 * h + rtol) * jnp.max(jnp.abs(jnp.append(ax, slope)))
+    yield "derivative = difference quotient", slope, quotient, room
+    (reverse,), room = jax.vjp(moved, zero)[1](y), rtol * norm(y) * (norm(ax) + norm(slope))
+    yield "reverse derivative = forward derivative", reverse, jnp.sum(y * slope).real, room
+    if eqx.tree_equal(into, out) is True:
+        yield from _tag_facts(operator, xs, rtol)
+
+
+def _tag_facts(operator: Any, xs: Any, rtol: float) -> Facts:
+    """Numbers that are zero if lineax is right: of some columns, and of Ritz values."""
+    n, rows = xs.shape[1], jax.vmap(partial(_apply, operator))
+    places = np.unique(np.linspace(0, n - 1, 32).astype(int))[:, None]
+    columns = rows(jnp.asarray(places == np.arange(n), xs.dtype))
+    apart = np.arange(n) - places
+    images = rows(xs)
+    size = jnp.maximum(jnp.max(jnp.abs(images)), jnp.finfo(xs.dtype).tiny)
+    blocks = [xs, images / size]
+    for _ in range(2):
+        blocks.append(rows(blocks[-1]) / size)
+    basis = jnp.linalg.qr(jnp.vstack(blocks).T)[0]
+    core = rows(basis.T) @ basis.conj()
+    ritz, skew = jnp.linalg.eigvalsh((core + core.conj().T) / 2), core - core.conj().T
+    room = rtol * jnp.maximum(size, jnp.max(jnp.abs(ritz)))
+    zeros: dict[Any, Any] = {
+        lx.is_symmetric: (images @ xs.T - xs @ images.T) / n,
+        lx.is_positive_semidefinite: jnp.append(jnp.minimum(ritz, 0), skew),
+        lx.is_negative_semidefinite: jnp.append(jnp.maximum(ritz, 0), skew),
+        lx.is_diagonal: columns * (apart != 0),
+        lx.is_lower_triangular: columns * (apart < 0),
+        lx.is_upper_triangular: columns * (apart > 0),
+        lx.is_tridiagonal: columns * (abs(apart) > 1),
+        lx.has_unit_diagonal: (columns - 1) * (apart == 0),
+    }
+    for question, entries in zeros.items():
+        with suppress(NotImplementedError):  # lineax has not been told
+            if question(operator):
+                yield f"lineax.{question.__name__} is true", entries, 0, room
+
+
+def check_estimator(
+    estimator: Callable[..., Estimate],
+    *,
+    num_matvecs: int = 12,
+    truth: Callable[[Any], Any] = jnp.trace,
+    semidefinite: bool = False,
+    euler: bool = True,
+    num_keys: int = 400,
+) -> None:
+    """Check an estimator of the trace, or of anything else that is linear in the operator.
+
+    With semidefinite operators of 20 dimensions it checks, to six standard errors of the
+    runs, that the truth is the mean of value and derivative, and that `interval(0.95)`
+    misses it in at most 10 % of them; that errors said to be 0 are; that both modes of
+    differentiation agree; that the key alone decides; and that value and error of c A are c
+    times those of A, for c or 1/c the fourth root of the dtype's largest number.
+
+    **Arguments**
+
+    - `estimator`: a function `(operator, key)` or `(operator, key, num_matvecs)`.
+    - `num_matvecs`: the budget, if the estimator has an argument of this name. Default 12.
+    - `truth`: what is estimated, a function of the dense matrix. Default its trace.
+    - `semidefinite`: whether operators are tagged positive semidefinite. Default `False`.
+    - `euler`: whether the derivative along the operator is the value. Default `True`.
+    - `num_keys`: the number of runs. Default 400; more runs find smaller biases.
+
+    **Returns** `None`. **Raises** `AssertionError` that lists what is wrong, by how much;
+    `TypeError` if `estimator` is no function. **Derivatives**: none. **Cost**: seconds.
+
+    **Example**
+
+    ```python
+    >>> import traceax.testing
+    >>> traceax.testing.check_estimator(traceax.hutchinson_trace, num_keys=100)
+
+    ```
+
+    **Reference**: none; the identities are those of the rule in `traceax/_core/rule.py`.
+    """
+    if not callable(estimator):
+        raise TypeError(
+            "traceax.testing.check_estimator(estimator=...) must be a function (operator, "
+            f"key) -> Estimate, but got {type(estimator).__name__}. Pass tx.xtrace, say."
+        )
+    budgeted = "num_matvecs" in inspect.signature(estimator).parameters
+    call = partial(estimator, num_matvecs=num_matvecs) if budgeted else estimator
+    tag = lx.positive_semidefinite_tag if semidefinite else ()
+
+    def estimate(matrix: Any, key: Any) -> Estimate:
+        return call(lx.TaggedLinearOperator(_SINGLE["Function"](matrix), tag), key)
+
+    one = _estimate_facts(estimate, truth, num_matvecs if budgeted else np.inf, euler)
+    many = _statistics_facts(estimate, truth, num_keys)
+    _report("check_estimator", estimator, one, many)
+
+
+def _estimate_facts(estimate: Any, truth: Any, budget: float, euler: bool) -> Facts:
+    matrix, change = _hermitian("decaying", 20, float, 3), _hermitian("flat", 20, float, 4)
+    size = jnp.sum(jnp.abs(matrix) + jnp.abs(change))
+    room = 300 * jnp.finfo(size.dtype).eps * size  # for rounding
+    key, run, want = jax.random.key(11), jax.jit(estimate), jnp.shape(truth(matrix))
+    one = estimate(matrix, key)
+    got = [jnp.shape(leaf) for leaf in jax.tree.leaves(one)[:2]]
+    got = f"{'Estimate' if isinstance(one, Estimate) else type(one).__name__} of {got}"
+    yield "value and standard_error", got, f"Estimate of {[want, want]}", 0
+    value, error = one.value, one.standard_error
+    spent = one.num_matvecs * bool(jnp.any(error > 0))  # small operators may be exact
+    yield f"num_matvecs is at most {budget}", max(spent - budget, 0), 0, 0
+    yield "standard_error is at least 0", jnp.minimum(error, 0), 0, 0
+    yield "same key, same value", estimate(matrix, key).value, value, 0
+    yield "same value under jax.jit", run(matrix, key).value, value, room
+    power = jnp.finfo(matrix.dtype).maxexp // 4
+    for factor in (2.0**-power, 2.0**power):
+        scaled = run(factor * matrix, key)
+        name = f"{factor:.0e} A divided by {factor:.0e} is that of A"
+        yield f"value of {name}", scaled.value / factor, value, room
+        yield f"error of {name}", scaled.standard_error / factor, error, room + 1e-3 * error
+    _, slope = jax.jvp(lambda m: estimate(m, key).value, (matrix,), (change,))
+    gradient = jax.grad(lambda m: jnp.sum(estimate(m, key).value))(matrix)
+    reverse, along = jnp.sum(gradient * change), jnp.sum(gradient * matrix)
+    yield "reverse derivative = forward derivative", reverse, jnp.sum(slope), room
+    if euler:
+        yield "euler=True, derivative along A = value", along, jnp.sum(value), room
+
+
+def _statistics_facts(estimate: Any, truth: Any, num_keys: int) -> Facts:
+    @jax.jit
+    @partial(jax.vmap, in_axes=(None, None, 0))
+    def runs(matrix: Any, change: Any, key: Any) -> Any:
+        slope = jax.jvp(lambda m: estimate(m, key).value, (matrix,), (change,))[1]
+        return estimate(matrix, key), slope
+
+    keys = jax.random.split(jax.random.key(12), num_keys)
+    spectra = ("flat", "decaying", "rank-deficient")
+    for name, dtype in itertools.product(spectra, (float, complex)):
+        matrix, change = _hermitian(name, 20, dtype, 3), _hermitian("flat", 20, dtype, 4)
+        drawn, slopes = runs(matrix, change, keys)
+        want, slope = jax.jvp(truth, (matrix,), (change,))
+        size = jnp.sum(jnp.abs(matrix) + jnp.abs(change))
+        room = 300 * jnp.finfo(size.dtype).eps * size  # for rounding
+        name, errors = f"{name} {dtype.__name__}", jnp.abs(drawn.value - want)
+        yield _mean(f"{name}: value unbiased", drawn.value, want, room)
+        yield _mean(f"{name}: derivative unbiased", slopes, slope, room)
+        exact = errors * (drawn.standard_error == 0)
+        yield f"{name}: exact where standard_error is 0", exact, 0, room
+        low, _ = eqx.tree_at(lambda e: e.value, drawn, errors).interval(0.95)
+        allowed = 0.1 + 6 * (0.09 / errors.size) ** 0.5
+        yield f"{name}: share that interval(0.95) misses", jnp.mean(low > room), 0, allowed

@@ -1,14 +1,9 @@
 """Dense matrices of known spectra."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-
-SPECTRA = ("flat", "decaying", "steps", "indefinite", "rank-deficient", "badly scaled")
-"""Those that `operators` draws from."""
 
 
 def spectrum(name: str, n: int) -> np.ndarray:
@@ -20,11 +15,6 @@ def spectrum(name: str, n: int) -> np.ndarray:
         "step": np.where(i < n // 20, 1, 1e-3),
         "rank5": (i < 5) * 1.0,
         "zero": 0.0 * i,
-        "decaying": 0.3**i,
-        "steps": 10.0 ** -(2 * (i // 2)),
-        "indefinite": (1.0 + i) * (-1.0) ** i,
-        "rank-deficient": np.where(2 * i < n, 1.0 + i, 0.0),
-        "badly scaled": 1e12 * (1.0 + i),
     }[name]
 
 
@@ -32,16 +22,12 @@ def hermitian(eigenvalues: np.ndarray, dtype: Any = float, seed: int = 0) -> Any
     """A dense Hermitian matrix with these eigenvalues in a random orthonormal basis."""
     n = len(eigenvalues)
     rng = np.random.default_rng(seed)
-    basis, _ = np.linalg.qr(_normal(rng, n, dtype))
+    block: Any = rng.standard_normal((n, n))
+    if np.issubdtype(np.dtype(dtype), np.complexfloating):
+        block = block + 1j * rng.standard_normal((n, n))
+    basis, _ = np.linalg.qr(block)
     matrix = (basis * eigenvalues) @ basis.conj().T
     return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
-
-
-def with_singular_values(values: np.ndarray, dtype: Any = float, seed: int = 0) -> Any:
-    """A dense matrix with these singular values between random orthonormal bases."""
-    rng = np.random.default_rng(seed)
-    left, right = (np.linalg.qr(_normal(rng, len(values), dtype))[0] for _ in range(2))
-    return jnp.asarray((left * values) @ right.conj().T, dtype)
 
 
 def general(n: int, dtype: Any = float, seed: int = 0) -> Any:
@@ -51,10 +37,3 @@ def general(n: int, dtype: Any = float, seed: int = 0) -> Any:
     if np.issubdtype(np.dtype(dtype), np.complexfloating):
         matrix = matrix + 1j * rng.standard_normal((n, n))
     return jnp.asarray(matrix, dtype)
-
-
-def _normal(rng: np.random.Generator, n: int, dtype: Any) -> Any:
-    block: Any = rng.standard_normal((n, n))
-    if np.issubdtype(np.dtype(dtype), np.complexfloating):
-        block = block + 1j * rng.standard_normal((n, n))
-    return block

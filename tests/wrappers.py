@@ -1,12 +1,10 @@
-"""One dense matrix in the clothes of every operator class.
+"""One dense matrix wrapped in every operator class.
 
-Each is made from the matrix it stands for, so that derivatives reach the matrix.
+Each operator is made from the matrix it stands for, so that derivatives reach the matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,15 +12,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 
-Maker = Callable[[Any], lx.AbstractLinearOperator]
-
-
-class Clothes(NamedTuple):
-    """`make(matrix)` stands for `dense(matrix)`."""
-
-    name: str
-    make: Maker
-    dense: Callable[[Any], Any]
+Wrapper = Callable[[Any], lx.AbstractLinearOperator]
 
 
 def function(matrix: Any) -> lx.AbstractLinearOperator:
@@ -32,11 +22,7 @@ def function(matrix: Any) -> lx.AbstractLinearOperator:
 
 def jacobian(matrix: Any) -> lx.AbstractLinearOperator:
     point = jnp.zeros(matrix.shape[1], matrix.dtype)
-
-    def bent(x: Any, args: Any) -> Any:
-        return matrix @ jnp.sin(x)
-
-    return lx.JacobianLinearOperator(bent, point)
+    return lx.JacobianLinearOperator(lambda x, args: matrix @ jnp.sin(x), point)
 
 
 def pytree(matrix: Any) -> lx.AbstractLinearOperator:
@@ -62,7 +48,7 @@ def tangent(matrix: Any) -> lx.AbstractLinearOperator:
 
 
 def composed(matrix: Any) -> lx.AbstractLinearOperator:
-    swap = _swap(matrix)
+    swap = jnp.eye(matrix.shape[0], dtype=matrix.dtype)[::-1]
     return lx.MatrixLinearOperator(matrix @ swap) @ function(swap)
 
 
@@ -72,11 +58,7 @@ def nested(matrix: Any) -> lx.AbstractLinearOperator:
     return -((lx.MatrixLinearOperator(matrix) - third * inner) / 2)
 
 
-def _swap(matrix: Any) -> Any:
-    return jnp.eye(matrix.shape[0], dtype=matrix.dtype)[::-1]
-
-
-FULL: dict[str, Maker] = {
+FULL: dict[str, Wrapper] = {
     "Matrix": lx.MatrixLinearOperator,
     "PyTree": pytree,
     "Jacobian": jacobian,
@@ -92,7 +74,7 @@ FULL: dict[str, Maker] = {
 }
 """Classes that hold any matrix."""
 
-BANDED: dict[str, Maker] = {
+BANDED: dict[str, Wrapper] = {
     "Diagonal": lambda m: lx.DiagonalLinearOperator(jnp.diagonal(m)),
     "Tridiagonal": lambda m: lx.TridiagonalLinearOperator(
         jnp.diagonal(m), jnp.diagonal(m, -1), jnp.diagonal(m, 1)
@@ -103,68 +85,18 @@ BANDED: dict[str, Maker] = {
 }
 """Classes that hold a part of a matrix; `part_of` says which."""
 
-EVERY: dict[str, Maker] = FULL | BANDED
+EVERY: dict[str, Wrapper] = FULL | BANDED
 
 
 def part_of(kind: str, matrix: Any) -> Any:
     """The matrix that `EVERY[kind](matrix)` stands for."""
-    n = matrix.shape[0]
-    i, j = np.indices((n, n))
+    i, j = np.indices(matrix.shape)
     match kind:
         case "Diagonal":
             return matrix * (i == j)
         case "Tridiagonal":
             return matrix * (abs(i - j) <= 1)
         case "Identity":
-            return matrix[0, 0] * jnp.eye(n, dtype=matrix.dtype)
+            return matrix[0, 0] * (i == j)
         case _:
             return matrix
-
-
-SINGLE = [
-    Clothes(name, make, lambda m, name=name: part_of(name, m))
-    for name, make in EVERY.items()
-    if name not in ("Tagged", "Add", "Mul", "Neg", "Div", "Composed", "nested")
-]
-"""Classes that hold no other operator. All but `PyTree` have vectors of one leaf."""
-
-
-def wrapped(outer: str, inner: Clothes) -> Clothes:
-    """An operator within another."""
-    make, dense = inner.make, inner.dense
-    name = f"{outer}({inner.name})"
-    match outer:
-        case "Tagged":
-            return Clothes(name, lambda m: lx.TaggedLinearOperator(make(m), ()), dense)
-        case "Neg":
-            return Clothes(name, lambda m: -make(m), lambda m: -dense(m))
-        case "Mul":
-            return Clothes(name, lambda m: make(m) * _real(3, m), lambda m: 3 * dense(m))
-        case "Div":
-            return Clothes(name, lambda m: make(m) / _real(4, m), lambda m: dense(m) / 4)
-        case _:
-            raise ValueError(outer)
-
-
-def _real(number: float, matrix: Any) -> Any:
-    return jnp.asarray(number, jnp.finfo(matrix.dtype).dtype)
-
-
-def joined(outer: str, one: Clothes, other: Clothes) -> Clothes:
-    """Two operators within another."""
-    name = f"{outer}({one.name}, {other.name})"
-    match outer:
-        case "Add":
-            return Clothes(
-                name,
-                lambda m: one.make(m / 4) + other.make(3 * m / 4),
-                lambda m: one.dense(m / 4) + other.dense(3 * m / 4),
-            )
-        case "Composed":
-            return Clothes(
-                name,
-                lambda m: one.make(m @ _swap(m)) @ other.make(_swap(m)),
-                lambda m: one.dense(m @ _swap(m)) @ other.dense(_swap(m)),
-            )
-        case _:
-            raise ValueError(outer)
