@@ -76,8 +76,8 @@ def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def symmetric(n: int) -> Any:
-    ends = [-1.0, 2.5, -1.0]
-    return sp.diags_array(ends, offsets=[-1, 0, 1], shape=(n, n)).tocsr()
+    offsets: Any = [-1, 0, 1]
+    return sp.diags_array([-1.0, 2.5, -1.0], offsets=offsets, shape=(n, n)).tocsr()
 
 
 @pytest.mark.parametrize("name", ["a.mtx", "a.npz", "a.npy"])

@@ -48,7 +48,8 @@ def basis(n: int, dtype: Any) -> np.ndarray:
     if np.issubdtype(dtype, np.complexfloating):
         drawn = drawn + 1j * rng.standard_normal((n, n))
     frame = np.linalg.qr(drawn)[0]
-    return (frame if np.issubdtype(dtype, np.complexfloating) else frame.real).astype(dtype)
+    whole = np.issubdtype(dtype, np.complexfloating)
+    return (frame if whole else np.real(frame)).astype(dtype)
 
 
 def of_spectrum(eigenvalues: Callable[[Any], Any], dtype: Any = float) -> Callable:
@@ -276,8 +277,9 @@ def cases() -> Iterator[Case]:
 
 def loss(estimate: Any) -> Any:
     """A real number that every value of an estimate matters to."""
-    estimates = estimate if isinstance(estimate, tx.Estimate) else estimate.inv_quad
-    rest = 0.0 if estimates is estimate else loss(estimate.logdet)
+    single = isinstance(estimate, tx.Estimate)
+    estimates: Any = estimate if single else estimate.inv_quad
+    rest = 0.0 if single else loss(getattr(estimate, "logdet", None))
     leaves = jax.tree.leaves(estimates.value)
     flat = jnp.concatenate([jnp.atleast_1d(leaf).ravel() for leaf in leaves])
     weights = 1.5 + jnp.cos(jnp.arange(flat.size))
@@ -332,7 +334,7 @@ def seconds(case: Case, kind: Kind) -> Iterator[tuple[str, float]]:
     yield "first", timed(lambda: case.run(kind.operator(matrix), key))
     yield "second", timed(lambda: case.run(kind.operator(matrix), key))
     jax.clear_caches()
-    jitted = eqx.filter_jit(lambda matrix, key: case.run(kind.operator(matrix), key))
+    jitted: Any = eqx.filter_jit(lambda matrix, key: case.run(kind.operator(matrix), key))
     start = time.perf_counter()
     compiled = jitted.lower(matrix, key).compile()
     yield "compile", time.perf_counter() - start
@@ -368,7 +370,7 @@ def timed_cases() -> Iterator[Case]:
 
 def keep(file: str, only_times: bool) -> None:
     jax.config.update("jax_enable_x64", True)
-    kept: dict[str, np.ndarray] = {}
+    kept: dict[str, Any] = {}
     for case in timed_cases() if only_times else cases():
         for kind in case.kinds:
             start = time.perf_counter()
@@ -410,7 +412,7 @@ def compare(one: str, other: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("keep")
     first.add_argument("file")

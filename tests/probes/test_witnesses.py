@@ -75,7 +75,7 @@ def test_variances_over_all_signs() -> None:
 
     def variance(signs: Any) -> Any:
         z = 3**0.5 * jnp.where(mine, signs[:, None], 0)
-        found = account(z, matrix @ z, witnesses)
+        found = account(z, jnp.asarray(matrix) @ z, witnesses)
         return found.squares * found.scale**2
 
     every = 1 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)

@@ -168,8 +168,9 @@ def _tokens(jaxpr: Jaxpr) -> Iterator[Any]:
         for value in parameters:
             if isinstance(value, ClosedJaxpr):
                 yield tuple(map(id, value.consts))
-            if _is_jaxpr(value):
-                yield from _tokens(getattr(value, "jaxpr", value))
+                value = value.jaxpr
+            if isinstance(value, Jaxpr):
+                yield from _tokens(value)
             else:
                 yield repr(value) if isinstance(value, float | complex) else value
     yield from map(token, jaxpr.outvars)

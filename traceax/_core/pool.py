@@ -52,7 +52,7 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     """
     if isinstance(estimates, Estimate):
         check_batch("pool", estimates)
-        whole = estimates
+        whole, parts = estimates, []
     else:
         check_parts("pool", estimates)
         names = ("value", "standard_error", "num_matvecs", "degrees_of_freedom")
@@ -69,7 +69,7 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     return Estimate(
         jax.tree.unflatten(structure, [value for value, _, _ in pooled]),
         jax.tree.unflatten(structure, [refusing(e, value) for value, e, _ in pooled]),
-        jnp.sum(counts) if whole is estimates else sum(e.num_matvecs for e in estimates),
+        sum(e.num_matvecs for e in parts) if parts else jnp.sum(counts),
         jnp.min(jnp.stack([freedom for _, _, freedom in pooled])),
     )
 

@@ -192,7 +192,7 @@ def _semidefinite(
     )
     scale, floor = samples.scale, totals(samples.rounding, sizes)
     sums = totals(samples.values, sizes)
-    if probes.shape[1] < 3:
+    if replicates is None:
         error = shared_error(sums, floor)
     else:
         error = jackknife_error(totals(replicates, sizes), floor)

@@ -141,7 +141,9 @@ def _clique(step: Sparse, power: int) -> int:
 def _of_power(step: Sparse, power: int) -> Colours:
     reached = within(step, power)
     found, grid = fewest(reached), as_grid(step)
-    for count in range(2, int(found.max()) + 1) if grid is not None else ():
+    if grid is None:
+        return found
+    for count in range(2, int(found.max()) + 1):
         lattice = best_lattice(grid, range(count, count - 1, -1), power)
         if lattice is not None and keeps_apart(lattice[0], reached):
             return lattice[0]
