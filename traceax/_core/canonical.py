@@ -100,9 +100,16 @@ def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
+def held_arrays(equation: Any) -> Iterator[Any]:
+    """Those that the jaxprs inside of an equation hold."""
+    for inner in filter(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr)):
+        yield from getattr(inner, "consts", ())
+        for each in inner.eqns:
+            yield from held_arrays(each)
+
+
 def _holds_arrays(equation: Any) -> bool:
-    inner = filter(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr))
-    return any(getattr(j, "consts", ()) or any(map(_holds_arrays, j.eqns)) for j in inner)
+    return any(True for _ in held_arrays(equation))
 
 
 def _hoisted(closed: ClosedJaxpr, *args: Any) -> list[Any]:

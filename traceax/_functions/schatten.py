@@ -102,7 +102,8 @@ def schatten_norm(
     operator = check_function_request(name, operator, key, counts, square=False)
     check_positive(name, "p", p, _POWERS)
     unit = _unit(name, operator, key)
-    scaled = operator / unit
+    # XLA would make (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
+    scaled = operator * (1 / unit)
     if is_positive(operator) or is_negative(operator):
         target, exponent, cost = scaled, p, 1
     else:

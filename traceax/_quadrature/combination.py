@@ -54,10 +54,11 @@ def combination(
     def of_vector(t: Inexact[Array, " p"]) -> PyTree[Array]:
         return combine(as_result(t, structure))
 
-    converted = canonical(of_vector, traces)
-    result = eqx.filter_eval_shape(converted, traces)
+    result = eqx.filter_eval_shape(of_vector, traces)
     check_combined(name, result)
-    return ScalarFunction(converted, traces), inexact(result, traces.dtype)
+    return ScalarFunction(canonical(of_vector, traces), traces), inexact(
+        result, traces.dtype
+    )
 
 
 class Plain(eqx.Module):

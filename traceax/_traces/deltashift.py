@@ -43,7 +43,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
-from traceax._core.canonical import Canonical, compiled
+from traceax._core.canonical import Canonical, compiled, held_arrays, is_concrete
 from traceax._core.checks import (
     check_budget,
     check_count,
@@ -309,5 +309,12 @@ def _state(
 
 
 def _words(code: Canonical) -> UInt32[Array, " 8"]:
-    text = re.sub("0x[0-9a-f]+", "", str(code.jaxpr))  # addresses of functions
-    return jnp.asarray(np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint32))
+    """A hash of the code, and of the arrays that jitted functions inside of loops hold."""
+    digest = hashlib.sha256()
+    digest.update(re.sub("0x[0-9a-f]+", "", str(code.jaxpr)).encode())  # no addresses
+    for array in (a for equation in code.jaxpr.eqns for a in held_arrays(equation)):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        if is_concrete(array):
+            digest.update(np.asarray(array).tobytes())
+    return jnp.asarray(np.frombuffer(digest.digest(), np.uint32))
