@@ -75,6 +75,18 @@ def test_hutchpp_rebuilt_agrees_to_rounding(kind: str, dtype: Any) -> None:
     close(mine, their, 1e-13)
 
 
+def test_applications_are_counted_where_an_operator_holds_arrays() -> None:
+    """In jitted functions of a class of one's own."""
+    inner = jax.jit(lambda v: jnp.cos(jnp.asarray(np.arange(float(N)))) * v)
+
+    class Mine(lx.DiagonalLinearOperator):
+        def mv(self, vector: Any) -> Any:
+            return inner(vector)
+
+    operator = lx.TaggedLinearOperator(Mine(jnp.ones(N)), lx.symmetric_tag)
+    assert tx.custom_trace(hutchinson, operator, KEY, 6).num_matvecs == 6
+
+
 def test_hermitian_operators_have_real_traces() -> None:
     operator = function(hermitian(1.0 + np.arange(N), complex))
     known = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)

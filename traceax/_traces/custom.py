@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
+from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.algorithm_checks import (
@@ -141,8 +143,8 @@ def custom_trace(
     def run(arrays: Any, probes: Block) -> Outcome:
         return _run(algorithm, eqx.combine(arrays, rest), probes)
 
+    num_matvecs = _num_matvecs(jax.make_jaxpr(run)(arrays, probes).jaxpr, operator)
     program = _Program(canonical(run, arrays, probes))
-    num_matvecs = _num_matvecs(program.code, operator)
     degrees = max(num_probes - 1, 1)
     return estimate(program, linear_map.operator, probes, num_matvecs, degrees)
 
@@ -180,9 +182,9 @@ def _run(
     return Outcome(value.astype(dtype), error, TraceWeight(left, right))
 
 
-def _num_matvecs(code: Canonical, operator: lx.AbstractLinearOperator) -> int:
+def _num_matvecs(program: Jaxpr, operator: lx.AbstractLinearOperator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
-    entries = entries_applied(code.jaxpr, real=real)
+    entries = entries_applied(program, real=real)
     known = math.isfinite(entries)
     check_applied("custom_trace", int(entries) // size(operator) if known else None)
     return int(entries) // size(operator)
