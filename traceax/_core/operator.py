@@ -40,11 +40,6 @@ def common_dtype(structure: Structure) -> jnp.dtype:
     return np.result_type(*(np.float32 if is_low else dtype for dtype, is_low in pairs))
 
 
-def skeleton(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """An operator on the same space that holds no arrays."""
-    return lx.IdentityLinearOperator(operator.in_structure(), operator.out_structure())
-
-
 def working_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
     """The dtype of blocks."""
     return common_dtype(_spaces(operator))
@@ -93,10 +88,6 @@ def frozen(module: Module) -> Module:
     """The same module as a constant."""
     inexact, rest = eqx.partition(module, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(inexact), rest)
-
-
-# Where there is nothing to do they do nothing, not even a reshape: what is called outside
-# of `jax.jit` is compiled operation by operation.
 
 
 def flatten(vector: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, " n"]:

@@ -17,9 +17,6 @@ from indices, not drawn: a basis is a function of its block. Measured (rows of S
 200,000, k = 50): dense signs take as long as a sparse S of two entries a column, and need
 no luck with blocks of few nonzero rows; of eight entries, 4 times; trigonometric, 5 times;
 Gaussian, 6 to 8 times.
-
-What is made of many small operations is compiled as one (here, and wherever blocks are
-judged), for whoever does not compile his own program: a first call is faster by far.
 """
 
 from __future__ import annotations
