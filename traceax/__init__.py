@@ -10,14 +10,23 @@ from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
 from traceax._core.layout import Layout as Layout
 from traceax._core.pool import pool as pool
-from traceax._diagonals.diagonal import diagonal as diagonal
-from traceax._diagonals.diagpp import diagpp as diagpp
-from traceax._diagonals.frobenius import frobenius_norm_squared as frobenius_norm_squared
-from traceax._diagonals.hutchinson import hutchinson_diagonal as hutchinson_diagonal
-from traceax._diagonals.leaf_traces import leaf_traces as leaf_traces
-from traceax._diagonals.row_norms import row_norms_squared as row_norms_squared
-from traceax._diagonals.xdiag import xdiag as xdiag
-from traceax._diagonals.xnysdiag import xnysdiag as xnysdiag
+from traceax._estimators.adaptive import adaptive_trace as adaptive_trace
+from traceax._estimators.automatic import diagonal as diagonal
+from traceax._estimators.automatic import leaf_traces as leaf_traces
+from traceax._estimators.automatic import trace as trace
+from traceax._estimators.custom import custom_trace as custom_trace
+from traceax._estimators.deltashift import deltashift as deltashift
+from traceax._estimators.diagpp import diagpp as diagpp
+from traceax._estimators.hutchinson import hutchinson_diagonal as hutchinson_diagonal
+from traceax._estimators.hutchinson import hutchinson_trace as hutchinson_trace
+from traceax._estimators.hutchpp import hutchpp_trace as hutchpp_trace
+from traceax._estimators.hutchpp import na_hutchpp_trace as na_hutchpp_trace
+from traceax._estimators.norms import frobenius_norm_squared as frobenius_norm_squared
+from traceax._estimators.norms import row_norms_squared as row_norms_squared
+from traceax._estimators.xdiag import xdiag as xdiag
+from traceax._estimators.xnysdiag import xnysdiag as xnysdiag
+from traceax._estimators.xnystrace import xnystrace as xnystrace
+from traceax._estimators.xtrace import xtrace as xtrace
 from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
 from traceax._functions.density import spectral_density as spectral_density
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal
@@ -35,15 +44,6 @@ from traceax._probes.samplers import normal as normal
 from traceax._probes.samplers import orthogonal as orthogonal
 from traceax._probes.samplers import rademacher as rademacher
 from traceax._probes.samplers import sphere as sphere
-from traceax._traces.adaptive import adaptive_trace as adaptive_trace
-from traceax._traces.custom import custom_trace as custom_trace
-from traceax._traces.deltashift import deltashift as deltashift
-from traceax._traces.hutchinson import hutchinson_trace as hutchinson_trace
-from traceax._traces.hutchpp import hutchpp_trace as hutchpp_trace
-from traceax._traces.hutchpp import na_hutchpp_trace as na_hutchpp_trace
-from traceax._traces.trace import trace as trace
-from traceax._traces.xnystrace import xnystrace as xnystrace
-from traceax._traces.xtrace import xtrace as xtrace
 
 __version__ = "2.0.0"
 

@@ -15,6 +15,7 @@ from traceax._core.operator import (
     flatten,
     size,
     unflatten,
+    working_dtype,
 )
 from traceax._probes.stream import Stream, unit_vectors
 
@@ -25,7 +26,8 @@ class Curvature(AlongProbes):
         return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
 
     def basis(self, batch_size: int | None) -> Stream:
-        return unit_vectors(self.space, batch_size or size(self.space))
+        n = size(self.space)
+        return unit_vectors(n, working_dtype(self.space), batch_size or n)
 
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
         structure = self.space.in_structure()

@@ -10,10 +10,11 @@ from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_same_structure,
 )
+from traceax._estimators.driver import estimate
+from traceax._estimators.hutchinson import HUTCHINSON_TRACE
 from traceax._probes.choice import for_mean
 from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler
-from traceax._traces.hutchinson import sampled_trace
 
 
 def divergence(
@@ -115,6 +116,13 @@ def divergence(
     operator = lx.JacobianLinearOperator(fn, x, args)
     check_same_structure("divergence", operator.in_structure(), operator.out_structure())
     sampler = for_mean(sampler, operator, num_matvecs)
-    return sampled_trace(
-        "divergence", operator, key, num_matvecs, sampler, batch_size, progress_meter
+    return estimate(
+        HUTCHINSON_TRACE,
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        batch_size=batch_size,
+        progress_meter=progress_meter,
+        name="divergence",
     )

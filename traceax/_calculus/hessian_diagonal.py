@@ -11,10 +11,11 @@ from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_scalar_values,
 )
-from traceax._diagonals.hutchinson import sampled_diagonal
-from traceax._diagonals.xdiag import xdiag
+from traceax._estimators.driver import estimate
+from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
+from traceax._estimators.xdiag import xdiag
 from traceax._probes.meters import ProgressMeter
-from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.samplers import Sampler
 
 # From here on sketches have less error on Hessians of networks, at first by little.
 SKETCHED = 10
@@ -96,7 +97,13 @@ def hessian_diagonal(
     operator = hessian(fn, x, args)
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
         return xdiag(operator, key, num_matvecs)
-    sampler = sampler or rademacher
-    return sampled_diagonal(
-        "hessian_diagonal", operator, key, num_matvecs, sampler, batch_size, progress_meter
+    return estimate(
+        HUTCHINSON_DIAGONAL,
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        batch_size=batch_size,
+        progress_meter=progress_meter,
+        name="hessian_diagonal",
     )

@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_batch_size
 from traceax._core.estimate import Estimate
-from traceax._core.operator import Structure, prepare
-from traceax._core.rule import Outcome, estimate_of
+from traceax._core.operator import Structure, working_dtype
+from traceax._core.rule import Outcome, estimate
+from traceax._estimators.readouts import Batches, exactly
 from traceax._linalg.columns import mean
 from traceax._probes.choice import for_mean
-from traceax._probes.meters import SILENT, ProgressMeter, checked_meter
+from traceax._probes.meters import ProgressMeter, checked_meter
 from traceax._probes.plan import Plan, plan_and_draw
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Stream
@@ -55,16 +56,8 @@ class AlongProbes(eqx.Module):
         """The derivatives along each column."""
 
 
-class MeanAlong(eqx.Module):
-    """The readout: `share` times the sum over probes."""
-
-    probes: Stream
-    share: float = eqx.field(static=True)
-
-    def __call__(
-        self, subject: AlongProbes, meter: ProgressMeter = SILENT
-    ) -> Inexact[Array, " p"]:
-        return self.probes.reduce(subject.along, meter=meter) * self.share
+def along(subject: AlongProbes, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+    return subject.along(block)
 
 
 def sampled_mean(
@@ -80,31 +73,24 @@ def sampled_mean(
     `name`, which has checked the rest."""
     check_batch_size(name, batch_size, 1)
     meter = checked_meter(name, progress_meter)
-    space, basis = subject.space, subject.basis(batch_size)
-    if num_matvecs >= basis.num_probes:
-        probes, degrees = basis, float(basis.num_probes)
-        algorithm = partial(_exact, meter=meter)
-    else:
-        sampler = for_mean(sampler, space, num_matvecs)
-        plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
-        algorithm = partial(_mean, plan=plan, meter=meter)
-        degrees = plan.degrees_of_freedom
-    spent = probes.num_probes
-    return estimate_of(prepare(subject), algorithm, probes, spent, degrees, subject.result)
-
-
-def _exact(subject: AlongProbes, basis: Stream, *, meter: ProgressMeter) -> Outcome:
-    readout = MeanAlong(basis, 1.0)
-    value = readout(subject, meter)
-    return Outcome(value, jnp.zeros_like(value.real), readout)
+    space, basis, result = subject.space, subject.basis(batch_size), subject.result
+    spent, dtype = basis.num_probes, jnp.finfo(working_dtype(space)).dtype
+    if num_matvecs >= spent:
+        every = Batches(basis, jnp.ones((), dtype), along)
+        return exactly(subject, every, spent, result, meter)
+    sampler = for_mean(sampler, space, num_matvecs)
+    plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
+    readout = Batches(probes, jnp.asarray(plan.num_probes, dtype), along)
+    algorithm = partial(_mean, plan=plan, meter=meter)
+    degrees, spent = plan.degrees_of_freedom, plan.num_probes
+    return estimate(algorithm, subject, readout, spent, degrees, result)
 
 
 def _mean(
-    subject: AlongProbes, probes: Stream, *, plan: Plan, meter: ProgressMeter
+    subject: AlongProbes, readout: Batches, *, plan: Plan, meter: ProgressMeter
 ) -> Outcome:
     """The samples are for the standard error alone, and cost nothing if it is not used."""
-    readout = MeanAlong(probes, 1 / plan.num_probes)
-    samples = probes.collect(subject.along_each)
+    samples = readout.probes.collect(subject.along_each)
     error = plan.error_of_mean(samples, rounding(subject, samples))
     return Outcome(readout(subject, meter), error, readout)
 

@@ -21,10 +21,11 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._calculus.curvature import Curvature
 from traceax._calculus.hessian import hessian
-from traceax._calculus.sampled import MeanAlong, rounding
+from traceax._calculus.sampled import along, rounding
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, prepare, size
-from traceax._core.rule import Outcome, estimate_of
+from traceax._core.operator import LinearMap, size
+from traceax._core.rule import Outcome, estimate
+from traceax._estimators.readouts import Batches
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import draw
@@ -43,8 +44,7 @@ def sketched_laplacian(
     shrink = (1 - rest / (size(space) - width)) ** 0.5
     algorithm = partial(_sketched, plan=Plan(rest, rest, shrink))
     degrees = independent_degrees_of_freedom(rest)
-    subject, result = prepare(subject), subject.result
-    return estimate_of(subject, algorithm, probes, num_matvecs, degrees, result)
+    return estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
 
 
 def _width(num_matvecs: int) -> int:
@@ -60,7 +60,8 @@ def _sketched(subject: Curvature, probes: Inexact[Array, "n _"], *, plan: Plan) 
     outside = probes[:, width:] - q @ (q.T @ probes[:, width:])
     frame = orthonormalise(outside).columns * (n - width) ** 0.5
     directions = jnp.hstack([q, frame / plan.num_probes**0.5])
-    readout = MeanAlong(all_at_once(directions), 1.0)
+    one = jnp.ones((), directions.dtype)
+    readout = Batches(all_at_once(directions), one, along)
     value, samples = readout(subject), subject.along_each(frame)
     floor = rounding(subject, samples) + rounding(subject, value[:, None])
     return Outcome(value, plan.error_of_mean(samples, floor), readout)

@@ -8,8 +8,8 @@ readout r(B; X) of operators B that is unbiased whatever operator B is read:
 
     E r(B; X) = t(B)    for every B, in particular where X was made from another operator.
 
-For traces and diagonals the readout is linear, a sum over entries of conj(L) o (B R) with
-E[R L*] = I (`weights`). The estimate is r(A; X), and its derivative has two parts,
+For traces and diagonals the readout is linear, sums over the rows of conj(L) o (B R) with
+E[R L*] = I (`_estimators.readouts`). The estimate is r(A; X). Its derivative has two parts,
 
     d r(A; X) = D_B r(A; X)[dA] + D_X r(A; X)[dX].
 
@@ -27,7 +27,7 @@ Diag++ and XDiag spend fewer applications on their value than reading it would t
 r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
 mode it costs one vector-Jacobian product of the matvec for each application of r.
 
-A new estimator is one function `(LinearMap, probes) -> Outcome`.
+A new estimator is one function `(LinearMap, probes, target) -> Outcome`.
 """
 
 from __future__ import annotations
@@ -39,18 +39,11 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Structure,
-    as_result,
-    is_hermitian,
-    prepare,
-)
+from traceax._core.operator import LinearMap, Structure, as_result, prepare
 
 Values = Inexact[Array, "*values"]
 Errors = Float[Array, "*values"]
@@ -76,8 +69,6 @@ Algorithm = Callable[[Any, PyTree], Outcome]
 
 @eqx.filter_custom_jvp
 def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
-    if getattr(algorithm, "in_pieces", False):  # It compiles them, one by one.
-        return algorithm(subject, probes)
     return compiled(algorithm, subject, probes)
 
 
@@ -159,53 +150,24 @@ def _refuse(error: Errors, tangent: Errors) -> Errors:
 
 def estimate(
     algorithm: Algorithm,
-    operator: lx.AbstractLinearOperator,
-    probes: PyTree,
-    num_matvecs: int,
-    degrees_of_freedom: float,
-    structure: Structure | None = None,
-) -> Estimate:
-    """Run an algorithm for an operator under the rule; cut what it returns into leaves if
-    there is a `structure`."""
-    outcome = run(algorithm, operator, probes)
-    return _as_estimate(outcome, num_matvecs, degrees_of_freedom, structure)
-
-
-def run(
-    algorithm: Algorithm, operator: lx.AbstractLinearOperator, probes: PyTree
-) -> Outcome:
-    """Run an algorithm for an operator under the rule."""
-    if is_hermitian(operator):
-        operator = prepare(operator)
-        outcome = _evaluate(LinearMap(operator), algorithm, probes)
-        return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)
-    return _evaluate(LinearMap(prepare(operator)), algorithm, probes)
-
-
-def estimate_of(
     subject: Subject,
-    algorithm: Algorithm,
     probes: PyTree,
     num_matvecs: int,
     degrees_of_freedom: float,
     structure: Structure | None = None,
 ) -> Estimate:
-    outcome = run_of(subject, algorithm, probes)
-    return _as_estimate(outcome, num_matvecs, degrees_of_freedom, structure)
-
-
-def run_of(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
-    """Run an algorithm for any subject under the rule."""
-    return _evaluate(subject, algorithm, probes)
-
-
-def _as_estimate(
-    outcome: Outcome,
-    num_matvecs: int,
-    degrees_of_freedom: float,
-    structure: Structure | None,
-) -> Estimate:
+    """Run an algorithm under the rule. A `structure` cuts what it returns into leaves."""
+    outcome = run(algorithm, subject, probes)
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
     return Estimate(value, error, num_matvecs, float(degrees_of_freedom))
+
+
+def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
+    """Run an algorithm under the rule. What is read of a Hermitian operator is real."""
+    subject = prepare(subject)
+    outcome = _evaluate(subject, algorithm, probes)
+    if isinstance(subject, LinearMap) and subject.is_hermitian:
+        return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)
+    return outcome

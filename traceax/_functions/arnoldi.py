@@ -17,7 +17,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
-from traceax._core.rule import estimate_of
+from traceax._core.rule import estimate
 from traceax._functions.exact_general import exact_general_trace
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, rademacher
@@ -127,7 +127,7 @@ def arnoldi_trace(
     algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = max(2 * (num_probes - 1) / 3, 1)
-    return estimate_of(subject, algorithm, probes, spent, degrees, structure)
+    return estimate(algorithm, subject, probes, spent, degrees, structure)
 
 
 def _narrower(

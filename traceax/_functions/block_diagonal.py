@@ -39,7 +39,8 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome
-from traceax._diagonals.weights import TwoSidedWeight
+from traceax._estimators.leave_one_out import leave_one_out
+from traceax._estimators.readouts import DIAGONAL, TwoSided, two_sided
 from traceax._linalg.columns import (
     magnitude,
     mean,
@@ -54,7 +55,6 @@ from traceax._quadrature.dense import Eigen
 from traceax._quadrature.function_operator import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction
 from traceax._quadrature.split import at_nodes
-from traceax._traces.leave_one_out import leave_one_out
 
 
 def block_diagonal(
@@ -70,14 +70,14 @@ def block_diagonal(
     run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
     value, error, sketch = _judge(run, space, eigen, values, sizes, eps, unresolved)
     tested = probes[:, : sketch.shape[1]]
-    weight = TwoSidedWeight.of(leave_one_out(sketch, tested, resphere=False))
+    weight = two_sided(DIAGONAL, leave_one_out(sketch, tested, resphere=False))
     return Outcome(value, error, DiagonalOfFunction(weight, depth))
 
 
 class DiagonalOfFunction(eqx.Module):
     """The readout of f(A), applied by Lanczos."""
 
-    weight: TwoSidedWeight
+    weight: TwoSided
     num_steps: int = eqx.field(static=True)
 
     def __call__(self, subject: MatrixFunction) -> Float[Array, " n"]:

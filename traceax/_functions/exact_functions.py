@@ -16,14 +16,14 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._core.rule import Outcome, estimate_of
+from traceax._core.rule import Outcome, estimate
+from traceax._estimators.driver import SMALL
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import ASYMMETRY
 from traceax._quadrature.combination import exactly
 from traceax._quadrature.dense import decompose
 from traceax._quadrature.scalar import Flat, MatrixFunction, ScalarFunction
 from traceax._quadrature.split import Run, Traced, Whole
-from traceax._traces.choice import SMALL
 
 # Up to this dimension the eigendecomposition of a matrix that is there takes less than a
 # second or so on two cores.
@@ -51,7 +51,7 @@ def exact_function_trace(
         if known is not None:
             return _of_diagonal(*known, subject, structure)
     spent = 0 if stores_matrix(operator) else size(operator)
-    return estimate_of(subject, _exact, None, spent, float(size(operator)), structure)
+    return estimate(_exact, subject, None, spent, float(size(operator)), structure)
 
 
 def hermitian_or_nan(matrix: Array) -> Array:

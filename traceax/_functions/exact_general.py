@@ -30,7 +30,7 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._core.rule import Outcome, estimate_of, settled
+from traceax._core.rule import Outcome, estimate, settled
 from traceax._linalg import lapack
 from traceax._quadrature.modes import perturbation, refuse_second
 from traceax._quadrature.scalar import Flat, MatrixFunction, Slope
@@ -44,7 +44,7 @@ def exact_general_trace(
     spent = 0 if stores_matrix(operator) else size(operator)
     subject = MatrixFunction(LinearMap(operator), fn)
     algorithm = partial(_exact, real=real)
-    return estimate_of(subject, algorithm, None, spent, float(size(operator)), structure)
+    return estimate(algorithm, subject, None, spent, float(size(operator)), structure)
 
 
 def _exact(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:

@@ -21,8 +21,8 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._core.rule import estimate_of
-from traceax._diagonals.hutchinson import hutchinson_diagonal
+from traceax._core.rule import estimate
+from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import hermitian_or_nan, is_cheap, real_or_nan
 from traceax._functions.slq import real_dtype
@@ -143,7 +143,7 @@ def function_diagonal(
     shape = Shape(num_probes, num_steps)
     algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
     degrees, leaves = max(num_probes - 1, 1), operator.in_structure()
-    return estimate_of(subject, algorithm, probes, shape.num_matvecs, degrees, leaves)
+    return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, leaves)
 
 
 def _probed(

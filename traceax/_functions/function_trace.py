@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
-from traceax._core.rule import estimate_of
+from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
 from traceax._functions.slq import real_dtype
 from traceax._probes.draw import draw
@@ -137,4 +137,4 @@ def block_trace(
     algorithm = partial(block_quadrature, depth=shape.depth, inner=shape.inner)
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = max(2 * (shape.width - 1) / 3, 1)
-    return estimate_of(subject, algorithm, probes, shape.num_matvecs, degrees, structure)
+    return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, structure)

@@ -19,8 +19,9 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._core.rule import run_of
+from traceax._core.rule import run
 from traceax._core.serialise import exportable
+from traceax._estimators.driver import SMALL
 from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
 from traceax._functions.likelihood import Likelihood, likelihood
 from traceax._functions.logdet import STORED
@@ -32,7 +33,6 @@ from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
-from traceax._traces.choice import SMALL
 
 
 class InvQuadLogdet(eqx.Module):
@@ -198,7 +198,7 @@ def _of_columns(
     algorithm = partial(
         likelihood, shape=shape, kept=kept, rtol=rtol, max_steps=10 * num_matvecs
     )
-    outcome = run_of(subject, algorithm, probes)
+    outcome = run(algorithm, subject, probes)
     degrees = max(2 * (probes.shape[1] - 1) / 3, 1)
     spent = shape.num_matvecs
     (logdet, form), (logdet_error, bound) = outcome.value, outcome.standard_error

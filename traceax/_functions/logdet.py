@@ -18,13 +18,13 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
+from traceax._estimators.driver import SMALL
 from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
 from traceax._functions.function_trace import block_trace
 from traceax._functions.slq import real_dtype
 from traceax._functions.whitening import whitened
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.scalar import scalar_function
-from traceax._traces.choice import SMALL
 
 # Up to this dimension the Cholesky factorisation of a matrix that is there takes a tenth of
 # a second or so on two cores.

@@ -20,7 +20,7 @@ from traceax._core.operator import (
     size,
     working_dtype,
 )
-from traceax._core.rule import Outcome, Readout, estimate_of
+from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg.jackknife import (
     both_errors,
@@ -192,7 +192,7 @@ def named_slq_trace(
     )
     degrees = independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
-    return estimate_of(subject, algorithm, probes, spent, degrees, structure)
+    return estimate(algorithm, subject, probes, spent, degrees, structure)
 
 
 def real_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Int, Shaped
 
-from traceax._core.operator import size, working_dtype
 from traceax._probes.meters import SILENT, ProgressMeter
 
 T = TypeVar("T")
@@ -107,9 +105,8 @@ def all_at_once(block: Columns, group: int = 1) -> Stream:
     return Stream(block, None, count, group, count)
 
 
-def unit_vectors(operator: lx.AbstractLinearOperator, batch: int) -> Stream:
+def unit_vectors(n: int, dtype: Any, batch: int) -> Stream:
     """The probes of which nothing is random."""
-    n, dtype = size(operator), working_dtype(operator)
     return Stream(jnp.arange(n), _Units(n, dtype), n, 1, min(batch, n))
 
 

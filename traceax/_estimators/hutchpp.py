@@ -16,27 +16,36 @@ an orthonormal range and S twice as wide, it is well-conditioned.)
 
 from __future__ import annotations
 
-from functools import partial
-
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution, size
-from traceax._core.rule import Outcome, estimate
+from traceax._core.operator import LinearMap, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    InBlocks,
+    Method,
+    Probes,
+    estimate,
+)
+from traceax._estimators.readouts import (
+    TRACE,
+    Pairs,
+    Target,
+)
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import column_dots, column_norms_squared, mean
-from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
-from traceax._probes.choice import for_sketch
-from traceax._probes.draw import draw
+from traceax._linalg.columns import (
+    column_dots,
+    column_norms_squared,
+    mean,
+)
+from traceax._linalg.jackknife import (
+    independent_degrees_of_freedom,
+    standard_error,
+)
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.traits import is_rotation_invariant
-from traceax._traces.exact import exact_trace
-from traceax._traces.weights import TraceWeight
 
 
 def hutchpp_trace(
@@ -102,20 +111,7 @@ def hutchpp_trace(
     trace estimation, SIAM Symposium on Simplicity in Algorithms, Algorithm 1,
     doi:10.1137/1.9781611976496.16.
     """
-    operator = check_request("hutchpp_trace", operator, key, num_matvecs, minimum=3)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    sampler = for_sketch(sampler, operator)
-    k = num_matvecs // 3
-    rest = num_matvecs - 2 * k
-    sketch_key, rest_key = jax.random.split(key)
-    probes = (
-        draw("hutchpp_trace", sampler, sketch_key, operator, k),
-        draw("hutchpp_trace", sampler, rest_key, operator, rest),
-    )
-    algorithm = partial(_hutchpp, resphere=is_rotation_invariant(sampler))
-    degrees = independent_degrees_of_freedom(rest)
-    return estimate(algorithm, operator, probes, num_matvecs, degrees)
+    return estimate(HUTCHPP, operator, key, num_matvecs, sampler=sampler)
 
 
 def na_hutchpp_trace(
@@ -180,79 +176,67 @@ def na_hutchpp_trace(
     trace estimation, SIAM Symposium on Simplicity in Algorithms, Algorithm 2,
     doi:10.1137/1.9781611976496.16.
     """
-    operator = check_request("na_hutchpp_trace", operator, key, num_matvecs, minimum=4)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    r = num_matvecs // 4
-    rest = num_matvecs - 3 * r
-    keys = jax.random.split(key, 3)
-    probes = tuple(
-        draw("na_hutchpp_trace", sampler, key, operator, count)
-        for key, count in zip(keys, (r, 2 * r, rest), strict=True)
-    )
-    algorithm = partial(_na_hutchpp, resphere=is_rotation_invariant(sampler))
-    degrees = independent_degrees_of_freedom(rest)
-    return estimate(algorithm, operator, probes, num_matvecs, degrees)
+    return estimate(NA_HUTCHPP, operator, key, num_matvecs, sampler=sampler)
 
 
-def _hutchpp(
-    linear_map: LinearMap,
-    probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n l"]],
-    *,
-    resphere: bool,
-) -> Outcome:
-    test, rest = probes
+def _hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    del target
+    test, rest = probes.blocks
     q = orthonormalise(linear_map(test)).columns
-    mu, resphering = _project(rest, q, resphere)
-    eps = resolution(linear_map.operator)
-    value, error = _judge(q, linear_map(q), mu, linear_map(mu), resphering, eps)
-    return Outcome(value, error, _weight(q, mu, resphering))
-
-
-def _judge(
-    q: Inexact[Array, "n k"],
-    image: Inexact[Array, "n k"],
-    mu: Inexact[Array, "n l"],
-    remainder: Inexact[Array, "n l"],
-    resphering: Float[Array, " l"],
-    eps: float,
-) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    """Value and standard error from A Q and A mu."""
-    h = column_dots(q, image)
-    samples = resphering * column_dots(mu, remainder)
+    mu, resphering = _project(rest, q, probes.resphere)
+    h = column_dots(q, linear_map(q))
+    samples = resphering * column_dots(mu, linear_map(mu))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
-    return jnp.sum(h) + mean(samples), standard_error(samples, 4 * eps * rounding)
+    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
+    return Outcome(jnp.sum(h) + mean(samples), error, _pairs(q, mu, resphering))
 
 
-def _na_hutchpp(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, resphere: bool
-) -> Outcome:
+def _split(num_matvecs: int) -> tuple[int, int]:
+    k = num_matvecs // 3
+    return k, num_matvecs - 2 * k
+
+
+HUTCHPP = Method(
+    "hutchpp_trace",
+    TRACE,
+    _hutchpp,
+    InBlocks(_split, (2, 1), independent_degrees_of_freedom),
+    minimum=3,
+    independent=False,
+)
+
+
+def _na_hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     """The oblique approximation serves the value; the weight is Hutch++'s for the same Q,
     whose two-sided projections leave less of a tangent to chance."""
-    right, left, rest = probes
+    del target
+    right, left, rest = probes.blocks
     q = orthonormalise(linear_map(right)).columns
     co_range, products = linear_map.adjoint(left), linear_map(rest)
-    eps = resolution(linear_map.operator)
-    value, error = _judge_oblique(q, left, co_range, rest, products, eps)
-    return Outcome(value, error, _weight(q, *_project(rest, q, resphere)))
-
-
-def _judge_oblique(
-    q: Inexact[Array, "n r"],
-    left: Inexact[Array, "n s"],
-    co_range: Inexact[Array, "n s"],
-    rest: Inexact[Array, "n l"],
-    products: Inexact[Array, "n l"],
-    eps: float,
-) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    """Value and standard error from A* S and A z."""
-    core = left.conj().T @ q
-    inverse = lapack.pinv(core)
+    inverse = lapack.pinv(left.conj().T @ q)
     low = jnp.sum((co_range @ inverse.conj().T).conj() * q)
     missed = products - q @ (inverse @ (co_range.conj().T @ rest))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    return low + mean(samples), standard_error(samples, 4 * eps * rounding)
+    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
+    weight = _pairs(q, *_project(rest, q, probes.resphere))
+    return Outcome(low + mean(samples), error, weight)
+
+
+def _na_split(num_matvecs: int) -> tuple[int, int, int]:
+    r = num_matvecs // 4
+    return r, 2 * r, num_matvecs - 3 * r
+
+
+NA_HUTCHPP = Method(
+    "na_hutchpp_trace",
+    TRACE,
+    _na_hutchpp,
+    InBlocks(_na_split, (1, 1, 1), independent_degrees_of_freedom),
+    minimum=4,
+    sampler=rademacher,
+    independent=False,
+)
 
 
 def _project(
@@ -265,8 +249,8 @@ def _project(
     return mu, (n - k) / lengths if resphere else jnp.ones_like(lengths)
 
 
-def _weight(
+def _pairs(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
-) -> TraceWeight:
+) -> Pairs:
     left = jnp.hstack([q, mu * (resphering / mu.shape[1])[None, :]])
-    return TraceWeight(left, jnp.hstack([q, mu]))
+    return Pairs(left, jnp.hstack([q, mu]))

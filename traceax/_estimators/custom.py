@@ -26,10 +26,10 @@ from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import Outcome, estimate
+from traceax._estimators.applications import Apply, entries_applied, named
+from traceax._estimators.readouts import Pairs
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, sphere
-from traceax._traces.applications import Apply, entries_applied, named
-from traceax._traces.weights import TraceWeight
 
 Block = Inexact[Array, "n r"]
 Answer = tuple[Inexact[Array, ""], Float[Array, ""], tuple[Block, Block]]
@@ -146,7 +146,7 @@ def custom_trace(
     num_matvecs = _num_matvecs(jax.make_jaxpr(run)(arrays, probes).jaxpr, operator)
     program = _Program(canonical(run, arrays, probes))
     degrees = max(num_probes - 1, 1)
-    return estimate(program, linear_map.operator, probes, num_matvecs, degrees)
+    return estimate(program, linear_map, probes, num_matvecs, degrees)
 
 
 class _Program(eqx.Module):
@@ -179,7 +179,7 @@ def _run(
     check_blocks(name, left, right, n)
     left, right = (block.astype(jnp.result_type(block, dtype)) for block in (left, right))
     error = error.astype(jnp.finfo(dtype).dtype)
-    return Outcome(value.astype(dtype), error, TraceWeight(left, right))
+    return Outcome(value.astype(dtype), error, Pairs(left, right))
 
 
 def _num_matvecs(program: Jaxpr, operator: lx.AbstractLinearOperator) -> int:

@@ -14,17 +14,31 @@ multiple of I contributes. The derivative is read through XTrace's weight on the
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, resolution, size
-from traceax._core.rule import Outcome, estimate
-from traceax._linalg.columns import column_norms_squared, mean
+from traceax._core.operator import LinearMap, is_negative, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    Method,
+    Probes,
+    estimate,
+    one_block,
+)
+from traceax._estimators.leave_one_out import (
+    leave_one_out,
+)
+from traceax._estimators.readouts import (
+    TRACE,
+    Target,
+    trace_pairs,
+)
+from traceax._linalg.columns import (
+    column_norms_squared,
+    mean,
+)
 from traceax._linalg.jackknife import (
     jackknife_error,
     no_less_than_theory,
@@ -32,12 +46,7 @@ from traceax._linalg.jackknife import (
     xnystrace_replicates,
 )
 from traceax._linalg.nystrom import nystrom
-from traceax._probes.choice import for_sketch
-from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler
-from traceax._probes.traits import check_independent, is_rotation_invariant
-from traceax._traces.exact import exact_trace
-from traceax._traces.leave_one_out import leave_one_out
 
 
 def xnystrace(
@@ -109,42 +118,20 @@ def xnystrace(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     Algorithm 2.2, doi:10.1137/23M1548323.
     """
-    operator = check_request("xnystrace", operator, key, num_matvecs)
-    check_semidefinite("xnystrace", operator, "xtrace")
-    sampler = for_sketch(sampler, operator)
-    check_independent("xnystrace", sampler)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    return nystrom_trace("xnystrace", operator, key, num_matvecs, sampler)
+    return estimate(XNYSTRACE, operator, key, num_matvecs, sampler=sampler)
 
 
-def nystrom_trace(
-    name: str,
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_probes: int,
-    sampler: Sampler,
-) -> Estimate:
-    """XNysTrace on behalf of the public function `name`, which has checked the rest."""
-    probes = draw(name, sampler, key, operator, num_probes)
-    algorithm = partial(
-        _xnystrace,
-        resphere=is_rotation_invariant(sampler),
-        sign=-1 if is_negative(operator) else 1,
-    )
-    return estimate(
-        algorithm, operator, probes, num_probes, degrees_of_freedom=num_probes - 1
-    )
-
-
-def _xnystrace(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool, sign: int
-) -> Outcome:
-    sketch = sign * linear_map(probes)
-    eps = resolution(linear_map.operator)
-    value, error = xnystrace_of(sketch, probes, eps, resphere=resphere)
-    weight = leave_one_out(sketch, probes, resphere=resphere).trace_weight()
+def _xnystrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    del target
+    (block,), resphere = probes.blocks, probes.resphere
+    sign = -1 if is_negative(linear_map.operator) else 1
+    sketch, eps = sign * linear_map(block), resolution(linear_map.operator)
+    value, error = xnystrace_of(sketch, block, eps, resphere=resphere)
+    weight = trace_pairs(leave_one_out(sketch, block, resphere=resphere))
     return Outcome(sign * value, error, weight)
+
+
+XNYSTRACE = Method("xnystrace", TRACE, _xnystrace, one_block(1), instead="xtrace")
 
 
 def xnystrace_of(

@@ -6,31 +6,40 @@ F F* - z_i z_i*, of A + shift I, and B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`nyst
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, resolution, size
-from traceax._core.rule import Outcome, estimate
-from traceax._diagonals.exact import exact_diagonal
-from traceax._diagonals.samples import Samples
-from traceax._diagonals.weights import TwoSidedWeight
+from traceax._core.operator import LinearMap, is_negative, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    Method,
+    Probes,
+    estimate,
+    one_block,
+)
+from traceax._estimators.leave_one_out import (
+    Samples,
+    leave_one_out,
+)
+from traceax._estimators.readouts import (
+    DIAGONAL,
+    Target,
+    two_sided,
+)
 from traceax._linalg.columns import (
     column_norms_squared,
     mean,
     row_norms_squared,
     squared_modulus,
 )
-from traceax._linalg.jackknife import xnysdiag_replicates
+from traceax._linalg.jackknife import (
+    jackknife_error,
+    xnysdiag_replicates,
+)
 from traceax._linalg.nystrom import Nystrom, nystrom
-from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.traits import check_independent
-from traceax._traces.leave_one_out import leave_one_out
 
 
 def xnysdiag(
@@ -99,50 +108,49 @@ def xnysdiag(
     **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
     randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
     """
-    operator = check_request("xnysdiag", operator, key, num_matvecs)
-    check_semidefinite("xnysdiag", operator, "xdiag")
-    check_independent("xnysdiag", sampler)
-    if num_matvecs >= size(operator):
-        return exact_diagonal(operator)
-    probes = draw("xnysdiag", sampler, key, operator, num_matvecs)
-    algorithm = partial(_xnysdiag, sign=-1 if is_negative(operator) else 1)
-    degrees, structure = max(num_matvecs - 1, 1), operator.in_structure()
-    return estimate(algorithm, operator, probes, num_matvecs, degrees, structure)
+    return estimate(XNYSDIAG, operator, key, num_matvecs, sampler=sampler)
 
 
-def _xnysdiag(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int
-) -> Outcome:
-    sketch = sign * linear_map(probes)
-    samples, _ = xnysdiag_samples(sketch, probes, resolution(linear_map.operator))
-    value, error = samples.judge()
-    weight = TwoSidedWeight.of(leave_one_out(sketch, probes, resphere=False))
+def _xnysdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    """Of sums over leaves parts of many probes matter, so their error is the jackknife's:
+    see `automatic.leaf_traces`."""
+    (block,) = probes.blocks
+    sign = -1 if is_negative(linear_map.operator) else 1
+    sketch, eps = sign * linear_map(block), resolution(linear_map.operator)
+    factor = nystrom(sketch, block)
+    samples = samples_of(factor, block, eps).of(target, linear_map)
+    value, error = samples.value_and_error()
+    if target is not DIAGONAL and block.shape[1] > 2:
+        of_rows = target.of(replicates_of(factor, block), linear_map)
+        error = factor.scale * jackknife_error(of_rows, samples.rounding)
+    weight = two_sided(target, leave_one_out(sketch, block, resphere=False))
     return Outcome(sign * value, error, weight)
 
 
-def xnysdiag_samples(
-    sketch: Inexact[Array, "n k"],
-    probes: Inexact[Array, "n k"],
-    eps: float,
-    *,
-    replicated: bool = False,
-) -> tuple[Samples, Float[Array, "n k"] | None]:
-    """From A Omega; with the jackknife's replicates if they are wanted."""
-    return samples_of(nystrom(sketch, probes), probes, eps, replicated=replicated)
+XNYSDIAG = Method(
+    "xnysdiag", DIAGONAL, _xnysdiag, one_block(1), sampler=rademacher, instead="xdiag"
+)
 
 
-def samples_of(
-    factor: Nystrom, probes: Inexact[Array, "n k"], eps: float, *, replicated: bool = False
-) -> tuple[Samples, Float[Array, "n k"] | None]:
-    lengths = jnp.sqrt(column_norms_squared(factor.right))
-    z = factor.left @ (factor.right / lengths[None, :])
-    whole = row_norms_squared(factor.left)
+def samples_of(factor: Nystrom, probes: Inexact[Array, "n k"], eps: float) -> Samples:
+    whole, z, lengths = _parts(factor)
     tested = (z * probes.conj()).real / lengths[None, :]
     samples = whole[:, None] - squared_modulus(z) + tested - factor.shift
-
     rounding = 4 * eps * (whole + mean(whole)) + factor.indefinite
-    replicates = None
-    if replicated and probes.shape[1] > 2:
-        gram = factor.right.conj().T @ factor.right
-        replicates = xnysdiag_replicates(whole, z, probes, gram)
-    return Samples(samples, rounding, factor.scale), replicates
+    return Samples(samples, rounding, factor.scale)
+
+
+def replicates_of(factor: Nystrom, probes: Inexact[Array, "n k"]) -> Float[Array, "n k"]:
+    """The jackknife's, of every entry."""
+    whole, z, _ = _parts(factor)
+    gram = factor.right.conj().T @ factor.right
+    return xnysdiag_replicates(whole, z, probes, gram)
+
+
+def _parts(
+    factor: Nystrom,
+) -> tuple[Float[Array, " n"], Inexact[Array, "n k"], Float[Array, " k"]]:
+    """The diagonal of F F*, the z_i, and the lengths of the g_i."""
+    lengths = jnp.sqrt(column_norms_squared(factor.right))
+    z = factor.left @ (factor.right / lengths[None, :])
+    return row_norms_squared(factor.left), z, lengths

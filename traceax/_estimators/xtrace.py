@@ -20,29 +20,40 @@ times: the standard error is the jackknife's (`jackknife`).
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution, size
-from traceax._core.rule import Outcome, estimate
-from traceax._linalg.columns import column_dots, column_norms_squared, mean
+from traceax._core.operator import LinearMap, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    Method,
+    Probes,
+    estimate,
+    one_block,
+)
+from traceax._estimators.leave_one_out import (
+    LeaveOneOut,
+    leave_one_out,
+)
+from traceax._estimators.readouts import (
+    TRACE,
+    Target,
+    trace_pairs,
+)
+from traceax._linalg.columns import (
+    column_dots,
+    column_norms_squared,
+    mean,
+)
 from traceax._linalg.jackknife import (
     jackknife_error,
     no_less_than_theory,
     standard_error,
     xtrace_replicates,
 )
-from traceax._probes.choice import for_sketch
-from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler
-from traceax._probes.traits import check_independent, is_rotation_invariant
-from traceax._traces.exact import exact_trace
-from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 
 
 def xtrace(
@@ -109,28 +120,21 @@ def xtrace(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     Algorithm 2.1, doi:10.1137/23M1548323.
     """
-    operator = check_request("xtrace", operator, key, num_matvecs, minimum=2)
-    sampler = for_sketch(sampler, operator)
-    check_independent("xtrace", sampler)
-    if num_matvecs >= size(operator):
-        return exact_trace(operator)
-    k = num_matvecs // 2
-    probes = draw("xtrace", sampler, key, operator, k)
-    algorithm = partial(_xtrace, resphere=is_rotation_invariant(sampler))
-    return estimate(
-        algorithm, operator, probes, num_matvecs=2 * k, degrees_of_freedom=k - 1
-    )
+    return estimate(XTRACE, operator, key, num_matvecs, sampler=sampler)
 
 
-def _xtrace(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"], *, resphere: bool
-) -> Outcome:
-    sketch = linear_map(probes)
-    loo = leave_one_out(sketch, probes, resphere=resphere)
+def _xtrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    del target
+    (block,), resphere = probes.blocks, probes.resphere
+    sketch = linear_map(block)
+    loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
     eps = resolution(linear_map.operator)
     value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
-    return Outcome(value, error, loo.trace_weight())
+    return Outcome(value, error, trace_pairs(loo))
+
+
+XTRACE = Method("xtrace", TRACE, _xtrace, one_block(2), minimum=2)
 
 
 def xtrace_of(

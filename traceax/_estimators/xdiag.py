@@ -20,7 +20,7 @@ range of A says little of that of A*. At equal applications the one-sided form i
 times more accurate (n = 300, singular vectors independent or nearly equal, five spectra).
 There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of y_i.
 
-Both, and `xnysdiag`, differentiate by the two-sided weight (`weights.TwoSidedWeight`): on
+Both, and `xnysdiag`, differentiate by the two-sided weight (`readouts.TwoSided`): on
 tangents a one-sided one is first order only.
 """
 
@@ -30,13 +30,25 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution, size
-from traceax._core.rule import Outcome, estimate
-from traceax._diagonals.exact import exact_diagonal
-from traceax._diagonals.samples import Samples
-from traceax._diagonals.weights import TwoSidedWeight
+from traceax._core.operator import LinearMap, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    Method,
+    Probes,
+    estimate,
+    one_block,
+)
+from traceax._estimators.leave_one_out import (
+    LeaveOneOut,
+    Samples,
+    leave_one_out,
+)
+from traceax._estimators.readouts import (
+    DIAGONAL,
+    Target,
+    two_sided,
+)
 from traceax._linalg.columns import (
     column_dots,
     mean,
@@ -44,10 +56,7 @@ from traceax._linalg.columns import (
     row_norms_squared,
     squared_modulus,
 )
-from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.traits import check_independent
-from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
 
 
 def xdiag(
@@ -116,29 +125,21 @@ def xdiag(
     in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
     section 6.1, doi:10.1137/23M1548323, for the one-sided form.
     """
-    operator = check_request("xdiag", operator, key, num_matvecs, minimum=2)
-    check_independent("xdiag", sampler)
-    if num_matvecs >= size(operator):
-        return exact_diagonal(operator)
-    k = num_matvecs // 2
-    probes = draw("xdiag", sampler, key, operator, k)
-    structure = operator.in_structure()
-    return estimate(_xdiag, operator, probes, 2 * k, max(k - 1, 1), structure)
+    return estimate(XDIAG, operator, key, num_matvecs, sampler=sampler)
 
 
-def _xdiag(linear_map: LinearMap, probes: Inexact[Array, "n k"]) -> Outcome:
-    loo, samples = xdiag_samples(linear_map, probes)
-    return Outcome(*samples.judge(), TwoSidedWeight.of(loo))
-
-
-def xdiag_samples(
-    linear_map: LinearMap, probes: Inexact[Array, "n k"]
-) -> tuple[LeaveOneOut, Samples]:
-    sketch = linear_map(probes)
-    loo = leave_one_out(sketch, probes, resphere=False)
+def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    (block,) = probes.blocks
+    sketch = linear_map(block)
+    loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
-    return loo, samples_of(loo, sketch, image, eps, hermitian=hermitian)
+    samples = samples_of(loo, sketch, image, eps, hermitian=hermitian)
+    value, error = samples.of(target, linear_map).value_and_error()
+    return Outcome(value, error, two_sided(target, loo))
+
+
+XDIAG = Method("xdiag", DIAGONAL, _xdiag, one_block(2), minimum=2, sampler=rademacher)
 
 
 def samples_of(
@@ -166,12 +167,12 @@ def _two_sided(
 ) -> Inexact[Array, "n k"]:
     q, s = loo.basis.columns, loo.directions
     h = q.conj().T @ image
-    outside = image - q @ h
+    beyond = image - q @ h
     known = 2 * row_dots(image, q).real - row_dots(q @ h, q).real
-    v, n = q @ s, outside @ s
+    v, n = q @ s, beyond @ s
     inside = column_dots(s, h @ s).real[None, :]
     removed = 2 * (v * n.conj()).real + squared_modulus(v) * inside
-    remainder = TwoSidedWeight.of(loo).residual(sketch - image @ loo.x)
+    remainder = outside(q, s, sketch - image @ loo.x)
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 
 

@@ -25,49 +25,59 @@ XNysDiag's, on all others XNysDiag's, to 2 % (6 products and more; with 3 up to 
 
 from __future__ import annotations
 
-from functools import partial
-
+import equinox as eqx
 import jax.numpy as jnp
-import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact
 
-from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, is_negative, resolution
-from traceax._core.rule import Outcome, estimate
-from traceax._diagonals.samples import Samples, independent
-from traceax._diagonals.weights import PartlyTwoSided, TwoSidedWeight
-from traceax._diagonals.xnysdiag import samples_of
-from traceax._linalg.columns import diagonal, mean, squared_modulus
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    Method,
+    Probes,
+    one_block,
+)
+from traceax._estimators.leave_one_out import (
+    LeaveOneOut,
+    Samples,
+    independent,
+    leave_one_out,
+)
+from traceax._estimators.readouts import (
+    DIAGONAL,
+    Target,
+    TwoSided,
+    two_sided,
+)
+from traceax._estimators.second_batch import of_sum_one, ramp, shares_of
+from traceax._estimators.xnysdiag import samples_of
+from traceax._linalg.columns import (
+    diagonal,
+    mean,
+    squared_modulus,
+)
 from traceax._linalg.nystrom import Nystrom, nystrom
-from traceax._probes.draw import draw
 from traceax._probes.samplers import rademacher
-from traceax._traces.leave_one_out import LeaveOneOut, leave_one_out
-from traceax._traces.second_batch import of_sum_one, ramp, shares_of
 
 ENOUGH = 6
 
 LEAST, WIDTH = 0.8, 0.2
 
 
-def semidefinite_diagonal(
-    name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int
-) -> Estimate:
-    """On behalf of the public function `name`, which has checked the rest, and has left at
-    least `ENOUGH` matvecs and fewer than n."""
-    probes = draw(name, rademacher, key, operator, num_matvecs)
-    algorithm = partial(mixed, sign=-1 if is_negative(operator) else 1)
-    structure = operator.in_structure()
-    return estimate(algorithm, operator, probes, num_matvecs, num_matvecs - 1, structure)
+def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    (block,) = probes.blocks
+    sign = -1 if is_negative(linear_map.operator) else 1
+    sketch = sign * linear_map(block)
+    factor = nystrom(sketch, block)
+    ayes = votes(factor, sketch, block)
+    samples = _samples(factor, sketch, block, ayes, resolution(linear_map.operator))
+    value, error = samples.value_and_error()
+    loo = leave_one_out(sketch, block, resphere=False)
+    return Outcome(sign * value, error, _weight(target, loo, ayes))
 
 
-def mixed(linear_map: LinearMap, probes: Inexact[Array, "n k"], *, sign: int) -> Outcome:
-    sketch = sign * linear_map(probes)
-    factor = nystrom(sketch, probes)
-    ayes = votes(factor, sketch, probes)
-    samples = _samples(factor, sketch, probes, ayes, resolution(linear_map.operator))
-    value, error = samples.judge()
-    loo = leave_one_out(sketch, probes, resphere=False)
-    return Outcome(sign * value, error, _weight(loo, ayes))
+MIXED_DIAGONAL = Method(
+    "diagonal", DIAGONAL, mixed, one_block(1), sampler=rademacher, instead="xdiag"
+)
 
 
 def votes(
@@ -103,14 +113,17 @@ def _samples(
 ) -> Samples:
     """The g_i. Only the e_i share probes."""
     scale, share = factor.scale, mean(ayes)
-    sketched, _ = samples_of(factor, probes, eps)
+    sketched = samples_of(factor, probes, eps)
     sampled = independent(probes.conj() * (sketch / scale), scale, eps, hermitian=True)
     values = ayes[None, :] * sketched.values + (1 - ayes)[None, :] * sampled.values
     rounding = share * sketched.rounding + (1 - share) * sampled.rounding
     return Samples(values, rounding, scale, 1 + share)
 
 
-def _weight(loo: LeaveOneOut, ayes: Float[Array, " k"]) -> PartlyTwoSided:
-    two_sided = TwoSidedWeight.of(loo, of_sum_one(ayes))
+def _weight(target: Target, loo: LeaveOneOut, ayes: Float[Array, " k"]) -> TwoSided:
+    share = mean(ayes)
+    sketched = two_sided(target, loo, of_sum_one(ayes))
+    fields = lambda w: (w.shares, w.forward, w.adjoint, w.plain, w.x)  # noqa: E731
     rest = (1 - ayes) / ayes.shape[0]
-    return PartlyTwoSided(two_sided, loo.x, mean(ayes), rest)
+    new = share * sketched.shares, share, share, rest, loo.x
+    return eqx.tree_at(fields, sketched, new, is_leaf=lambda x: x is None)

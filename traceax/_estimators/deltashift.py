@@ -62,15 +62,15 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import Outcome, run
+from traceax._estimators.hutchinson import hutchinson_trace
+from traceax._estimators.readouts import TRACE, Pairs
+from traceax._estimators.xtrace import xtrace
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
 from traceax._probes.draw import check_sampler
+from traceax._probes.meters import SILENT
 from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.traits import check_independent
-from traceax._traces.exact import exact_trace
-from traceax._traces.hutchinson import hutchinson_trace
-from traceax._traces.weights import TraceWeight
-from traceax._traces.xtrace import xtrace
 
 
 class Tracked(NamedTuple):
@@ -205,14 +205,14 @@ def _update(
     # Also of classes that are not lineax's: their functions are else compiled each time.
     operator = operator if stores_matrix(operator) else by_application(operator, code)
     if num_matvecs >= size(operator):
-        exact = exact_trace(operator)
+        exact = TRACE.exact(operator, None, SILENT)
         return exact, _state(exact, code)
     num_probes = num_matvecs // 2
     probes = stream("deltashift", operator, key, num_probes, sampler, None).source
     frozen = jax.lax.stop_gradient(
         (probes, compiled(LinearMap.__call__, LinearMap(before), probes), state)
     )
-    outcome = run(_correct, operator, frozen)
+    outcome = run(_correct, LinearMap(operator), frozen)
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes))
     return result, _state(result, code, outcome.report)
@@ -235,7 +235,7 @@ def _correct(
     w = linear_map(probes)
     eps = resolution(linear_map.operator)
     value, error, size = _judge(probes, before, w, state[:3], eps)
-    weight = TraceWeight(probes / probes.shape[1], probes)
+    weight = Pairs(probes / probes.shape[1], probes)
     return Outcome(value, error, weight, report=size)
 
 

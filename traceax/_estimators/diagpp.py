@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution, size
-from traceax._core.rule import Outcome, estimate
-from traceax._diagonals.exact import exact_diagonal
-from traceax._diagonals.weights import TwoSidedWeight
+from traceax._core.operator import LinearMap, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    InBlocks,
+    Method,
+    Probes,
+    estimate,
+)
+from traceax._estimators.leave_one_out import (
+    outside,
+)
+from traceax._estimators.readouts import (
+    DIAGONAL,
+    Target,
+    TwoSided,
+)
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import magnitude, mean, row_dots
-from traceax._linalg.jackknife import standard_error
-from traceax._probes.draw import draw
+from traceax._linalg.columns import (
+    magnitude,
+    mean,
+    row_dots,
+)
+from traceax._linalg.jackknife import (
+    standard_error,
+)
 from traceax._probes.samplers import Sampler, rademacher
 
 
@@ -83,53 +98,37 @@ def diagpp(
     probabilistic bounds and an improved algorithm, arXiv:2201.10684, for the one-sided
     form.
     """
-    operator = check_request("diagpp", operator, key, num_matvecs, minimum=3)
-    if num_matvecs >= size(operator):
-        return exact_diagonal(operator)
-    k = num_matvecs // 3
-    rest = num_matvecs - 2 * k
-    sketch_key, rest_key = jax.random.split(key)
-    probes = (
-        draw("diagpp", sampler, sketch_key, operator, k),
-        draw("diagpp", sampler, rest_key, operator, rest),
-    )
-    degrees, structure = max(rest - 1, 1), operator.in_structure()
-    return estimate(_diagpp, operator, probes, num_matvecs, degrees, structure)
+    return estimate(DIAGPP, operator, key, num_matvecs, sampler=sampler)
 
 
-def _diagpp(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n l"]]
-) -> Outcome:
-    test, rest = probes
+def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    test, rest = probes.blocks
     q = orthonormalise(linear_map(test)).columns
-    weight = _weight(q, rest)
-    hermitian, eps = linear_map.is_hermitian, resolution(linear_map.operator)
-    image = linear_map.adjoint(q)
-    remainder = linear_map(weight.complement if hermitian else rest)
-    value, error = _judge(weight, image, remainder, hermitian, eps)
-    return Outcome(value, error, weight)
-
-
-def _weight(q: Inexact[Array, "n k"], rest: Inexact[Array, "n l"]) -> TwoSidedWeight:
-    return TwoSidedWeight(q, None, rest, rest - q @ (q.conj().T @ rest))
-
-
-def _judge(
-    weight: TwoSidedWeight,
-    image: Inexact[Array, "n k"],
-    remainder: Inexact[Array, "n l"],
-    hermitian: bool,
-    eps: float,
-) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
-    """Value and standard error from A* Q, and A applied to what the other probes leave: to
-    all of them if A is not Hermitian."""
-    q = weight.basis
-    if hermitian:
-        known = weight.known(image, image)
-        samples = (weight.residual(remainder) * weight.probes.conj()).real
-    else:
-        known = row_dots(q, image)
-        samples = weight.residual(remainder) * weight.probes.conj()
+    shares = jnp.full(rest.shape[1], 1 / rest.shape[1], rest.real.dtype)
+    one, mu = jnp.ones((), shares.dtype), rest - q @ (q.conj().T @ rest)
+    weight = TwoSided(target, q, None, rest, mu, shares, one, one)
+    image, hermitian = linear_map.adjoint(q), linear_map.is_hermitian
+    remainder = outside(q, None, linear_map(mu if hermitian else rest))
+    samples = remainder * rest.conj()
+    samples = samples.real if hermitian else samples
+    known = weight.known(image, image) if hermitian else row_dots(q, image)
     scattered = magnitude(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
-    return known + mean(samples), standard_error(samples, 4 * eps * rounding)
+    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
+    return Outcome(known + mean(samples), error, weight)
+
+
+def _split(num_matvecs: int) -> tuple[int, int]:
+    k = num_matvecs // 3
+    return k, num_matvecs - 2 * k
+
+
+DIAGPP = Method(
+    "diagpp",
+    DIAGONAL,
+    _diagpp,
+    InBlocks(_split, (2, 1), lambda rest: max(rest - 1, 1)),
+    minimum=3,
+    sampler=rademacher,
+    independent=False,
+)

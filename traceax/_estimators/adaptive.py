@@ -1,0 +1,358 @@
+"""Traces to a tolerance: sketches are doubled until their error bar fits it.
+
+To stop at the first estimate that looks good enough favours those that look better than
+they are. Two standard errors of the jackknife, conservative as it is, make up for it
+(`tests/benchmarks/stopping.py` counts how often they do not).
+
+Sizes are powers of two times the first, so they are known when the program is traced. With
+concrete arrays the next size is run if it is needed, and each is a program of its own; in a
+traced program each stands in a branch of a conditional, and what branches return is padded
+to the largest.
+
+To k probes Omega with Y = A Omega = Q R and Z = A Q come new ones: Y grows by their images,
+Q by an orthonormal basis of what is new in these, R stays block triangular, Z grows by the
+images of Q's new columns. Nothing that was spent is lost, and the estimate from all probes
+is one that a single run with as many could have made.
+
+The sizes are gone through for a constant operator. What was reached is then handed to the
+derivative rule as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
+
+from traceax._core.canonical import compiled, is_concrete
+from traceax._core.checks import (
+    check_key,
+    check_limit,
+    check_operator,
+    check_tolerance,
+)
+from traceax._core.estimate import AdaptiveEstimate
+from traceax._core.operator import (
+    LinearMap,
+    frozen,
+    is_negative,
+    is_positive,
+    resolution,
+    size,
+    working_dtype,
+)
+from traceax._core.rule import Outcome, run
+from traceax._estimators.driver import SMALL
+from traceax._estimators.leave_one_out import leave_one_out_of
+from traceax._estimators.readouts import Pairs, trace_pairs
+from traceax._estimators.xnystrace import xnystrace_of
+from traceax._estimators.xtrace import xtrace_of
+from traceax._linalg.basis import Basis, extend, orthonormalise
+from traceax._linalg.columns import column_dots
+from traceax._probes.choice import for_sketch
+from traceax._probes.draw import draw
+from traceax._probes.meters import ProgressMeter, checked_meter
+from traceax._probes.samplers import Sampler
+from traceax._probes.traits import check_independent, is_rotation_invariant
+
+# The first sketch: the fewest probes whose jackknife can be relied on.
+FIRST = 8
+
+
+def adaptive_trace(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    *,
+    rtol: ArrayLike = 1e-2,
+    atol: ArrayLike = 0.0,
+    max_matvecs: int = 1000,
+    sampler: Sampler | None = None,
+    progress_meter: ProgressMeter | None = None,
+) -> AdaptiveEstimate:
+    """Estimate tr A to a tolerance: spend as few applications as it takes.
+
+    A sketch of 8 probes is doubled until two standard errors fit the tolerance,
+
+        2 * standard_error <= atol + rtol * |value|,
+
+    or `max_matvecs` is spent: the last size takes what it leaves. All probes and products
+    are used again, by `xnystrace` if the operator is tagged positive or negative
+    semidefinite, else by `xtrace`. Works under `jax.jit`, `jax.vmap` and in loops.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
+    - `key`: a JAX random key.
+    - `rtol`: the relative tolerance, a number of at least 0, or an array of shape `()`,
+      which may be traced. Default 0.01.
+    - `atol`: the absolute tolerance, likewise. Default 0.
+    - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
+      Default 1000. If it reaches n + 8, the last size is all of n, and exact; for n <= 64,
+      at once.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `None`: `sphere`, and from 100,000 dimensions on `rademacher`, cheaper to draw.
+    - `progress_meter`: shows how much of `max_matvecs` is spent: one of diffrax's progress
+      meters, `diffrax.TextProgressMeter()`, say, or any object with their methods. Default
+      `None`.
+
+    **Returns** an `Estimate` of shape `()` with one field more, `converged`: whether the
+    tolerance was met. `num_matvecs` is an array, decided at run time. NaN ends at once, and
+    never counts as converged; a tolerance of 0 ends where `max_matvecs` ends.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `max_matvecs` not a Python int, a tolerance not a real number, the sampler not a
+    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
+    `max_matvecs` is below 2 and n, a tolerance negative or an array of several; if the
+    sampler's probes are dependent or of the wrong shape.
+
+    **Derivatives**: forward and reverse, to any order, those of the estimator at the size
+    that was reached; the choice of the size is frozen.
+
+    **Cost**: `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced
+    program every size is compiled, and memory is that of the largest: 6 blocks of n x k,
+    or of n x n if it is exact; under `jax.vmap` every size is run.
+
+    **Example**
+
+    ```python
+    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+    >>> operator = lx.MatrixLinearOperator(jnp.diag(0.9 ** jnp.arange(500.0)))
+    >>> estimate = tx.adaptive_trace(operator, jax.random.key(0), rtol=1e-2)
+    >>> bool(estimate.converged), bool(abs(estimate.value - 10) < 0.1)
+    (True, True)
+    >>> print(estimate.num_matvecs)
+    128
+
+    ```
+
+    **Reference**: doubling as in Epperly, Tropp and Webber (2024), XTrace: Making the most
+    of every sample in stochastic trace estimation, SIAM Journal on Matrix Analysis and
+    Applications 45(1), doi:10.1137/23M1548323.
+    """
+    name = "adaptive_trace"
+    operator = check_operator(name, operator)
+    check_key(name, key)
+    check_limit(name, max_matvecs, size(operator))
+    sampler = for_sketch(sampler, operator)
+    check_independent(name, sampler)
+    check_tolerance(name, "rtol", rtol)
+    check_tolerance(name, "atol", atol)
+    meter = checked_meter(name, progress_meter)
+    resphere, sign = is_rotation_invariant(sampler), -1 if is_negative(operator) else 1
+    growing = _Growing(is_positive(operator) or is_negative(operator), sign, resphere)
+    levels = _levels(size(operator), max_matvecs, growing.matvecs_a_probe)
+    tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
+    linear_map = LinearMap(frozen(operator))
+    search = _Search(
+        growing, linear_map, levels, max_matvecs, sampler, key, tolerances, meter
+    )
+    reached, shown = search.from_level(0, None, meter.init())
+    meter.close(shown)
+    outcome = run(_as_it_is, LinearMap(operator), reached)
+    return AdaptiveEstimate(outcome.value, outcome.standard_error, *outcome.report)
+
+
+def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:
+    del linear_map
+    return reached
+
+
+class _Levels(NamedTuple):
+    """The numbers of probes to try, and whether to be exact after them."""
+
+    sizes: tuple[int, ...]
+    exact: bool
+
+    @property
+    def total(self) -> int:
+        return len(self.sizes) + self.exact
+
+
+def _levels(n: int, max_matvecs: int, matvecs_a_probe: int) -> _Levels:
+    if n <= min(max_matvecs, SMALL):
+        return _Levels((), exact=True)
+    doubled = [FIRST << j for j in range(max_matvecs.bit_length())]
+    useful = [k for k in doubled if k * matvecs_a_probe < n]
+    affordable = tuple(k for k in useful if n + k <= max_matvecs)
+    if affordable:
+        return _Levels(affordable, exact=True)
+    largest = min(max_matvecs, n - 1) // matvecs_a_probe
+    return _Levels((*(k for k in useful if k < largest), largest), exact=False)
+
+
+class _Report(NamedTuple):
+    num_matvecs: Int[Array, ""]
+    degrees_of_freedom: Float[Array, ""]
+    converged: Bool[Array, ""]
+
+
+Reached = tuple[Outcome, Any]
+
+
+class _Search(NamedTuple):
+    """From level to level. What is reached comes with the state of the meter."""
+
+    growing: _Growing
+    linear_map: LinearMap
+    levels: _Levels
+    max_matvecs: int
+    sampler: Sampler
+    key: PRNGKeyArray
+    tolerances: tuple[Float[Array, ""], Float[Array, ""]]
+    meter: ProgressMeter
+
+    def from_level(self, level: int, sketch: _Sketch | None, shown: Any) -> Reached:
+        """This level and, if need be, those above."""
+        if level == len(self.levels.sizes):
+            return self.complete(level, sketch, shown)
+        sketch = self.enlarged(level, sketch)
+        value, error = compiled(
+            _Growing.value_and_error, self.growing, self.linear_map, sketch
+        )
+        rtol, atol = self.tolerances
+        converged = 2 * error <= atol + rtol * jnp.abs(value)
+        ended = converged | jnp.isnan(error) | jnp.isnan(value)
+        k = self.levels.sizes[level]
+        spent = k * self.growing.matvecs_a_probe
+        shown = self.meter.step(shown, jnp.where(ended, 1.0, spent / self.max_matvecs))
+
+        def stop() -> Reached:
+            pairs = compiled(_Growing.pairs, self.growing, sketch)
+            report = _report(spent, k - 1, converged, error)
+            return Outcome(value, error, self.read_by(pairs, level), report), shown
+
+        def go() -> Reached:
+            return self.from_level(level + 1, sketch, shown)
+
+        return stop() if level + 1 == self.levels.total else _either(ended, stop, go)
+
+    def enlarged(self, level: int, sketch: _Sketch | None) -> _Sketch:
+        have = 0 if sketch is None else sketch.probes.shape[1]
+        count = self.levels.sizes[level] - have
+        key, operator = jax.random.fold_in(self.key, level), self.linear_map.operator
+        probes = draw("adaptive_trace", self.sampler, key, operator, count)
+        return compiled(_Growing.enlarge, self.growing, self.linear_map, sketch, probes)
+
+    def complete(self, level: int, sketch: _Sketch | None, shown: Any) -> Reached:
+        value, pairs, cost = compiled(
+            _Growing.complete, self.growing, self.linear_map, sketch
+        )
+        error, n = jnp.zeros_like(value.real), size(self.linear_map.operator)
+        have = 0 if sketch is None else sketch.probes.shape[1]
+        spent = have * self.growing.matvecs_a_probe + cost
+        report = _report(spent, n, ~jnp.isnan(value), error)
+        outcome = Outcome(value, error, self.read_by(pairs, level), report)
+        return outcome, self.meter.step(shown, jnp.asarray(1.0))
+
+    def read_by(self, pairs: Pairs, level: int) -> Pairs:
+        """In a traced program padded to the largest level."""
+        if is_concrete((pairs, self.tolerances)):
+            return pairs
+        n, width = pairs.left.shape
+        widths = (*(2 * k for k in self.levels.sizes), *((n,) if self.levels.exact else ()))
+        missing = ((0, 0), (0, max(widths) - width))
+        left, right = jnp.pad(pairs.left, missing), jnp.pad(pairs.right, missing)
+        return Pairs(left, right, jnp.asarray(level), widths)
+
+
+def _report(
+    spent: int, degrees: int, converged: Bool[Array, ""], error: Float[Array, ""]
+) -> _Report:
+    return _Report(jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged)
+
+
+Result = TypeVar("Result")
+
+
+def _either(
+    condition: Bool[Array, ""], stop: Callable[[], Result], go: Callable[[], Result]
+) -> Result:
+    """One of the two: by Python where the condition is known."""
+    if isinstance(condition, Tracer):
+        return jax.lax.cond(condition, stop, go)
+    return stop() if condition else go()
+
+
+class _Sketch(NamedTuple):
+    """Probes and their images; for XTrace a basis Q of these, and A Q."""
+
+    probes: Inexact[Array, "n k"]
+    products: Inexact[Array, "n k"]
+    basis: Basis | None = None
+    images: Inexact[Array, "n k"] | None = None
+
+
+class _Growing(NamedTuple):
+    """XTrace; or XNysTrace, if the operator is known to be `semidefinite`, of -A if `sign`
+    is -1."""
+
+    semidefinite: bool
+    sign: int
+    resphere: bool
+
+    @property
+    def matvecs_a_probe(self) -> int:
+        return 1 if self.semidefinite else 2
+
+    def enlarge(
+        self, linear_map: LinearMap, sketch: _Sketch | None, probes: Inexact[Array, "n j"]
+    ) -> _Sketch:
+        products = self.sign * linear_map(probes)
+        if self.semidefinite:
+            if sketch is None:
+                return _Sketch(probes, products)
+            return _Sketch(
+                jnp.hstack([sketch.probes, probes]), jnp.hstack([sketch.products, products])
+            )
+        if sketch is None:
+            basis = orthonormalise(products)
+            return _Sketch(probes, products, basis, linear_map(basis.columns))
+        assert sketch.basis is not None
+        assert sketch.images is not None
+        basis = extend(sketch.basis, products, probes)
+        fresh = linear_map(basis.columns[:, sketch.probes.shape[1] :])
+        return _Sketch(
+            jnp.hstack([sketch.probes, probes]),
+            jnp.hstack([sketch.products, products]),
+            basis,
+            jnp.hstack([sketch.images, fresh]),
+        )
+
+    def value_and_error(
+        self, linear_map: LinearMap, sketch: _Sketch
+    ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+        eps, resphere = resolution(linear_map.operator), self.resphere
+        if sketch.basis is None or sketch.images is None:
+            of_sketch = xnystrace_of(sketch.products, sketch.probes, eps, resphere=resphere)
+            return self.sign * of_sketch[0], of_sketch[1]
+        loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
+        return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
+
+    def pairs(self, sketch: _Sketch) -> Pairs:
+        """The frozen blocks of the derivative, which is wanted for the last size only."""
+        basis = sketch.basis or orthonormalise(sketch.products)
+        loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
+        return trace_pairs(loo)
+
+    def complete(
+        self, linear_map: LinearMap, sketch: _Sketch | None
+    ) -> tuple[Inexact[Array, ""], Pairs, int]:
+        """The exact trace, its blocks, and what it costs: where A Q is known, only the
+        images of a basis of what is orthogonal to Q."""
+        n = size(linear_map.operator)
+        identity = jnp.eye(n, dtype=working_dtype(linear_map.operator))
+        pairs = Pairs(identity, identity)
+        if sketch is None or sketch.basis is None or sketch.images is None:
+            value = pairs(linear_map)
+            return (value.real if self.semidefinite else value), pairs, n
+        q = sketch.basis.columns
+        rest = jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
+        known = jnp.sum(column_dots(q, sketch.images))
+        value = known + jnp.sum(column_dots(rest, linear_map(rest)))
+        return value, pairs, rest.shape[1]

@@ -1,0 +1,166 @@
+"""The one way from a request to an estimate, for traces, leaf sums, diagonals and norms.
+
+A `Method` says what is an algorithm's own: its target, how a budget becomes probes, and a
+function `run(linear_map, probes, target) -> Outcome`. `estimate` does the rest: checks,
+exact answers, draws, batches, progress, and the rule, whose program is compiled there
+(`_core.rule`). So a public estimator is a signature, a docstring and a call of `estimate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from traceax._core import rule
+from traceax._core.checks import check_batch_size, check_request, check_semidefinite
+from traceax._core.estimate import Estimate
+from traceax._core.operator import LinearMap
+from traceax._core.rule import Outcome
+from traceax._estimators.readouts import Target, cost_of_exact
+from traceax._probes.choice import for_sketch
+from traceax._probes.draw import draw
+from traceax._probes.meters import ProgressMeter, checked_meter
+from traceax._probes.plan import Plan, plan_and_draw
+from traceax._probes.samplers import Sampler
+from traceax._probes.stream import Stream
+from traceax._probes.traits import check_independent, is_rotation_invariant
+from traceax._probes.witnesses import Witnesses, witnesses_of
+
+# Up to this dimension a batch of n applications is as quick as one of a few.
+SMALL = 64
+
+
+class Request(NamedTuple):
+    """What was asked for on behalf of the public function `name`, checked."""
+
+    name: str
+    operator: lx.AbstractLinearOperator
+    key: PRNGKeyArray
+    num_matvecs: int
+    sampler: Sampler
+    batch_size: int | None
+    meter: ProgressMeter
+
+
+class Drawn(NamedTuple):
+    """Probes, what will be spent on them, and the degrees of freedom of an interval."""
+
+    probes: Any
+    num_matvecs: int
+    degrees_of_freedom: float
+
+
+class Method(NamedTuple):
+    """An algorithm. `draw` makes probes of a budget of at least `minimum`; `sampler` is its
+    default, None for that of sketches; `independent` says that probes must be; `instead`
+    names an estimator for operators that are not semidefinite, if it needs one that is;
+    `acts_on` is the operator that it applies."""
+
+    name: str
+    target: Target
+    run: Callable[..., Outcome]
+    draw: Callable[[Request], Drawn]
+    minimum: int = 1
+    sampler: Sampler | None = None
+    independent: bool = True
+    instead: str = ""
+    acts_on: Callable[[lx.AbstractLinearOperator], lx.AbstractLinearOperator] | None = None
+
+
+def estimate(
+    method: Method,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler | None = None,
+    batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
+    name: str = "",
+) -> Estimate:
+    """By a method, on behalf of the public function `name`, its own if none is given."""
+    name, target = name or method.name, method.target
+    square, least = target.is_square, method.minimum
+    operator = check_request(name, operator, key, num_matvecs, least, square=square)
+    if method.instead:
+        check_semidefinite(name, operator, method.instead)
+    acted = operator if method.acts_on is None else method.acts_on(operator)
+    sampler = method.sampler if sampler is None else sampler
+    sampler = for_sketch(sampler, acted)
+    if method.independent:
+        check_independent(name, sampler)
+    check_batch_size(name, batch_size, 1)
+    meter = checked_meter(name, progress_meter)
+    if num_matvecs >= cost_of_exact(operator):
+        return target.exact(operator, batch_size, meter)
+    request = Request(name, acted, key, num_matvecs, sampler, batch_size, meter)
+    probes, spent, degrees = method.draw(request)
+    algorithm = partial(method.run, target=target)
+    structure = target.structure(operator)
+    return rule.estimate(algorithm, LinearMap(acted), probes, spent, degrees, structure)
+
+
+class Probes(eqx.Module):
+    """Blocks of probes, and whether what is projected of them may be resphered."""
+
+    blocks: tuple[Inexact[Array, "n k"], ...]
+    resphere: bool = eqx.field(static=True)
+
+
+class InBlocks(NamedTuple):
+    """Draws blocks of probes: how many are in each is `split(num_matvecs)`, `costs` are the
+    applications that one of each takes; `degrees` are those of the last block's size."""
+
+    split: Callable[[int], tuple[int, ...]]
+    costs: tuple[int, ...]
+    degrees: Callable[[int], float]
+
+    def __call__(self, request: Request) -> Drawn:
+        counts = self.split(request.num_matvecs)
+        key, several = request.key, len(counts) > 1
+        keys = jax.random.split(key, len(counts)) if several else [key]
+        name, sampler, operator = request.name, request.sampler, request.operator
+        pairs = zip(keys, counts, strict=True)
+        blocks = tuple(draw(name, sampler, key, operator, count) for key, count in pairs)
+        spent = sum(c * k for c, k in zip(self.costs, counts, strict=True))
+        probes = Probes(blocks, is_rotation_invariant(sampler))
+        return Drawn(probes, spent, self.degrees(counts[-1]))
+
+
+def one_block(
+    cost: int, degrees: Callable[[int], float] = lambda k: max(k - 1, 1)
+) -> InBlocks:
+    """As many probes as there are for `cost` applications each."""
+    return InBlocks(partial(_at_cost, cost), (cost,), degrees)
+
+
+def _at_cost(cost: int, num_matvecs: int) -> tuple[int]:
+    return (num_matvecs // cost,)
+
+
+class Streamed(eqx.Module):
+    """Independent samples, a batch at a time; `witnesses` are those of `probing`."""
+
+    probes: Stream
+    witnesses: Witnesses | None
+    meter: ProgressMeter
+    plan: Plan = eqx.field(static=True)
+
+
+class InBatches(NamedTuple):
+    """Draws independent samples, one application a probe."""
+
+    degrees: Callable[[Plan, bool], float]
+
+    def __call__(self, request: Request) -> Drawn:
+        name, operator, key, num_matvecs, sampler, batch_size, meter = request
+        plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
+        witnesses = witnesses_of(sampler)
+        streamed = Streamed(probes, witnesses, meter, plan)
+        return Drawn(streamed, plan.num_probes, self.degrees(plan, witnesses is not None))

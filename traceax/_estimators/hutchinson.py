@@ -1,0 +1,286 @@
+"""Hutchinson's estimators, z isotropic: tr A = E[z* A z], diag A = E[conj(z) o A z]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, PRNGKeyArray
+
+from traceax._core.estimate import Estimate
+from traceax._core.operator import LinearMap, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    InBatches,
+    Method,
+    Streamed,
+    estimate,
+)
+from traceax._estimators.readouts import (
+    DIAGONAL,
+    LEAVES,
+    TRACE,
+    Batches,
+    Target,
+)
+from traceax._linalg.columns import (
+    mean,
+)
+from traceax._linalg.jackknife import (
+    both_errors,
+    error_of_sum,
+    length,
+)
+from traceax._linalg.moments import Moments, moments
+from traceax._probes.meters import ProgressMeter
+from traceax._probes.plan import Plan
+from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.witnesses import DEGREES, account, pooled
+
+
+def hutchinson_trace(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler = rademacher,
+    batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
+) -> Estimate:
+    """Estimate tr A of any square operator by the mean of quadratic forms z_i* A z_i.
+
+    Unbiased. Exact for diagonal operators with `rademacher` probes, for multiples of I with
+    `sphere` probes, and if `num_matvecs` reaches n. The method of choice for flat spectra
+    and for operators that are nearly diagonal; its error falls only as
+    num_matvecs^(-1/2), so on decaying spectra `xtrace` needs far fewer applications.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
+      and bfloat16 operators are averaged in float32.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
+      on, n are spent.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, which is
+      blind to the diagonal; `orthogonal` helps if the budget is a good part of n,
+      `probing` (which spends a multiple of its number of colours) if entries decay with
+      distance in a graph.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and the operator applied again in a gradient rather than stored.
+      `orthogonal`, `hadamard` and samplers of your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
+
+    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
+    real if the operator is known to be Hermitian). `standard_error` is that of a mean of
+    independent samples (for `probing`, repeats); `inf` for one, but for `probing` of a
+    pattern; 0 where n applications were spent.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` or `batch_size` not a Python int, the sampler not a function,
+    `progress_meter` no progress meter; `ValueError` if `operator` is not square, mixes real
+    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs`
+    or `batch_size` is below 1, or below the number of colours; if the sampler's probes are
+    of the wrong shape.
+
+    **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
+    value. A gradient costs one matvec-VJP a probe.
+
+    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
+    n x batch_size); 2 n k flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
+    >>> print(tx.hutchinson_trace(operator, jax.random.key(0), 10).value)
+    44850.0
+
+    ```
+
+    **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
+    Communications in Statistics 18(3), doi:10.1080/03610918908812806.
+    """
+    return estimate(
+        HUTCHINSON_TRACE,
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        batch_size=batch_size,
+        progress_meter=progress_meter,
+    )
+
+
+def hutchinson_diagonal(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler = rademacher,
+    batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
+) -> Estimate:
+    """Estimate diag A of any square operator by comparing probes with their images.
+
+        value = sum_i conj(z_i) o A z_i  /  sum_i |z_i|^2        (entry by entry)
+
+    Unbiased for probes with entries of random sign or phase. Exact for diagonal operators,
+    and if `num_matvecs` reaches n. The error of entry a is that of reading the other
+    entries of row a as noise, (sum over b != a of |A_ab|^2 / num_matvecs)^(1/2): the
+    method of choice for diagonally dominant operators, and with `probing` for sparse ones
+    and their functions; elsewhere `xdiag` and `xnysdiag` remove most of it.
+
+    **Arguments**
+
+    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
+      and bfloat16 operators are averaged in float32.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
+      on, n are spent.
+    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, as no other
+      has less variance that knows nothing of the operator; `probing` does, and spends a
+      multiple of its number of colours.
+    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
+      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
+      are drawn and the operator applied again in a gradient rather than stored.
+      `orthogonal`, `hadamard` and samplers of your own still draw all probes together.
+    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
+      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
+      Default `None`: nothing is shown; nor is it without `batch_size`.
+
+    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
+    bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
+    entry, that of a mean of independent samples (for `probing`, repeats); `inf` for one,
+    but for `probing` of a pattern; 0 where n applications were spent.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` or `batch_size` not a Python int, the sampler not a function,
+    `progress_meter` no progress meter; `ValueError` if `operator` is not square, mixes real
+    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs`
+    or `batch_size` is below 1, or below the number of colours; if the sampler's probes are
+    of the wrong shape.
+
+    **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
+    value. A gradient costs one matvec-VJP a probe.
+
+    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
+    n x batch_size); 4 n k flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
+    >>> estimate = tx.hutchinson_diagonal(operator, jax.random.key(0), 10)
+    >>> bool(jax.numpy.allclose(estimate.value, jax.numpy.arange(300.0)))
+    True
+
+    ```
+
+    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
+    matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
+    """
+    return estimate(
+        HUTCHINSON_DIAGONAL,
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        batch_size=batch_size,
+        progress_meter=progress_meter,
+    )
+
+
+def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
+    """The trace, or sums over leaves: means of independent samples.
+
+    One repeat of `probing` tells of its own error. For real signs an entry of A disturbs
+    two entries of the diagonal alike, those of a symmetric A twice as much in variance as
+    two independent disturbances, others less; phases disturb them independently."""
+    probes, plan = streamed.probes, streamed.plan
+
+    witnesses = streamed.witnesses if plan.num_samples == 1 else None
+
+    def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any]:
+        products = linear_map(z)
+        samples = target.of(z.conj() * products, linear_map)
+        sizes = target.of(jnp.abs(z) * jnp.abs(products), linear_map)
+        told = None if witnesses is None else account(z, products, witnesses)
+        return samples, sizes, told
+
+    samples, sizes, told = probes.collect(samples_of, streamed.meter)
+    eps = resolution(linear_map.operator)
+    rounding = 4 * eps * mean(sizes)
+    value, error = plan.mean_and_error(samples, rounding)
+    if witnesses is not None:
+        alike = 1 if jnp.iscomplexobj(probes.source) else 2
+        error = length(alike**0.5 * told.error(witnesses, 1, eps), rounding)
+    lengths = jnp.asarray(plan.num_probes, rounding.dtype)
+    return Outcome(value, error, Batches(probes, lengths, target.read))
+
+
+def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
+    """The diagonal: a ratio of sums, whose error is that of the sum of residuals; for
+    probes of modulus 1 no more than a mean. Each repeat of `probing` tells something of its
+    own error, too."""
+    probes, witnesses, plan = streamed.probes, streamed.witnesses, streamed.plan
+    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+
+    def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Any]:
+        products = linear_map(z)
+        told = None if witnesses is None else account(z, products, witnesses)
+        return _moments_of(z, products, plan, hermitian), told
+
+    def merged(one: Any, other: Any) -> Any:
+        pairs = zip(one, other, strict=True)
+        return tuple(None if a is None else a.merged(b) for a, b in pairs)
+
+    total, told = probes.reduce(sums_of, merged, streamed.meter)
+    spread = plan.shrink * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
+    unit = total.scale / total.weight
+    error, rounding = unit * spread, unit * 4 * eps * total.size
+    if told is not None:
+        repeats = plan.num_samples
+        error = pooled(error, told.error(witnesses, repeats, eps), repeats)
+    readout = Batches(probes, total.weight, target.read)
+    return Outcome(total.scale * total.value(), both_errors(error, rounding), readout)
+
+
+def _moments_of(
+    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], plan: Plan, hermitian: bool
+) -> Moments:
+    products = z.conj() * products
+    products = products.real if hermitian else products
+    return moments(plan.totals(products), plan.totals((z * z.conj()).real))
+
+
+def _degrees_of_mean(plan: Plan, witnessed: bool) -> float:
+    alone = plan.num_samples == 1 and witnessed
+    return DEGREES if alone else plan.degrees_of_freedom
+
+
+def _degrees_of_ratio(plan: Plan, witnessed: bool) -> float:
+    degrees = plan.num_samples - 1
+    return degrees + DEGREES if witnessed else max(degrees, 1)
+
+
+HUTCHINSON_TRACE = Method(
+    "hutchinson_trace",
+    TRACE,
+    _sums,
+    InBatches(_degrees_of_mean),
+    sampler=rademacher,
+    independent=False,
+)
+HUTCHINSON_LEAVES = HUTCHINSON_TRACE._replace(target=LEAVES)
+HUTCHINSON_DIAGONAL = HUTCHINSON_TRACE._replace(
+    name="hutchinson_diagonal",
+    target=DIAGONAL,
+    run=_ratio,
+    draw=InBatches(_degrees_of_ratio),
+)

@@ -1,0 +1,242 @@
+"""Norms of operators that need not be square.
+
+XRowNorm is the leave-one-out estimator of row norms.
+
+Notation: B the operator, p x n, of rows b_a; the sketch lies in the space of the rows. In
+the notation of `leave_one_out`, with the sketch B* B Omega, or B Omega if B is Hermitian,
+
+    |b_a|^2 = |b_a P_i|^2 + E[ c_i |b_a (I - P_i) w_i|^2 ]        for every i:
+
+cross terms vanish, because P_i (I - P_i) = 0. The derivative is that of this quadratic
+with P_i, w_i frozen (`readouts.Squares`), unbiased because the identity holds for every B.
+
+The Frobenius norm is ||B||_F^2 = tr B* B by XNysTrace of B* B, two applications a probe.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import PRNGKeyArray
+
+from traceax._core.checks import check_operator
+from traceax._core.estimate import Estimate
+from traceax._core.operator import LinearMap, gram, is_hermitian, resolution
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import (
+    Method,
+    Probes,
+    estimate,
+    one_block,
+)
+from traceax._estimators.leave_one_out import (
+    leave_one_out,
+)
+from traceax._estimators.readouts import (
+    NORM,
+    ROW_NORMS,
+    Squares,
+    Target,
+)
+from traceax._estimators.xnystrace import XNYSTRACE
+from traceax._linalg.columns import (
+    column_norms_squared,
+    magnitude,
+    mean,
+)
+from traceax._linalg.jackknife import (
+    independent_degrees_of_freedom,
+    jackknife_error,
+    row_norm_replicates,
+    standard_error,
+)
+from traceax._probes.samplers import Sampler, rademacher
+
+
+def row_norms_squared(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler = rademacher,
+) -> Estimate:
+    """Estimate the squared norm of every row of an operator B, p x n, by XRowNorm.
+
+    k probes w_i make a sketch of the space of the rows b_a. Each in turn is left out; the
+    part of the rows in the range of the others is exact, and the probe left out estimates
+    the rest:
+
+        value_a = 1/k sum_i [ |b_a P_i|^2 + c_i |b_a (I - P_i) w_i|^2 ]
+
+    Unbiased. Exact (to rounding) if the rank of B is below k, or if `num_matvecs` reaches n
+    or p. For column norms, transpose the operator.
+
+    **Arguments**
+
+    - `operator`: any lineax operator, square or not, real or complex, of arrays or pytrees;
+      if it is not Hermitian, its transpose must exist. float16 and bfloat16 operators are
+      sketched in float32; norms must be in range.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 3, or
+      n or p, of which the largest multiple of 3 is; of 2 if the operator is known to be
+      Hermitian. From n or p on, the smaller, as many are spent.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `rademacher`, blind to rows of one entry; `sphere` and `normal` are resphered (for
+      others c_i = 1), which gains little here and costs much on nearly diagonal
+      operators.
+
+    **Returns** an `Estimate` with the operator's output structure (real leaves of at least
+    32 bits). `standard_error` is, row by row, the jackknife's: conservative (of two probes
+    the spread, which is not); `inf` for k = 1; 0 where n or p applications were spent.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
+    `num_matvecs` is below 3 (2 if Hermitian), n and p; if the sampler's probes are
+    dependent or of the wrong shape.
+
+    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
+    gradient costs 2k matvec-VJPs.
+
+    **Cost**: 2k applications and k of the adjoint (none if the operator is known to be
+    Hermitian), in three batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> left = jax.random.normal(jax.random.key(0), (300, 10))
+    >>> right = jax.random.normal(jax.random.key(1), (10, 200))
+    >>> operator = lx.MatrixLinearOperator(left @ right)
+    >>> estimate = tx.row_norms_squared(operator, jax.random.key(2), 60)
+    >>> truth = ((left @ right) ** 2).sum(1)
+    >>> bool(jax.numpy.allclose(estimate.value, truth, rtol=1e-3))
+    True
+
+    ```
+
+    **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
+    randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
+    """
+    operator = check_operator("row_norms_squared", operator, square=False)
+    method = ROW_NORMS_OF_HERMITIAN if is_hermitian(operator) else ROW_NORMS_OF_ANY
+    return estimate(method, operator, key, num_matvecs, sampler=sampler)
+
+
+def frobenius_norm_squared(
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler | None = None,
+) -> Estimate:
+    """Estimate ||B||_F^2, the sum of the squared moduli of an operator's entries.
+
+    tr B* B, or tr B B* if B has fewer rows than columns, by XNysTrace (see `xnystrace`)
+    from k = num_matvecs // 2 probes. Unbiased. Exact (to rounding) if the rank of B is
+    below k, if B* B is a multiple of I (and probes are resphered), or if `num_matvecs`
+    reaches the smaller of B's dimensions. On flat spectra the mean of |B w|^2, one
+    application a probe, has up to 1.5 times less error.
+
+    **Arguments**
+
+    - `operator`: any lineax operator B, p x n, square or not, real or complex, of arrays or
+      pytrees; if it is not Hermitian, its transpose must exist. float16 and bfloat16
+      operators are sketched in float32, but B* B w must be in their range.
+    - `key`: a JAX random key.
+    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
+      n or p; the largest even number up to it is. From n or p on, the smaller, as many are
+      spent.
+    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
+      `None`: `sphere`, whose remainders can be resphered (so can those of `normal`), and
+      from 100,000 dimensions on (of the smaller space, where it draws) `rademacher`,
+      cheaper to draw.
+
+    **Returns** an `Estimate` of shape `()`, real, of at least 32 bits. `standard_error` is
+    the jackknife's: conservative (of two probes the spread, which is not); `inf` for k = 1;
+    0 where n or p applications were spent.
+
+    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
+    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
+    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
+    `num_matvecs` is below 2, n and p; if the sampler's probes are dependent or of the wrong
+    shape.
+
+    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
+    gradient costs 4k matvec-VJPs.
+
+    **Cost**: k applications and k of the adjoint, in two batches; 3 blocks of n x k; about
+    8 n k^2 flops.
+
+    **Example**
+
+    ```python
+    >>> import jax, lineax as lx, traceax as tx
+    >>> left = jax.random.normal(jax.random.key(0), (300, 10))
+    >>> right = jax.random.normal(jax.random.key(1), (10, 200))
+    >>> operator = lx.MatrixLinearOperator(left @ right)
+    >>> estimate = tx.frobenius_norm_squared(operator, jax.random.key(2), 60)
+    >>> truth = ((left @ right) ** 2).sum()
+    >>> bool(abs(estimate.value - truth) < 1e-3 * truth)
+    True
+
+    ```
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
+    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
+    Algorithm 2.2, doi:10.1137/23M1548323.
+    """
+    return estimate(FROBENIUS, operator, key, num_matvecs, sampler=sampler)
+
+
+def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    (block,), resphere = probes.blocks, probes.resphere
+    first = sketch = linear_map(block)
+    scale = magnitude(first)
+    if not linear_map.is_hermitian:
+        sketch = linear_map.adjoint(first / scale)
+    loo = leave_one_out(sketch, block, resphere=resphere)
+    q, s = loo.basis.columns, loo.directions
+    readout = Squares(target, q, s, loo.mu, loo.resphering)
+    image = linear_map(q)
+    remainder = (first - image @ loo.x) / scale
+    known = readout.known(image / scale)
+    samples = known + readout.remainders(remainder)
+    sizes = mean(jnp.abs(samples))
+    rounding = 4 * resolution(linear_map.operator) * (sizes + mean(sizes))
+    n, k = block.shape
+    if k < 3:
+        error = standard_error(samples, rounding)
+    else:
+        replicates = row_norm_replicates(
+            known,
+            (image / scale) @ s,
+            remainder,
+            s,
+            q.conj().T @ block,
+            column_norms_squared(loo.mu),
+            n - k + 2 if resphere else None,
+        )
+        error = jackknife_error(replicates, rounding)
+    return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
+
+
+ROW_NORMS_OF_ANY = Method(
+    "row_norms_squared",
+    ROW_NORMS,
+    _row_norms,
+    one_block(3, independent_degrees_of_freedom),
+    minimum=3,
+    sampler=rademacher,
+)
+ROW_NORMS_OF_HERMITIAN = ROW_NORMS_OF_ANY._replace(
+    draw=one_block(2, independent_degrees_of_freedom), minimum=2
+)
+FROBENIUS = XNYSTRACE._replace(
+    name="frobenius_norm_squared",
+    target=NORM,
+    draw=one_block(2),
+    minimum=2,
+    instead="",
+    acts_on=gram,
+)

@@ -1,0 +1,292 @@
+"""Targets, and the readouts of the derivative rule (`_core.rule`).
+
+Traces, sums over the leaves of a pytree and diagonals are one estimate, read in three ways:
+the rows of conj(L) o (B R), summed over all rows, over the rows of each leaf, or not at
+all. Squared norms of the rows of B, and their sum, are read of its squares in the same way.
+A `Target` says which.
+
+A readout is a module whose blocks are constants. It is called on a `LinearMap` B, and what
+it returns estimates the target of B without bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Float, Inexact, Int
+
+from traceax._core.estimate import Estimate
+from traceax._core.operator import (
+    LinearMap,
+    Structure,
+    dimension,
+    size,
+    working_dtype,
+)
+from traceax._core.rule import Outcome, estimate
+from traceax._estimators.leave_one_out import LeaveOneOut, outside
+from traceax._linalg.columns import (
+    column_dots,
+    column_norms_squared,
+    mean,
+    row_dots,
+    row_norms_squared,
+    squared_modulus,
+)
+from traceax._probes.meters import SILENT, ProgressMeter
+from traceax._probes.stream import Stream, unit_vectors
+
+Rows = Inexact[Array, "n ..."]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is estimated of an operator B: `reduce` sums over rows, n of them; `rows` are
+    those of conj(Z) o (B Z), or of |B Z|^2; `structure` is that of the result, None if that
+    is one number."""
+
+    reduce: Callable[[Rows, Structure], Inexact[Array, ...]]
+    structure: Callable[[lx.AbstractLinearOperator], Structure | None]
+    rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows]
+    is_square: bool
+
+    def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, ...]:
+        return self.reduce(rows, linear_map.operator.in_structure())
+
+    def read(
+        self, linear_map: LinearMap, block: Inexact[Array, "n k"]
+    ) -> Inexact[Array, ...]:
+        """The sum over the columns of a block of probes."""
+        return self.of(self.rows(linear_map, block), linear_map)
+
+    def exact(
+        self, operator: lx.AbstractLinearOperator, batch_size: int | None, meter: Any
+    ) -> Estimate:
+        """From every unit vector: all columns of B, or the rows if these are fewer."""
+        n, dtype = cost_of_exact(operator), working_dtype(operator)
+        units = unit_vectors(n, dtype, batch_size or n)
+        readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), self.read)
+        structure = self.structure(operator)
+        return exactly(LinearMap(operator), readout, n, structure, meter)
+
+
+def cost_of_exact(operator: lx.AbstractLinearOperator) -> int:
+    """How many applications an exact answer takes: by the adjoint if rows are fewer."""
+    return min(size(operator), dimension(operator.out_structure()))
+
+
+def exactly(
+    subject: Any,
+    readout: Batches,
+    num_matvecs: int,
+    structure: Structure | None,
+    meter: ProgressMeter = SILENT,
+) -> Estimate:
+    """The sum over probes of which nothing is random."""
+    algorithm, degrees = partial(_exactly, meter=meter), float(num_matvecs)
+    return estimate(algorithm, subject, readout, num_matvecs, degrees, structure)
+
+
+def _exactly(subject: Any, readout: Batches, *, meter: ProgressMeter) -> Outcome:
+    value = readout(subject, meter)
+    return Outcome(value, jnp.zeros_like(value.real), readout)
+
+
+def _total(rows: Rows, structure: Structure) -> Inexact[Array, ...]:
+    del structure
+    return jnp.sum(rows, axis=0)
+
+
+def _by_leaf(rows: Rows, structure: Structure) -> Inexact[Array, "leaves ..."]:
+    sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
+    leaf = np.repeat(np.arange(len(sizes)), sizes)
+    return jax.ops.segment_sum(rows, leaf, len(sizes), indices_are_sorted=True)
+
+
+def _by_row(rows: Rows, structure: Structure) -> Rows:
+    del structure
+    return rows
+
+
+def _products(linear_map: LinearMap, z: Inexact[Array, "n k"]) -> Inexact[Array, " n"]:
+    return row_dots(linear_map(z), z)
+
+
+def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
+    """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
+    if dimension(linear_map.operator.out_structure()) < size(linear_map.operator):
+        return z.real @ column_norms_squared(linear_map.adjoint(z))
+    return row_norms_squared(linear_map(z))
+
+
+def _one_number(operator: lx.AbstractLinearOperator) -> None:
+    del operator
+
+
+def _number_a_leaf(operator: lx.AbstractLinearOperator) -> Structure:
+    structure = operator.in_structure()
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
+
+
+def _like_input(operator: lx.AbstractLinearOperator) -> Structure:
+    return operator.in_structure()
+
+
+def _like_output(operator: lx.AbstractLinearOperator) -> Structure:
+    return operator.out_structure()
+
+
+TRACE = Target(_total, _one_number, _products, is_square=True)
+LEAVES = Target(_by_leaf, _number_a_leaf, _products, is_square=True)
+DIAGONAL = Target(_by_row, _like_input, _products, is_square=True)
+ROW_NORMS = Target(_by_row, _like_output, _squares, is_square=False)
+NORM = Target(_total, _one_number, _squares, is_square=False)
+
+
+class Pairs(eqx.Module):
+    """tr B = E <L, B R>, the sum over entries of conj(L) o (B R). If a traced program has
+    padded the blocks, `widths[level]` columns of them are read."""
+
+    left: Inexact[Array, "n r"]
+    right: Inexact[Array, "n r"]
+    level: Int[Array, ""] | None = None
+    widths: tuple[int, ...] = eqx.field(static=True, default=())
+
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
+        def read(width: int | None) -> Inexact[Array, ""]:
+            left, right = self.left[:, :width], self.right[:, :width]
+            return jnp.sum(left.conj() * linear_map(right))
+
+        if self.level is None:
+            return read(None)
+        return jax.lax.switch(self.level, [partial(read, w) for w in self.widths])
+
+
+def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> Pairs:
+    """The mean of P_i + c_i mu_i mu_i*, in 2k columns; `weights`, of sum 1, make it a
+    weighted one."""
+    q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
+    weights = jnp.full(k, 1 / k) if weights is None else weights
+    weights = weights.astype(loo.resphering.dtype)
+    kept = q - (q @ s) @ (s * weights[None, :]).conj().T
+    left = [kept, loo.mu * (loo.resphering * weights)[None, :]]
+    return Pairs(jnp.hstack(left), jnp.hstack([q, loo.mu]))
+
+
+class Batches(eqx.Module):
+    """The sum of `read(subject, block)` over batches of probes, divided by `lengths`: the
+    number of probes, or for each row the sum of |z|^2. The subject is a `LinearMap`, or
+    anything else of which blocks can be read."""
+
+    probes: Stream
+    lengths: Float[Array, ...]
+    read: Callable[[Any, Array], Array] = eqx.field(static=True)
+
+    def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Inexact[Array, ...]:
+        total = self.probes.reduce(partial(self.read, subject), meter=meter)
+        return total / self.lengths
+
+
+class TwoSided(eqx.Module):
+    """diag B = diag(P B + B P - P B P) + E[conj(w) o (I - P) B (I - P) w], P a projector.
+
+    The sum over l pairs P_i, w_i, weighted by `shares`, with P_i = Q (I - s_i s_i*) Q*, the
+    s_i in `directions` (None where P = Q Q* serves all); `tested` holds mu_i =
+    (I - P_i) w_i. What is left to chance is second order in what P misses. With one-sided
+    projections, diag(P B) + conj(w) o (I - P) B w, it is first order: on tangents no better
+    than no sketch at all. With H = Q* B Q, and `forward` the sum of shares, the first term
+    is
+
+        diag( Q K (Q* B) + (B Q K - Q E) Q* ),    K = sum of shares (I - s_i s_i*),
+        E = sum of shares (I - s_i s_i*) H (I - s_i s_i*).
+
+    Where an estimate is partly Hutchinson's, `plain` are its weights of conj(w_i) o B w_i,
+    with B w_i = B mu_i + B Q x_i. An estimate that is Hutchinson's alone has other probes
+    in the place of Q, which `adjoint` weighs, and w_i in that of mu_i; then `forward` and
+    `shares` are zero, and there is no x.
+    """
+
+    target: Target = eqx.field(static=True)
+    basis: Inexact[Array, "n k"]
+    directions: Inexact[Array, "k l"] | None
+    probes: Inexact[Array, "n l"]
+    tested: Inexact[Array, "n l"]
+    shares: Float[Array, " l"]
+    forward: Float[Array, ""]
+    adjoint: Float[Array, ""]
+    plain: Float[Array, " l"] | None = None
+    x: Inexact[Array, "k l"] | None = None
+
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ...]:
+        coimage = linear_map.adjoint(self.basis)
+        image = coimage if linear_map.is_hermitian else linear_map(self.basis)
+        products = linear_map(self.tested)
+        rows = self.known(image, coimage)
+        remainder = outside(self.basis, self.directions, products)
+        rows += row_dots(remainder, self.probes * self.shares[None, :])
+        if self.plain is not None:
+            products = products if self.x is None else products + image @ self.x
+            rows += row_dots(products, self.probes * self.plain[None, :])
+        return self.target.of(rows, linear_map)
+
+    def known(
+        self, image: Inexact[Array, "n k"], coimage: Inexact[Array, "n k"]
+    ) -> Inexact[Array, " n"]:
+        """The first term, from B Q and B* Q."""
+        q, s = self.basis, self.directions
+        h = q.conj().T @ image
+        if s is None:
+            return row_dots(q, coimage) + row_dots(image - q @ h, q)
+        weighted = self.shares[:, None] * s.conj().T
+        core = self.forward * h - s @ (weighted @ h) - (h @ s) @ weighted
+        core = core + (s * column_dots(s, h @ s)[None, :]) @ weighted
+        kept = self.adjoint * q - (q @ s) @ weighted
+        kept_image = self.forward * image - (image @ s) @ weighted
+        return row_dots(kept, coimage) + row_dots(kept_image - q @ core, q)
+
+
+def two_sided(
+    target: Target, loo: LeaveOneOut, shares: Float[Array, " k"] | None = None
+) -> TwoSided:
+    """Of probes of which each is left out of its projector; `shares`, of sum 1, make the
+    mean a weighted one."""
+    k, dtype = loo.probes.shape[1], loo.probes.real.dtype
+    shares = jnp.full(k, 1 / k, dtype) if shares is None else shares.astype(dtype)
+    one, q = jnp.ones((), dtype), loo.basis.columns
+    return TwoSided(target, q, loo.directions, loo.probes, loo.mu, shares, one, one)
+
+
+class Squares(eqx.Module):
+    """|b_a|^2 = |b_a P|^2 + E[c |b_a (I - P) w|^2] for the rows b_a, p of them.
+
+    Quadratic in B, so the derivative is taken of it as it stands. The mean over P_i and w_i
+    as in `TwoSided`, `resphering` the factors c_i.
+    """
+
+    target: Target = eqx.field(static=True)
+    basis: Inexact[Array, "n k"]
+    directions: Inexact[Array, "k k"]
+    tested: Inexact[Array, "n k"]
+    resphering: Float[Array, " k"]
+
+    def __call__(self, linear_map: LinearMap) -> Float[Array, ...]:
+        image = linear_map(self.basis)
+        rows = mean(self.known(image) + self.remainders(linear_map(self.tested)))
+        return self.target.of(rows, linear_map)
+
+    def known(self, image: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
+        """|b_a P_i|^2, from B Q."""
+        removed = squared_modulus(image @ self.directions)
+        return row_norms_squared(image)[:, None] - removed
+
+    def remainders(self, products: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
+        """c_i |b_a mu_i|^2, from the columns B mu_i."""
+        return self.resphering[None, :] * squared_modulus(products)
