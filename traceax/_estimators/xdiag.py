@@ -43,6 +43,7 @@ from traceax._estimators.leave_one_out import (
     LeaveOneOut,
     Samples,
     leave_one_out,
+    outside,
 )
 from traceax._estimators.readouts import (
     DIAGONAL,
