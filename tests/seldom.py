@@ -45,12 +45,12 @@ SELDOM = {
         "test_a_batch_is_its_list_also_under_jit_with_its_slope": "",
         "test_pools_are_as_honest_as_their_parts": "",
     },
-    "diagonals/test_leaf_traces.py": {
+    "estimators/test_leaf_traces.py": {
         "test_in_a_batch_in_a_loop_without_leaks_in_float32_at_any_scale": "",
         "test_unbiased_with_honest_bars_and_slopes": "",
     },
-    "diagonals/test_norms.py": {"test_rectangular": ""},
-    "diagonals/test_second_batch.py": {
+    "estimators/test_norms.py": {"test_rectangular": ""},
+    "estimators/test_second_batch_of_diagonals.py": {
         "test_it_is_exact_where_either_is": r"complex128-(semi|symm)|float32-gen",
         "test_the_gradient_reads_what_the_value_read": r"poly",
         "test_the_mean_over_all_probes_and_lots": r"complex",
@@ -115,18 +115,18 @@ SELDOM = {
         "test_every_class_is_drawn": "",
         "test_generated_operators_are_right_and_their_oracle": "",
     },
-    "traces/test_adaptive.py": {
+    "estimators/test_adaptive.py": {
         "test_batches_and_loops": "",
         "test_compiled_and_not_compiled_agree": "",
     },
-    "traces/test_custom.py": {
+    "estimators/test_custom.py": {
         "test_hutchpp_rebuilt_agrees_to_rounding": r"complex-(?!PyTree)",
     },
-    "traces/test_deltashift.py": {
+    "estimators/test_deltashift.py": {
         "test_it_lives_in_a_training_loop": "",
         "test_what_changes_and_is_no_array_is_not_overlooked": "",
     },
-    "traces/test_leave_one_out.py": {
+    "estimators/test_leave_one_out.py": {
         "test_diagonals_and_norms_are_unbiased_by_enumeration": r"xdiag-5-4-2-True"
         r"|row_norms_squared-5-4|diagpp-5-3-2-True|xnysdiag",
         "test_leave_one_out": r"(1|2)-complex",

@@ -1,7 +1,7 @@
-"""Derivatives of functions, for losses. (Floor 5; uses `_diagonals` and all below.)
+"""Derivatives of functions, for losses. (Layer 4; uses all below.)
 
 Divergence, Laplacian, biharmonic operator and Hessian diagonal of a function at a point,
 Gauss-Newton and Fisher matrices, and squares of estimates without bias. `taylor` propagates
 second derivatives forwards; `sampled` is the mean over probes that they share.
-A new differential operator is a room here.
+A new differential operator is a module here.
 """

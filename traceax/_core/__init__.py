@@ -1,32 +1,32 @@
-"""The tour of the house, whose ground floor this is: what every estimator stands on.
+"""What lives where, and where a new thing goes.
 
-Wings are folders, rooms are files of one noun, arrows run downwards only; a test draws them
-and fails otherwise.
+Packages stand on layers, modules hold a subject each, and imports run downwards only; a
+test draws them and fails otherwise.
 
-    floor 5   _calculus    divergence, laplacian, Hessian diagonals: for losses
+    layer 4   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
-    floor 4   _diagonals   diagonals and norms
-    floor 3   _traces      traces
-    floor 2   _quadrature  f(A) on a Krylov space, and its derivative
+    layer 3   _estimators  traces, sums over leaves, diagonals, norms
+    layer 2   _quadrature  f(A) on a Krylov space, and its derivative
               _probes      random vectors: samplers, and how a budget becomes probes
-    floor 1   _linalg      small dense linear algebra of tall blocks
+    layer 1   _linalg      small dense linear algebra of tall blocks
               _core        operators, the rule, estimates, checks
 
-A call of `traceax.xtrace` passes through four of them: `_core.checks` judges what it got,
-`_probes.draw` makes probes, `_core.rule` runs the algorithm that `_traces.xtrace` holds,
-`(LinearMap, probes) -> Outcome`, made of the arithmetic of `_linalg`, and freezes what the
-derivative reads. So a new estimator is one room: a public function that checks, draws and
-calls the rule, and its algorithm beneath it.
+A call of `traceax.xtrace` is a call of `_estimators.driver.estimate` with the `Method`
+beneath it. The driver checks what it got (`_core.checks`), answers exactly where the budget
+allows it (`_estimators.readouts`), draws probes (`_probes`), and runs the method under the
+rule (`_core.rule`), which compiles it and freezes what the derivative reads. A method is
+made of the arithmetic of `_linalg`. So a new estimator is one module.
 
 A new thing has one place, and one of its kind stands there to look at:
 
-    an estimator of the trace         a room of _traces: `xtrace`
-    of the diagonal, of a norm        a room of _diagonals: `xdiag`, `frobenius`
-    of f(A), a likelihood             a room of _functions: `slq`, by _quadrature's engines
-    a differential operator           a room of _calculus: `divergence`
-    a sampler                         a room of _probes: `hadamard`, and what `traits` knows
-    a Krylov engine for f(A)          a room of _quadrature: `block_arnoldi`
-    a factorisation, an error bar     a room of _linalg: `nystrom`, `jackknife`
+    an estimator of a trace, a        a module of _estimators: `xtrace`, `xdiag`, `norms`
+    diagonal or a norm
+    another target of estimates       `_estimators.readouts`
+    of f(A), a likelihood             a module of _functions: `slq`, by _quadrature's engines
+    a differential operator           a module of _calculus: `divergence`
+    a sampler                         a module of _probes: `hadamard`; what `traits` knows
+    a Krylov engine for f(A)          a module of _quadrature: `block_arnoldi`
+    a factorisation, an error bar     a module of _linalg: `nystrom`, `jackknife`
     how estimates print, combine      `_core.words`, `_core.pool`
     a question to lineax              `_core.operator`
     a message to the user             the `checks` of its subject: an operator, a key, a

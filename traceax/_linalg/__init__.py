@@ -1,4 +1,4 @@
-"""Linear algebra of tall blocks, and of what is small. (Floor 1; uses nothing of ours.)
+"""Linear algebra of tall blocks, and of what is small. (Layer 1; uses nothing of ours.)
 
 Arithmetic of columns, orthonormal bases and their downdates, Nyström factors, Krylov
 spaces and what they precondition, conjugate gradients, standard errors. Nothing here knows

@@ -13,11 +13,17 @@ import pytest
 import traceax as tx
 from tests.helpers import close, function, general, hermitian, slow, spectrum
 from traceax._core.operator import LinearMap
-from traceax._diagonals import second_batch, shared_batch
-from traceax._diagonals.second_batch import sketched_or_sampled
+from traceax._estimators import shared_batch
+from traceax._estimators.driver import Probes
+from traceax._estimators.leave_one_out import leave_one_out
+from traceax._estimators.readouts import DIAGONAL
+from traceax._estimators.second_batch import (
+    BothBatches,
+    missed_shares,
+    sketched_or_sampled_diagonal,
+    votes_on_diagonal,
+)
 from traceax._linalg.nystrom import nystrom
-from traceax._traces.leave_one_out import leave_one_out
-from traceax._traces.second_batch import Probes, missed_shares
 
 KEY = jax.random.key(5)
 LAST = 1 - 1e-9
@@ -113,14 +119,15 @@ def test_the_mean_over_all_probes_and_lots(dtype: Any, kind: str) -> None:
     blocks, fresh = all_batches(dtype)
 
     def outcome(block: Any, row: Any, lot: float) -> Any:
-        probes = Probes(block, jnp.repeat(row[:, None], 4, axis=1), jnp.asarray(lot))
-        return read(sketched_or_sampled(maps[0], probes), maps)
+        fresh = jnp.repeat(row[:, None], 4, axis=1)
+        probes = BothBatches(block, fresh, jnp.asarray(lot), resphere=False)
+        return read(sketched_or_sampled_diagonal(maps[0], probes, DIAGONAL), maps)
 
     @jax.jit
     @jax.vmap
     def both_sides(block: Any) -> Any:
         sketch = matrix @ block
-        ayes = second_batch.votes(leave_one_out(sketch, block, resphere=False), sketch)
+        ayes = votes_on_diagonal(leave_one_out(sketch, block, resphere=False), sketch)
         sampled = jax.vmap(lambda row: outcome(block, row, LAST))(fresh)
         return ayes, outcome(block, fresh[0], 0.0), jnp.mean(sampled, axis=0)
 
@@ -144,15 +151,18 @@ def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> No
     """As above, without a lot; what is read need not be Hermitian."""
     matrix = sign * hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     other = general(5, dtype, seed=3)
-    maps = [LinearMap(function(m)) for m in (matrix, other)]
+    tag = PSD if sign == 1 else lx.negative_semidefinite_tag
+    tagged = lx.TaggedLinearOperator(function(matrix), tag)
+    maps = [LinearMap(tagged), LinearMap(function(other))]
     blocks, _ = all_batches(dtype)
 
     @jax.jit
     @jax.vmap
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
+        probes = Probes((block,), resphere=False)
         ayes = shared_batch.votes(nystrom(sketch, block), sketch, block)
-        return ayes, read(shared_batch.mixed(maps[0], block, sign=sign), maps)
+        return ayes, read(shared_batch.mixed(maps[0], probes, DIAGONAL), maps)
 
     ayes, got = run(blocks)
     assert 0.1 < jnp.mean((ayes > 0) & (ayes < 1)) < 0.95

@@ -12,8 +12,14 @@ import pytest
 import traceax as tx
 from tests.helpers import close, function, general, hermitian, spectrum
 from traceax._core.operator import LinearMap
-from traceax._traces.leave_one_out import leave_one_out
-from traceax._traces.second_batch import Probes, missed_shares, sketched_or_sampled, votes
+from traceax._estimators.leave_one_out import leave_one_out
+from traceax._estimators.readouts import TRACE
+from traceax._estimators.second_batch import (
+    BothBatches,
+    missed_shares,
+    sketched_or_sampled,
+    votes,
+)
 
 KEY = jax.random.key(5)
 LAST = 1 - 1e-9
@@ -74,8 +80,9 @@ def test_the_mean_over_all_probes_and_lots(dtype: Any) -> None:
     read = [LinearMap(function(m)) for m in (matrix, other)]
 
     def outcome(block: Any, row: Any, lot: float) -> Any:
-        probes = Probes(block, jnp.repeat(row[:, None], k, axis=1), jnp.asarray(lot))
-        got = sketched_or_sampled(read[0], probes, resphere=False)
+        fresh = jnp.repeat(row[:, None], k, axis=1)
+        probes = BothBatches(block, fresh, jnp.asarray(lot), resphere=False)
+        got = sketched_or_sampled(read[0], probes, TRACE)
         return jnp.stack([got.value, *(got.readout(linear_map) for linear_map in read)])
 
     @jax.jit
