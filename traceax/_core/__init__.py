@@ -30,10 +30,8 @@ A new thing has one place, and one of its kind stands there to look at:
     how estimates print, combine      `_core.words`, `_core.pool`
     a question to lineax              `_core.operator`
     a message to the user             the `checks` of its subject: an operator, a key, a
-                                      budget, in `_core.checks`; a user's function in
-                                      `function_checks`; a shift or right-hand side in
-                                      `equation_checks`; an estimate in `estimate_checks`;
-                                      a user's algorithm in `algorithm_checks`
+                                      budget, a shift, in `_core.checks`; a user's function
+                                      or algorithm in `function_checks`
     a check of what users write       `testing.py`
     a kind of matrix file             `__main__.py`
     a comparison with other libraries a file of tests/benchmarks, and its line in `report`

@@ -19,13 +19,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
 
-from traceax._core.canonical import compiled
+from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import (
+    check_count,
     check_key,
-    check_limit,
     check_operator,
     check_tolerance,
 )
@@ -118,7 +117,7 @@ def adaptive_trace(
     """
     operator = check_operator("adaptive_trace", operator)
     check_key("adaptive_trace", key)
-    check_limit("adaptive_trace", max_matvecs, size(operator))
+    check_count("adaptive_trace", "max_matvecs", max_matvecs, min(2, size(operator)))
     sampler = for_sketch(sampler, operator)
     check_independent("adaptive_trace", sampler)
     check_tolerance("adaptive_trace", "rtol", rtol)
@@ -179,7 +178,7 @@ class _ReachedWeight(eqx.Module):
         def read(width: int) -> Inexact[Array, ""]:
             return TraceWeight(self.left[:, :width], self.right[:, :width])(linear_map)
 
-        if _is_traced(self.rung):
+        if not is_concrete(self.rung):
             return jax.lax.switch(self.rung, [partial(read, w) for w in self.widths])
         return read(self.widths[int(self.rung)])
 
@@ -278,10 +277,6 @@ def _report(
     return _Report(jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged)
 
 
-def _is_traced(array: Any) -> bool:
-    return isinstance(array, Tracer)
-
-
 Result = TypeVar("Result")
 
 
@@ -289,7 +284,7 @@ def _either(
     condition: Bool[Array, ""], stop: Callable[[], Result], go: Callable[[], Result]
 ) -> Result:
     """One of the two: by Python where the condition is known."""
-    if not _is_traced(condition):
+    if is_concrete(condition):
         return stop() if condition else go()
 
     def padded(branch: Callable[[], Result]) -> Result:
