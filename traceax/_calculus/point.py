@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_budget, check_key
+from traceax._core.checks import check_count, check_key
 from traceax._core.function_checks import (
     check_field,
 )
@@ -24,7 +24,7 @@ def checked_point(
     """x as strongly typed arrays of floats, the arguments of an estimator checked."""
     point = differentiable_point(name, fn, x)
     check_key(name, key)
-    check_budget(name, num_matvecs)
+    check_count(name, "num_matvecs", num_matvecs, 1)
     return point
 
 

@@ -22,7 +22,7 @@ A new thing has one place, and one of its kind stands there to look at:
     an estimator of a trace, a        a module of _estimators: `xtrace`, `xdiag`, `norms`
     diagonal or a norm
     another target of estimates       `_estimators.readouts`
-    of f(A), a likelihood             a module of _functions: `slq`, by _quadrature's engines
+    of f(A), a likelihood             a module of _functions: `slq`; _quadrature has engines
     a differential operator           a module of _calculus: `divergence`
     a sampler                         a module of _probes: `hadamard`; what `traits` knows
     a Krylov engine for f(A)          a module of _quadrature: `block_arnoldi`
@@ -30,10 +30,8 @@ A new thing has one place, and one of its kind stands there to look at:
     how estimates print, combine      `_core.words`, `_core.pool`
     a question to lineax              `_core.operator`
     a message to the user             the `checks` of its subject: an operator, a key, a
-                                      budget, in `_core.checks`; a user's function in
-                                      `function_checks`; a shift or right-hand side in
-                                      `equation_checks`; an estimate in `estimate_checks`;
-                                      a user's algorithm in `algorithm_checks`
+                                      budget, a shift, in `_core.checks`; a user's function
+                                      or algorithm in `function_checks`
     a check of what users write       `testing.py`
     a kind of matrix file             `__main__.py`
     a comparison with other libraries a file of tests/benchmarks, and its line in `report`

@@ -11,8 +11,10 @@ They are hoisted, and so leaves, too: none is hashed, copied or kept after the c
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
+from itertools import starmap, zip_longest
 from typing import Any
 
 import equinox as eqx
@@ -20,9 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
-from jax.tree_util import Partial
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
+
+from traceax._core.jaxprs import held_arrays, is_jaxpr
+
+_LATEST: deque[Jaxpr] = deque(maxlen=128)  # of those that stand for their equals
 
 
 class Canonical(eqx.Module):
@@ -44,22 +49,14 @@ def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
     if isinstance(fn, Canonical):
         return fn
     own, rest = eqx.partition(fn, eqx.is_array)
-    arrays, others = eqx.partition(args, _is_like_array)
 
-    def call(own: Any, arrays: Any) -> Any:
-        return eqx.combine(own, rest)(*eqx.combine(arrays, others))
+    def call(own: Any, *args: Any) -> PyTree[Array]:
+        return jax.tree.map(jnp.asarray, eqx.combine(own, rest)(*args))
 
-    closed, shape = jax.make_jaxpr(call, return_shape=True)(own, arrays)
-    if any(map(_holds_arrays, closed.eqns)):
-        inputs = [variable.aval for variable in closed.jaxpr.invars]
-        closed = jax.make_jaxpr(partial(_hoisted, closed))(*inputs)
+    closed, shape, _ = eqx.filter_make_jaxpr(call)(own, *args)
+    closed = _hoisted(closed)
     arrays = [*map(jnp.asarray, closed.consts), *jax.tree.leaves(own)]
-    made = Canonical(arrays, closed.jaxpr, jax.tree.structure(shape))
-    return _shared(made) if is_concrete(arrays) else made
-
-
-def _is_like_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) or eqx.is_array(leaf)
+    return Canonical(arrays, closed.jaxpr, jax.tree.structure(shape))
 
 
 def is_concrete(tree: PyTree) -> bool:
@@ -72,23 +69,20 @@ def compiled(run: Callable[..., Any], *args: Any) -> Any:
     something is being traced, a part of that program."""
     if not is_concrete((run, args)):
         return run(*args)
-
-    return _program(*jax.tree.map(_shared, (run, *args), is_leaf=_is_leaf))
-
-
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Canonical | partial)
+    return _program(*_shared((run, *args)))
 
 
-def _shared(node: Any) -> Any:
-    """A partial function becomes a pytree, which is equal to another if its parts are."""
-    if isinstance(node, partial):
-        parts = (node.func, *node.args), node.keywords
-        (fn, *args), keywords = jax.tree.map(_shared, parts, is_leaf=_is_leaf)
-        return Partial(fn, *args, **keywords)
-    if not isinstance(node, Canonical) or node.jaxpr.effects:
-        return node
-    return Canonical(node.arrays, _first(_Comparable(node.jaxpr)).jaxpr, node.result)
+def _shared(tree: PyTree) -> PyTree:
+    """With equal jaxprs made one, and partial functions pytrees."""
+
+    def shared(node: Any) -> Any:
+        if isinstance(node, partial):
+            return _shared(eqx.Partial(node.func, *node.args, **node.keywords))
+        if not isinstance(node, Canonical) or node.jaxpr.effects:
+            return node
+        return Canonical(node.arrays, _first(node.jaxpr), node.result)
+
+    return jax.tree.map(shared, tree, is_leaf=lambda x: isinstance(x, partial | Canonical))
 
 
 @eqx.filter_jit
@@ -96,95 +90,61 @@ def _program(run: Callable[..., Any], *args: Any) -> Any:
     return run(*args)
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
+def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same, but jitted functions that hold arrays are inlined."""
+    if not any(True for equation in closed.eqns for _ in held_arrays(equation)):
+        return closed
+
+    def inlined(equation: JaxprEqn) -> JaxprEqn:
+        if equation.primitive.name != "jit":
+            return equation
+        inner = _hoisted(equation.params["jaxpr"])
+        changed = {"jaxpr": inner, "inline": bool(inner.consts)}
+        return equation.replace(params=equation.params | changed)
+
+    jaxpr = closed.jaxpr.replace(eqns=list(map(inlined, closed.eqns)))
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+    return jax.make_jaxpr(run)(*closed.in_avals)
 
 
-def held_arrays(equation: Any) -> Iterator[Any]:
-    """Those that the jaxprs inside of an equation hold."""
-    for inner in filter(_is_jaxpr, jax.tree.leaves(equation.params, is_leaf=_is_jaxpr)):
-        yield from getattr(inner, "consts", ())
-        for each in inner.eqns:
-            yield from held_arrays(each)
-
-
-def _holds_arrays(equation: Any) -> bool:
-    return any(True for _ in held_arrays(equation))
-
-
-def _hoisted(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """The same, but jitted functions that hold arrays are run in place."""
-    jaxpr = closed.jaxpr
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
-    needed = _variables([*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars)])
-
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "jit" and _holds_arrays(equation):
-            inputs = [values.get(v, getattr(v, "val", None)) for v in equation.invars]
-            outputs = _hoisted(equation.params["jaxpr"], *inputs)
-            values |= zip(equation.outvars, outputs, strict=True)
-            continue
-        inputs = _variables(equation.invars)
-        outputs = [v for v in equation.outvars if v in needed]
-        effects, info = equation.effects, jaxpr.debug_info
-        alone = Jaxpr((), inputs, outputs, [equation], effects, info)
-        run = jaxpr_as_fun(ClosedJaxpr(alone, ()))
-        values |= zip(outputs, run(*(values[v] for v in inputs)), strict=True)
-    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-
-
-def _variables(atoms: list[Any]) -> list[Any]:
-    return list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
-
-
-class _Comparable:
-    """A jaxpr, compared by what it does."""
-
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr, self.tokens = jaxpr, list(_tokens(jaxpr))
-
-    def __hash__(self) -> int:
-        return hash(tuple(t.name for t in self.tokens if isinstance(t, Primitive)))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Comparable) or len(self.tokens) != len(other.tokens):
-            return False
-        return all(map(_same, self.tokens, other.tokens))
-
-
-@lru_cache(maxsize=128)
-def _first(jaxpr: _Comparable) -> _Comparable:
+def _first(jaxpr: Jaxpr) -> Jaxpr:
+    """The one that stands for all that are equal to it."""
+    for first in tuple(_LATEST):
+        if _same(first, jaxpr):
+            return first
+    _LATEST.append(jaxpr)
     return jaxpr
 
 
-def _tokens(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All that a jaxpr is made of, its variables being numbered."""
+def _same(one: Any, other: Any) -> bool:
+    """Jaxprs by what they do, numbers as they print: 0.0 is not -0.0."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if is_jaxpr(one):
+        return all(starmap(_same, zip_longest(_parts(one), _parts(other))))
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)
+    try:
+        return (one == other) is True
+    except Exception:
+        return False
+
+
+def _parts(jaxpr: Any) -> Iterator[Any]:
+    """All that a jaxpr is made of, its variables being numbered, its arrays by identity."""
     numbers: dict[Any, int] = {}
 
-    def token(atom: Any) -> Any:
-        if isinstance(atom, Literal):  # bit by bit: 0.0 is not -0.0
+    def part(atom: Any) -> Any:
+        if isinstance(atom, Literal):
             return type(atom.val), np.asarray(atom.val).tobytes(), atom.aval
         return numbers.setdefault(atom, len(numbers)), atom.aval
 
-    yield from map(token, [*jaxpr.constvars, *jaxpr.invars])
+    yield [equation.primitive for equation in jaxpr.eqns]
+    yield [id(array) for array in getattr(jaxpr, "consts", ())]
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield from map(part, [*jaxpr.constvars, *jaxpr.invars])
     for equation in jaxpr.eqns:
-        parameters, structure = jax.tree.flatten(equation.params, is_leaf=_is_jaxpr)
-        yield from (equation.primitive, equation.ctx, structure)
-        yield from map(token, [*equation.invars, *equation.outvars])
-        for value in parameters:
-            if isinstance(value, ClosedJaxpr):
-                yield tuple(map(id, value.consts))
-                value = value.jaxpr
-            if isinstance(value, Jaxpr):
-                yield from _tokens(value)
-            else:
-                yield repr(value) if isinstance(value, float | complex) else value
-    yield from map(token, jaxpr.outvars)
-
-
-def _same(one: Any, other: Any) -> bool:
-    try:
-        return one is other or (type(one) is type(other) and (one == other) is True)
-    except Exception:
-        return False
+        parameters, structure = jax.tree.flatten(equation.params, is_leaf=is_jaxpr)
+        yield from (equation.ctx, structure, *parameters)
+        yield from map(part, [*equation.invars, *equation.outvars])
+    yield from map(part, jaxpr.outvars)

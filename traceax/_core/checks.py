@@ -8,9 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jax.core import Tracer
-from jaxtyping import ArrayLike
+from jaxtyping import ArrayLike, PyTree
 
 from traceax._core.operator import (
     dimension,
@@ -35,7 +34,23 @@ def check_request(
     operator = check_operator(name, operator, square=square)
     check_key(name, key)
     enough = min(size(operator), dimension(operator.out_structure()))
-    check_budget(name, num_matvecs, min(minimum, enough))
+    check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
+    return operator
+
+
+def check_function_request(
+    name: str,
+    operator: object,
+    key: object,
+    counts: dict[str, int],
+    *,
+    square: bool = True,
+) -> lx.AbstractLinearOperator:
+    """The same, of estimators by probes and steps."""
+    operator = check_operator(name, operator, square=square)
+    check_key(name, key)
+    for argument, count in counts.items():
+        check_count(name, argument, count, 1, "because nothing can be told from none")
     return operator
 
 
@@ -87,91 +102,54 @@ def check_key(name: str, key: object) -> None:
             f"traceax.{name}(key=...) must be a JAX random key, because no default is "
             f"hidden anywhere, but got {type(key).__name__}. Pass jax.random.key(0), say."
         )
-    if len(shape) != (0 if typed else 1):
+    words = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
+    if shape != (() if typed else words):
         raise ValueError(
-            f"traceax.{name}(key=...) must be one key, but got keys of shape {shape}. Use "
-            "jax.vmap or jax.lax.map over them."
-        )
-    whole = shape if typed else jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
-    if shape != whole:
-        raise ValueError(
-            f"traceax.{name}(key=...) must be a key of {whole} words, as JAX's default "
-            f"generator takes, but got shape {shape}. Pass jax.random.key(0), say."
+            f"traceax.{name}(key=...) must be one key, a raw one of shape {words}, but got "
+            f"shape {shape}. Use jax.vmap or jax.lax.map over several."
         )
 
 
-def check_budget(name: str, num_matvecs: object, minimum: int = 1) -> None:
-    if check_count(name, "num_matvecs", num_matvecs) < minimum:
-        raise ValueError(
-            f"traceax.{name}(num_matvecs=...) must be at least {minimum}, the fewest "
-            f"applications that the algorithm can use, but got {num_matvecs}. Pass 100, "
-            "say."
-        )
-
-
-def check_count(name: str, argument: str, count: object) -> int:
-    if isinstance(count, int) and not isinstance(count, bool):
-        return count
-    if isinstance(count, Tracer):
-        cure = "Close over it, or mark it static with static_argnames"
-    elif _is_whole(count):
-        cure = "Convert it with int()"
-    else:
-        cure = "Pass a whole number: 100, say"
-    raise TypeError(
-        f"traceax.{name}({argument}=...) must be a Python int, because it sets the shapes "
-        f"of arrays, but got {count!r}. {cure}."
-    )
-
-
-def _is_whole(number: object) -> bool:
-    """Of another type than int."""
-    if isinstance(number, bool) or not isinstance(number, float | jax.Array | np.generic):
-        return False
-    return np.ndim(number) == 0 and float(number).is_integer()
-
-
-def check_function_request(
+def check_count(
     name: str,
-    operator: object,
-    key: object,
-    counts: dict[str, int],
-    *,
-    square: bool = True,
-) -> lx.AbstractLinearOperator:
-    """What every estimator by probes and steps demands of its arguments, and the operator
-    prepared."""
-    operator = check_operator(name, operator, square=square)
-    check_key(name, key)
-    for argument, count in counts.items():
-        if check_count(name, argument, count) < 1:
-            raise ValueError(
-                f"traceax.{name}({argument}=...) must be at least 1, because nothing can "
-                f"be told from none, but got {count}. Raise it: 20, say."
-            )
-    return operator
+    argument: str,
+    count: object,
+    minimum: int | None = None,
+    why: str = "the fewest applications that the algorithm can use",
+    cure: str = "Pass 100, say.",
+) -> int:
+    """A Python int of at least `minimum`, if there is one."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        cure = "Pass a whole number: 100, say, or convert an array with int()."
+        if isinstance(count, Tracer):
+            cure = "Close over it, or mark it static with static_argnames."
+        raise TypeError(
+            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
+            f"shapes of arrays, but got {count!r}. {cure}"
+        )
+    if minimum is not None and count < minimum:
+        raise ValueError(
+            f"traceax.{name}({argument}=...) must be at least {minimum}, {why}, but got "
+            f"{count}. {cure}"
+        )
+    return count
 
 
 def check_samples(
     name: str, count: int, probes_a_sample: int, argument: str = "num_matvecs"
 ) -> None:
-    if count < probes_a_sample:
-        raise ValueError(
-            f"traceax.{name}({argument}=...) must be at least {probes_a_sample}, one for "
-            f"each colour of its probing sampler, but got {count}. Raise it, or use fewer "
-            "colours: traceax.colouring with a lower power makes them."
-        )
+    why = "one for each colour of its probing sampler"
+    cure = (
+        "Raise it, or use fewer colours: traceax.colouring with a lower power makes them."
+    )
+    check_count(name, argument, count, probes_a_sample, why, cure)
 
 
 def check_batch_size(name: str, batch_size: object, probes_a_sample: int) -> None:
-    if batch_size is None:
-        return
-    if check_count(name, "batch_size", batch_size) < probes_a_sample:
-        raise ValueError(
-            f"traceax.{name}(batch_size=...) must be at least {probes_a_sample}, because a "
-            f"sample of so many probes stays together, but got {batch_size}. Raise it, or "
-            "pass None for all probes at once."
-        )
+    if batch_size is not None:
+        why = "because a sample of so many probes stays together"
+        cure = "Raise it, or pass None for all probes at once."
+        check_count(name, "batch_size", batch_size, probes_a_sample, why, cure)
 
 
 def check_semidefinite(
@@ -188,23 +166,18 @@ def check_semidefinite(
         )
 
 
-def _as_float(number: Any) -> float:
-    """Of what is not traced, and without an operation, which would be."""
-    return float(number)
-
-
 def _is_real(number: Any) -> bool:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
     return (is_number or hasattr(number, "dtype")) and not jnp.iscomplexobj(number)
 
 
-def check_positive(name: str, argument: str, number: ArrayLike, cure: str) -> None:
+def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
     if not _is_real(number) or jnp.ndim(number):
         raise TypeError(
             f"traceax.{name}({argument}=...) must be a positive number, or an array of "
             f"shape (), but got {number!r}. {cure}"
         )
-    if not isinstance(number, Tracer) and not 0 < _as_float(number) < float("inf"):
+    if not isinstance(number, Tracer) and not 0 < float(number) < float("inf"):
         raise ValueError(
             f"traceax.{name}({argument}=...) must be positive and finite, but got "
             f"{number!r}. {cure}"
@@ -257,28 +230,15 @@ def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
         )
 
 
-def check_limit(name: str, max_matvecs: object, n: int) -> None:
-    minimum = min(2, n)
-    if check_count(name, "max_matvecs", max_matvecs) < minimum:
-        raise ValueError(
-            f"traceax.{name}(max_matvecs=...) must be at least {minimum}, the fewest "
-            "applications that the algorithm can use, but got "
-            f"{max_matvecs}. Raise it: 1000, say."
-        )
-
-
-def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
-    if not _is_real(tolerance):
-        raise TypeError(
+def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
+    if not _is_real(tolerance) or jnp.ndim(tolerance):
+        is_array = _is_real(tolerance)
+        got = f"shape {jnp.shape(tolerance)}" if is_array else repr(tolerance)
+        raise (ValueError if is_array else TypeError)(
             f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
-            f"(), but got {tolerance!r}. Pass 0.01, say."
+            f"(), but got {got}. Pass 0.01, say, and use jax.vmap for several."
         )
-    if jnp.ndim(tolerance):
-        raise ValueError(
-            f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
-            f"(), but got shape {jnp.shape(tolerance)}. Use jax.vmap for several."
-        )
-    if not isinstance(tolerance, Tracer) and not _as_float(tolerance) >= 0:
+    if not isinstance(tolerance, Tracer) and not float(tolerance) >= 0:
         raise ValueError(
             f"traceax.{name}({argument}=...) must be at least 0, because errors are "
             f"measured against it, but got {tolerance!r}. Pass 0 for the most accurate "
@@ -286,10 +246,89 @@ def check_tolerance(name: str, argument: str, tolerance: ArrayLike) -> None:
         )
 
 
+def check_shift(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    shift: ArrayLike | lx.DiagonalLinearOperator,
+    *,
+    several: bool = True,
+) -> None:
+    """Of log det(A + shift I), which A must not be known to make impossible."""
+    if is_negative(operator):
+        raise ValueError(
+            f"traceax.{name}(operator=...) must not be tagged negative semidefinite, "
+            "because the logarithm of a negative number is not real, but got a "
+            f"{type(operator).__name__} that is. Negate it: log det(-A) is what there is."
+        )
+    is_diagonal = isinstance(shift, lx.DiagonalLinearOperator)
+    numbers = jax.tree.leaves(shift.diagonal) if is_diagonal else [shift]
+    if not all(map(_is_real, numbers)):
+        kinds = "a number, an array of them" if several else "a number"
+        raise TypeError(
+            f"traceax.{name}(shift=...) must be real, {kinds} or an "
+            "lx.DiagonalLinearOperator, because A + shift I must be Hermitian, but got "
+            f"{shift!r}. Take the real part of what is complex, make an array of a list."
+        )
+    if is_diagonal:
+        shapes = jax.tree.map(jnp.shape, shift.diagonal)
+        expected = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
+        if shapes != expected:
+            raise ValueError(
+                f"traceax.{name}(shift=...) must act on the operator's space, of shapes "
+                f"{expected}, but got a diagonal of shapes {shapes}. Give an entry for "
+                "each of the operator's dimensions."
+            )
+    elif not several and jnp.ndim(shift):
+        raise ValueError(
+            f"traceax.{name}(shift=...) must be one number, because each shift has a "
+            f"solution of its own, but got shape {jnp.shape(shift)}. Use jax.vmap over "
+            "them, or lx.DiagonalLinearOperator for a shift of each dimension."
+        )
+
+
+def check_vector(
+    name: str, operator: lx.AbstractLinearOperator, vector: PyTree[ArrayLike]
+) -> bool:
+    """Whether there are several, along a first axis."""
+    expected = operator.in_structure()
+    shapes = jax.tree.map(jnp.shape, vector)
+    one = jax.tree.map(lambda leaf: leaf.shape, expected)
+    leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)}
+    axis = next(iter(leading)) if len(leading) == 1 else ()
+    many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
+    if shapes != one and (shapes != many or 0 in axis):
+        raise ValueError(
+            f"traceax.{name}(vector=...) must be of the operator's space, "
+            f"{show(expected)}, or several of them along one more, first, axis of every "
+            f"leaf, but got shapes {shapes}. Make arrays of these shapes: of several "
+            "right-hand sides each is a row."
+        )
+    leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
+    if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):
+        raise TypeError(
+            f"traceax.{name}(vector=...) must be real, because the operator is, but got "
+            "complex numbers. Give real and imaginary parts as two right-hand sides."
+        )
+    return shapes != one
+
+
+def check_rtol(name: str, rtol: object) -> None:
+    if not isinstance(rtol, int | float) or isinstance(rtol, bool):
+        raise TypeError(
+            f"traceax.{name}(rtol=...) must be a Python float, but got "
+            f"{type(rtol).__name__}. Pass 1e-6, say."
+        )
+    if not 0 < rtol < 1:
+        raise ValueError(
+            f"traceax.{name}(rtol=...) must be strictly between 0 and 1, because it is a "
+            f"relative error, but got {rtol}. Pass 1e-6, say."
+        )
+
+
 def show(structure: object) -> str:
-    def short(leaf: jax.ShapeDtypeStruct) -> str:
+    def short(leaf: Any) -> str:
         if not hasattr(leaf, "dtype"):
-            return repr(leaf)
+            return type(leaf).__name__
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
     return str(jax.tree.map(short, structure)).replace("'", "")

@@ -6,11 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
 from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
-from traceax._core.serialise import exportable
 from traceax._core.words import formatted, in_words, is_here
 
 
@@ -87,7 +87,8 @@ class Estimate(eqx.Module):
                 "traceax.Estimate.interval(level=...) must be a number, because it is a "
                 f"probability, but got {level!r}. Pass 0.95, say."
             )
-        if not isinstance(level, Tracer) and not _all_between_0_and_1(level):
+        known = [] if isinstance(level, Tracer) else np.ravel(level)
+        if not all(0 < number < 1 for number in known):
             raise ValueError(
                 "traceax.Estimate.interval(level=...) must be strictly between 0 and 1, "
                 f"because it is a probability, but got {level!r}. Pass 0.95, say."
@@ -126,13 +127,21 @@ class AdaptiveEstimate(Estimate):
     converged: Bool[Array, ""] | bool = False
 
 
+def exportable(example: eqx.Module) -> None:
+    """Let `jax.export` write the class of `example`, which has no static field: so there is
+    nothing to write of it, and all that are read are alike."""
+    kind, node = type(example), jax.tree.structure(example).node_data()
+    assert node is not None
+    export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"traceax.{kind.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: node[1],
+    )
+
+
 exportable(Estimate(0.0, 0.0, 0))
 exportable(AdaptiveEstimate(0.0, 0.0, 0))
-
-
-def _all_between_0_and_1(level: object) -> bool:
-    numbers = np.asarray(level)
-    return bool(np.all((numbers > 0) & (numbers < 1)))
 
 
 @jax.jit

@@ -28,8 +28,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from jaxtyping import Array, Inexact
+
+from traceax._core.jaxprs import inner_jaxprs
 
 Apply = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
 
@@ -121,21 +123,14 @@ def _best(apply: Apply, block: Inexact[Array, "n k"]) -> Layout:
 
 def _is_spread(array: Any) -> bool:
     """Whether it is computed from arrays on a mesh of devices."""
-    mesh = jax.typeof(jnp.asarray(array)).sharding.mesh
-    return not mesh.empty and mesh.size > 1
+    return jax.typeof(jnp.asarray(array)).sharding.mesh.size > 1
 
 
 def _operations(program: Jaxpr) -> Iterator[str]:
     """The names of all, also of what is inside loops, branches and compiled functions."""
     for equation in program.eqns:
-        if any(
-            getattr(out.aval, "ndim", 0) for out in equation.outvars
-        ):  # an inner product is none
+        # An inner product is none.
+        if any(getattr(out.aval, "ndim", 0) for out in equation.outvars):
             yield equation.primitive.name
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr)
-        ):
-            if isinstance(inner, ClosedJaxpr):
-                yield from _operations(inner.jaxpr)
-            elif isinstance(inner, Jaxpr):
-                yield from _operations(inner)
+        for inner in inner_jaxprs(equation):
+            yield from _operations(inner)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.estimate import Estimate
-from traceax._core.estimate_checks import check_batch, check_parts
 from traceax._core.rule import refusing
 
 
@@ -51,10 +51,10 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     different population variances are involved, Biometrika 34.
     """
     if isinstance(estimates, Estimate):
-        check_batch("pool", estimates)
+        _check_batch("pool", estimates)
         whole, parts = estimates, []
     else:
-        check_parts("pool", estimates)
+        _check_parts("pool", estimates)
         names = ("value", "standard_error", "num_matvecs", "degrees_of_freedom")
         parts = [Estimate(*(getattr(e, name) for name in names)) for e in estimates]
         whole = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *parts)
@@ -97,3 +97,49 @@ def _pooled(
     few = jnp.where(within == 0, 1e4, max(runs - 1, 1) / 3)
     freedom = jnp.where(jnp.isfinite(welch), jnp.minimum(welch, 1e4), few)
     return value, error, jnp.min(freedom)
+
+
+def _check_parts(name: str, estimates: object) -> None:
+    """A sequence of estimates of one quantity."""
+    if not isinstance(estimates, Sequence):
+        raise TypeError(
+            f"traceax.{name}(estimates=...) must be a sequence of estimates, or a batch of "
+            f"them, but got {type(estimates).__name__}. Pass a list, or what jax.vmap "
+            "returned."
+        )
+    if not estimates:
+        raise ValueError(
+            f"traceax.{name}(estimates=...) must hold at least one estimate, but got none. "
+            "Nothing can be told from nothing."
+        )
+    for place, part in enumerate(estimates):
+        if not isinstance(part, Estimate):
+            raise TypeError(
+                f"traceax.{name}(estimates=...) must hold estimates, but got "
+                f"{type(part).__name__} as number {place}. Keep what the estimators "
+                "return, not its `value`."
+            )
+        if _described(part) != _described(estimates[0]):
+            raise ValueError(
+                f"traceax.{name}(estimates=...) must be of one quantity, but number "
+                f"{place} has the value {_described(part)}, number 0 "
+                f"{_described(estimates[0])}. Pool each quantity with its own."
+            )
+
+
+def _check_batch(name: str, estimates: Estimate) -> None:
+    """One estimate, of which every leaf has a leading axis of runs."""
+    leaves = jax.tree.leaves((estimates.value, estimates.standard_error))
+    runs = {jnp.shape(leaf)[:1] for leaf in leaves}
+    counts = jnp.shape(estimates.num_matvecs), jnp.shape(estimates.degrees_of_freedom)
+    if len(runs) != 1 or runs == {()} or not set(counts) & runs or max(runs)[0] == 0:
+        raise ValueError(
+            f"traceax.{name}(estimates=...) must be a sequence of estimates, or one whose "
+            "leaves, num_matvecs among them, have a leading axis of runs, but got "
+            f"{_described(estimates)} with num_matvecs of shape {counts[0]}. Pass a list, "
+            "or what jax.vmap over keys returned."
+        )
+
+
+def _described(part: Estimate) -> str:
+    return eqx.tree_pformat(jax.tree.map(jnp.asarray, part.value))

@@ -13,7 +13,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.core import Tracer
+
+from traceax._core.canonical import is_concrete
 
 _MOST_SHOWN = 10
 
@@ -23,7 +24,8 @@ def in_words(estimate: Any) -> str:
     if not is_here(estimate):
         return eqx.tree_pformat(estimate)
     rows = leaf_rows(estimate)
-    cost = f"({matvecs(estimate)})"
+    total = int(np.sum(np.asarray(estimate.num_matvecs)))  # of a batch, too
+    cost = f"({total} matvec{'s' if total != 1 else ''})"
     if len(rows) == 1 and not rows[0][0]:
         return f"{rows[0][1]} {cost}"
     return "\n".join([f"{path}: {words}" for path, words in rows] + [cost])
@@ -51,15 +53,13 @@ def is_here(estimate: Any) -> bool:
     """Whether every number in it can be looked at."""
 
     def here(leaf: Any) -> bool:
-        if isinstance(leaf, Tracer):
-            return False
         if isinstance(leaf, jax.Array):
             return leaf.is_fully_addressable and not leaf.is_deleted()
         return isinstance(leaf, int | float | complex | np.ndarray | np.generic)
 
     leaves = jax.tree.leaves(estimate)
     same = jax.tree.structure(estimate.value) == jax.tree.structure(estimate.standard_error)
-    return bool(leaves) and same and all(map(here, leaves))
+    return bool(leaves) and same and is_concrete(leaves) and all(map(here, leaves))
 
 
 def leaf_rows(estimate: Any) -> list[tuple[str, str]]:
@@ -70,13 +70,12 @@ def leaf_rows(estimate: Any) -> list[tuple[str, str]]:
         strict=True,
     )
     return [
-        (_place(path), leaf_in_words(np.asarray(value), np.asarray(error)))
+        (
+            jax.tree_util.keystr(path, simple=True, separator="."),
+            leaf_in_words(np.asarray(value), np.asarray(error)),
+        )
         for (path, value), error in pairs
     ]
-
-
-def _place(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def leaf_in_words(value: np.ndarray, error: np.ndarray) -> str:
@@ -119,9 +118,3 @@ def _plain(value: float | complex, error: float) -> str:
     shown = f"{value:.{min(decimals, 16)}f}"
     shown = f"({shown})" if isinstance(value, complex) else shown
     return f"{shown} ± {error:.1e}" if decimals > 6 else f"{shown} ± {error:.{decimals}f}"
-
-
-def matvecs(estimate: Any) -> str:
-    """How many were spent, of a batch in all."""
-    total = int(np.sum(np.asarray(estimate.num_matvecs)))
-    return f"{total} matvec{'s' if total != 1 else ''}"

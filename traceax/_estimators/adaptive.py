@@ -26,13 +26,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import (
+    check_count,
     check_key,
-    check_limit,
     check_operator,
     check_tolerance,
 )
@@ -138,7 +137,7 @@ def adaptive_trace(
     name = "adaptive_trace"
     operator = check_operator(name, operator)
     check_key(name, key)
-    check_limit(name, max_matvecs, size(operator))
+    check_count(name, "max_matvecs", max_matvecs, min(2, size(operator)))
     sampler = for_sketch(sampler, operator)
     check_independent(name, sampler)
     check_tolerance(name, "rtol", rtol)
@@ -274,9 +273,9 @@ def _either(
     condition: Bool[Array, ""], stop: Callable[[], Result], go: Callable[[], Result]
 ) -> Result:
     """One of the two: by Python where the condition is known."""
-    if isinstance(condition, Tracer):
-        return jax.lax.cond(condition, stop, go)
-    return stop() if condition else go()
+    if is_concrete(condition):
+        return stop() if condition else go()
+    return jax.lax.cond(condition, stop, go)
 
 
 class _Sketch(NamedTuple):

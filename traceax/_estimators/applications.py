@@ -14,9 +14,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Inexact
 
+from traceax._core.jaxprs import inner_jaxprs
 from traceax._core.operator import LinearMap
 
 Apply = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
@@ -52,7 +53,7 @@ def _entries(equation: JaxprEqn, real: bool) -> float:
     if params.get("name") == _NAME:
         blocks: list[Any] = [out.aval for out in equation.outvars]
         return sum(b.size * (2 if real and jnp.iscomplexobj(b) else 1) for b in blocks)
-    counts = [entries_applied(inner, real=real) for inner in _inside(equation)]
+    counts = [entries_applied(inner, real=real) for inner in inner_jaxprs(equation)]
     match equation.primitive.name:
         case "while":
             return math.inf if any(counts) else 0
@@ -62,12 +63,3 @@ def _entries(equation: JaxprEqn, real: bool) -> float:
             return params["length"] * sum(counts) if any(counts) else 0
         case _:
             return sum(counts)
-
-
-def _inside(equation: JaxprEqn) -> list[Jaxpr]:
-    kinds = (ClosedJaxpr, Jaxpr)
-    values = jax.tree.leaves(
-        list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds)
-    )
-    inner = [value for value in values if isinstance(value, kinds)]
-    return [i.jaxpr if isinstance(i, ClosedJaxpr) else i for i in inner]

@@ -13,7 +13,10 @@ import lineax as lx
 from jax.extend.core import Jaxpr
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.algorithm_checks import (
+from traceax._core.canonical import Canonical, canonical
+from traceax._core.checks import check_function_request
+from traceax._core.estimate import Estimate
+from traceax._core.function_checks import (
     check_algorithm,
     check_applied,
     check_block,
@@ -21,9 +24,6 @@ from traceax._core.algorithm_checks import (
     check_result,
     check_value,
 )
-from traceax._core.canonical import Canonical, canonical
-from traceax._core.checks import check_function_request
-from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.applications import Apply, entries_applied, named

@@ -45,7 +45,6 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import Canonical, compiled, held_arrays, is_concrete
 from traceax._core.checks import (
-    check_budget,
     check_count,
     check_key,
     check_operator,
@@ -223,7 +222,7 @@ def _check(
 ) -> lx.AbstractLinearOperator:
     operator = check_operator(name, operator)
     check_key(name, key)
-    check_budget("deltashift", num_matvecs, min(4, size(operator)))
+    check_count("deltashift", "num_matvecs", num_matvecs, min(4, size(operator)))
     return operator
 
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_request
-from traceax._core.equation_checks import check_rtol, check_shift
-from traceax._core.estimate import Estimate
+from traceax._core.checks import check_request, check_rtol, check_shift
+from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import (
     LinearMap,
     known_diagonal,
@@ -20,7 +19,6 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import run
-from traceax._core.serialise import exportable
 from traceax._estimators.driver import SMALL
 from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
 from traceax._functions.likelihood import Likelihood, likelihood

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_request
-from traceax._core.equation_checks import check_shift
+from traceax._core.checks import check_request, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,

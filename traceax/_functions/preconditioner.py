@@ -9,8 +9,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_request
-from traceax._core.equation_checks import check_shift
+from traceax._core.checks import check_request, check_shift
 from traceax._core.operator import (
     LinearMap,
     Structure,

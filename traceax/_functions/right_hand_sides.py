@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
-from traceax._core.equation_checks import check_vector
+from traceax._core.checks import check_vector
 from traceax._core.operator import (
     Structure,
     as_columns,

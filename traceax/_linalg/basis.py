@@ -86,8 +86,7 @@ def _decompose(
 def _may_be_spread(arrays: PyTree) -> bool:
     """Whether any is computed from arrays on a mesh of devices."""
     leaves = filter(eqx.is_array, jax.tree.leaves(arrays))
-    meshes = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
-    return any(not mesh.empty and mesh.size > 1 for mesh in meshes)
+    return any(jax.typeof(leaf).sharding.mesh.size > 1 for leaf in leaves)
 
 
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
