@@ -14,12 +14,12 @@ derivatives of triangles and Jordan blocks are wrong in all digits; so half of t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from jax.tree_util import Partial
 from jaxtyping import Array, Inexact
 
 from traceax._core.estimate import Estimate
@@ -33,8 +33,8 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, estimate_of, settled
 from traceax._linalg import lapack
 from traceax._quadrature.modes import perturbation, refuse_second
+from traceax._quadrature.nodes import Nodes, Pairs, at_nodes
 from traceax._quadrature.scalar import Flat, MatrixFunction, Slope
-from traceax._quadrature.split import at_nodes
 
 
 def exact_general_trace(
@@ -59,49 +59,17 @@ def _exact(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
         sizes = jnp.sum(jnp.abs(values), axis=0)
         crossed = jnp.abs(value.imag) > min(noise, 1e-3) * sizes
         value = jnp.where(crossed, jnp.nan, value.real)
-    return Outcome(value, jnp.zeros_like(value.real), _Readout(matrix, nodes))
+    weights = jnp.ones((1, nodes.size), nodes.dtype)
+    readout = Nodes(nodes, weights, Partial(_pairs, matrix))
+    return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-class _Readout(eqx.Module):
-    matrix: Inexact[Array, "n n"]
-    nodes: Inexact[Array, " n"]
-
-    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
-        return _read(subject, self)
-
-
-def _total(fn: Flat, nodes: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
-    return jnp.sum(at_nodes(fn, nodes[None])[0], axis=0)
-
-
-@eqx.filter_custom_jvp
-def _read(subject: MatrixFunction, readout: _Readout) -> Inexact[Array, " p"]:
-    return _total(subject.fn, readout.nodes)
-
-
-@_read.def_jvp
-def _read_jvp(
-    primals: tuple[MatrixFunction, _Readout], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
-    subject, readout = primals
-    tangent, _ = tangents
-    value = _read(subject, readout)
-    moved = jnp.zeros_like(value)
-    if jax.tree.leaves(tangent.fn):
-        nodes = settled(readout.nodes, refuse_second, subject.linear_map)
-        _, moved = eqx.filter_jvp(
-            lambda fn: _total(fn, nodes), (subject.fn,), (tangent.fn,)
-        )
-    if jax.tree.leaves(tangent.linear_map):
-        _, image = eqx.filter_jvp(
-            lambda a: a.dense(), (subject.linear_map,), (tangent.linear_map,)
-        )
-        if image is not None:
-            spectrum = _spectrum(jax.lax.stop_gradient(readout.matrix))
-            spectrum = settled(spectrum, refuse_second, subject.linear_map)
-            moved = moved + spectrum.paired(subject.fn, image)
-    moved = moved if jnp.iscomplexobj(value) else moved.real
-    return value, moved.astype(value.dtype)
+def _pairs(matrix: Inexact[Array, "n n"], subject: MatrixFunction) -> Pairs:
+    """f'(A), with unit vectors."""
+    spectrum = settled(_spectrum(matrix), refuse_second, subject.linear_map)
+    nodes, vectors, inverse = spectrum
+    slopes = at_nodes(Slope(subject.fn), nodes).astype(nodes.dtype)
+    return jnp.einsum("kja,kap,kai->pji", vectors, slopes, inverse) / 2, None
 
 
 class _Spectrum(NamedTuple):
@@ -110,12 +78,6 @@ class _Spectrum(NamedTuple):
     nodes: Inexact[Array, "2 n"]
     vectors: Inexact[Array, "2 n n"]
     inverse: Inexact[Array, "2 n n"]
-
-    def paired(self, fn: Flat, image: Inexact[Array, "n n"]) -> Inexact[Array, " p"]:
-        """tr(f'(A) dA), of dA."""
-        turned = self.inverse @ image.astype(self.nodes.dtype)
-        rates = jnp.einsum("kab,kba->ka", turned, self.vectors)
-        return jnp.einsum("kap,ka->p", at_nodes(Slope(fn), self.nodes), rates) / 2
 
 
 def _spectrum(matrix: Inexact[Array, "n n"]) -> _Spectrum:

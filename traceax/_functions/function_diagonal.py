@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_function_request, check_samples
 from traceax._core.estimate import Estimate
@@ -17,14 +17,12 @@ from traceax._core.operator import (
     LinearMap,
     as_result,
     frozen,
-    known_diagonal,
     size,
-    stores_matrix,
 )
 from traceax._core.rule import estimate_of
 from traceax._diagonals.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
-from traceax._functions.exact_functions import hermitian_or_nan, is_cheap, real_or_nan
+from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
@@ -134,8 +132,9 @@ def function_diagonal(
         check_samples(name, num_probes, colours, "num_probes")
     else:
         check_independent(name, sampler)
-    if is_cheap(operator, num_probes * num_steps):
-        return _exact(operator, converted)
+    if (known := entries(operator, num_probes * num_steps)) is not None:
+        value = as_result(_exact(known.array, converted), operator.in_structure())
+        return exact_estimate(value, known.spent)
     if colours > 1:
         return _probed(operator, converted, key, num_probes, num_steps, sampler)
     probes = draw(name, sampler, key, operator, num_probes)
@@ -185,16 +184,9 @@ def _spent_on_tests(num_steps: int) -> int:
     return 0 if num_steps == 1 else _TESTS * (num_steps + num_steps // 2)
 
 
-def _exact(operator: lx.AbstractLinearOperator, fn: ScalarFunction) -> Estimate:
-    known = known_diagonal(operator) if lx.is_diagonal(operator) else None
-    if known is not None:
-        diagonal, spent = known
-        values = jax.vmap(fn)(real_or_nan(diagonal))[:, 0]
-        value = as_result(values, operator.in_structure())
-        return Estimate(value, jax.tree.map(jnp.zeros_like, value), spent)
-    matrix = hermitian_or_nan(LinearMap(operator).dense())
-    eigen = jax.lax.stop_gradient(decompose(matrix))
-    diagonal = jnp.diagonal(columns(fn, matrix, eigen, count=matrix.shape[0])[0]).real
-    value = as_result(diagonal, operator.in_structure())
-    spent = 0 if stores_matrix(operator) else matrix.shape[0]
-    return Estimate(value, jax.tree.map(jnp.zeros_like, value), spent)
+def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Array, " n"]:
+    """Of the function of a diagonal, or a matrix."""
+    if array.ndim == 1:
+        return jax.vmap(fn)(array)[:, 0]
+    eigen = jax.lax.stop_gradient(decompose(array))
+    return jnp.diagonal(columns(fn, array, eigen, count=len(array))[0]).real

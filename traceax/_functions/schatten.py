@@ -19,7 +19,7 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._functions.exact_functions import STORED, exact_function_trace, is_cheap
+from traceax._functions.exact_functions import EIGENVALUES, exact_function_trace, is_cheap
 from traceax._functions.function_trace import block_trace
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import magnitude
@@ -115,18 +115,20 @@ def schatten_norm(
     else:
         traced = block_trace(name, target, fn, structure, key, shape)
     unit = unit.astype(traced.value.dtype)
-    value = unit * traced.value ** (1 / p)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
     rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
-    error = unit * (traced.standard_error * rate)
-    spent = traced.num_matvecs * cost + 1
-    return Estimate(value, error, spent, traced.degrees_of_freedom)
+    return Estimate(
+        unit * traced.value ** (1 / p),
+        unit * (traced.standard_error * rate),
+        traced.num_matvecs * cost + 1,
+        traced.degrees_of_freedom,
+    )
 
 
 def _square(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     square = gram(operator)
-    if not stores_matrix(operator) or size(square) > STORED:
+    if not stores_matrix(operator) or size(square) > EIGENVALUES:
         return square
     matrix = LinearMap(square).dense()
     return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)

@@ -9,6 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from equinox.internal import Static
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_batch_size, check_function_request
@@ -34,18 +36,17 @@ from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import Stream
 from traceax._probes.traits import check_independent
-from traceax._quadrature.combination import combination, combined
-from traceax._quadrature.dense import Eigen, decompose
-from traceax._quadrature.scalar import MatrixFunction, scalar_function
-from traceax._quadrature.split import (
-    FromRows,
-    Run,
-    Traced,
-    at_nodes,
-    read,
-    slopes_at,
-    weighed,
+from traceax._quadrature.combination import (
+    bounds_through,
+    combination,
+    combined,
+    slope_of,
+    through,
 )
+from traceax._quadrature.dense import Eigen, decompose
+from traceax._quadrature.nodes import Nodes, at_nodes, slopes_at, weighed
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.split import node_weights, split_nodes
 
 
 def slq_trace(
@@ -208,34 +209,38 @@ def _slq(
     meter: ProgressMeter,
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
-    again = Again(probes, num_steps, reorthogonalise)
+
+    def sampled(z: Inexact[Array, "n b"]) -> tuple[Sampled, Nodes]:
+        return _of_batch(subject, z, probes.num_probes, num_steps, reorthogonalise)
+
     if probes.is_whole:
-        sampled, run = again.sample(subject, probes.source)
-        readout = Traced((run,))
+        samples, readout = sampled(probes.source)
     else:
-        sampled = probes.collect(lambda z: again.sample(subject, z)[0], meter)
-        readout = again
-    return sampled.outcome(subject, num_steps, readout)
+        samples = probes.collect(lambda z: sampled(z)[0], meter)
+        readout = Partial(_read_batches, probes, Static((num_steps, reorthogonalise)))
+    return samples.outcome(subject, num_steps, readout)
 
 
-class Again(eqx.Module):
-    """The readout of the same runs, made batch by batch of the subject, frozen."""
+def _read_batches(
+    probes: Stream, how: Static, subject: MatrixFunction
+) -> Inexact[Array, " p"]:
+    """The same quadratures, made once more batch by batch, and frozen."""
 
-    probes: Stream
-    num_steps: int = eqx.field(static=True)
-    reorthogonalise: bool = eqx.field(static=True)
+    def read_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
+        return _of_batch(frozen(subject), z, probes.num_probes, *how.value)[1](subject)
 
-    def sample(
-        self, subject: MatrixFunction, z: Inexact[Array, "n b"]
-    ) -> tuple[Sampled, Run]:
-        scale = jnp.full(z.shape[1], 1 / self.probes.num_probes, z.real.dtype)
-        return sample(subject, z.T, scale, self.num_steps, self.reorthogonalise)
+    return probes.reduce(read_batch)
 
-    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
-        def of_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
-            return read(subject, (self.sample(frozen(subject), z)[1],))
 
-        return self.probes.reduce(of_batch)
+def _of_batch(
+    subject: MatrixFunction,
+    z: Inexact[Array, "n b"],
+    num_probes: int,
+    num_steps: int,
+    reorthogonalise: bool,
+) -> tuple[Sampled, Nodes]:
+    scale = jnp.full(z.shape[1], 1 / num_probes, z.real.dtype)
+    return sample(subject, z.T, scale, num_steps, reorthogonalise)
 
 
 class Sampled(eqx.Module):
@@ -252,11 +257,12 @@ class Sampled(eqx.Module):
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and size(operator) > 1
         eps = resolution(operator)
-        samples = terms * terms.shape[1]
-        judged = combined(subject.combine, jnp.sum(terms, axis=1), samples)
-        sizes = judged.sizes(self.sizes), judged.sizes(self.slopes)
-        sampled = Sampled(judged.values(self.levels), *sizes, self.largest)
-        return judged.outcome(_error(sampled, eps, unresolved), readout, eps)
+        total, samples = jnp.sum(terms, axis=1), terms * terms.shape[1]
+        slope = slope_of(subject.combine, total)
+        sizes, slopes = (bounds_through(slope, x) for x in (self.sizes, self.slopes))
+        mapped = Sampled(through(slope, self.levels), sizes, slopes, self.largest)
+        traces = Outcome(total, _error(mapped, eps, unresolved), readout)
+        return combined(subject.combine, traces, samples, eps)
 
 
 def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]:
@@ -274,28 +280,28 @@ def sample(
     scale: Float[Array, " N"],
     num_steps: int,
     reorthogonalise: bool,
-) -> tuple[Sampled, Run]:
+) -> tuple[Sampled, Nodes]:
     """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     eigen = decompose(by_levels(krylov.projection))
-    coefficients = (scale * krylov.length**2)[:, None]
+    coefficients = (scale * krylov.length**2)[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
-    run = Run(krylov.basis, whole, coefficients, FromRows(krylov.basis, 1, num_steps))
+    nodes = split_nodes(krylov.basis, whole, coefficients, num_steps)
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
-    return _sampled(coefficients, eigen, values, slopes), run
+    weights = jax.vmap(partial(node_weights, coefficients))(eigen)
+    return _sampled(weights, whole, values, slopes), nodes
 
 
 def _sampled(
-    coefficients: Float[Array, "N count"],
+    weights: Float[Array, "levels N m"],
     eigen: Eigen,
     values: Inexact[Array, "levels N m p"],
     slopes: Inexact[Array, "N m p"],
 ) -> Sampled:
-    whole = Eigen(*(x[0] for x in eigen))
     return Sampled(
-        jax.vmap(partial(weighed, coefficients))(eigen, values),
-        weighed(coefficients, whole, jnp.abs(values[0])),
-        weighed(coefficients, whole, jnp.abs(slopes)),
-        jnp.max(jnp.abs(whole.values), axis=1),
+        weighed(weights[:, None], jnp.moveaxis(values, -1, 1)),
+        weighed(weights[0], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
+        weighed(weights[0], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
+        jnp.max(jnp.abs(eigen.values), axis=1),
     )

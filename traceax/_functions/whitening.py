@@ -9,25 +9,30 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from traceax._core.operator import LinearMap, flatten, prepare, stores_matrix, working_dtype
+from traceax._core.operator import LinearMap, flatten, stores_matrix, working_dtype
 from traceax._functions.slq import real_dtype
 
 
 class White(NamedTuple):
-    """A + D = D^{1/2} (D^{-1/2} A D^{-1/2} + I) D^{1/2}: the operator in the middle, the
-    diagonal of D^{-1/2}, and log det D."""
+    """A + D = D^{1/2} (B + shift I) D^{1/2} with B = D^{-1/2} A D^{-1/2} and shift = 1: the
+    diagonal of D^{-1/2} is the `scale`. Of A + shift I the scale is 1."""
 
     operator: lx.AbstractLinearOperator
-    scale: Float[Array, " n"]
+    shift: Float[Array, "*shifts"]
+    scale: Float[Array, "*n"]
     log_determinant: Float[Array, ""]
 
 
 def whitened(
-    operator: lx.AbstractLinearOperator, noise: lx.DiagonalLinearOperator
+    operator: lx.AbstractLinearOperator,
+    shift: float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator,
 ) -> White:
-    operator = prepare(operator)
+    """A + D with log det D, or A + shift I with 0."""
     dtype = real_dtype(operator)
-    entries = jax.tree.map(lambda d: jnp.asarray(d, dtype), noise.diagonal)
+    one = jnp.ones((), dtype)
+    if not isinstance(shift, lx.DiagonalLinearOperator):
+        return White(operator, jnp.asarray(shift, dtype), one, 0 * one)
+    entries = jax.tree.map(lambda d: jnp.asarray(d, dtype), shift.diagonal)
     logs = sum(jnp.sum(jnp.log(leaf)) for leaf in jax.tree.leaves(entries))
     root = jax.tree.map(
         lambda d, like: (d**-0.5).astype(like.dtype), entries, operator.in_structure()
@@ -38,4 +43,4 @@ def whitened(
     if stores_matrix(operator) and not lx.is_diagonal(operator):
         matrix = scale[:, None] * LinearMap(operator).dense() * scale[None, :]
         white = lx.MatrixLinearOperator(matrix)
-    return White(white, scale, jnp.asarray(logs, dtype))
+    return White(white, one, scale, jnp.asarray(logs, dtype))

@@ -11,20 +11,20 @@ E[Z_r M Z_r*] = I,
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from equinox.internal import Static
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
 from traceax._core.rule import settled
 from traceax._linalg import lapack
-from traceax._quadrature.scalar import Flat, MatrixFunction, Slope
-from traceax._quadrature.split import at_nodes
+from traceax._quadrature.nodes import Nodes, Pairs
+from traceax._quadrature.scalar import MatrixFunction, Slope
 
 
 class Modes(NamedTuple):
@@ -78,68 +78,41 @@ def refuse_second(linear_map: LinearMap) -> Any:
     )
 
 
-class Readout(eqx.Module):
-    """f(A) ~ Z f(H) Z* by eigenvalues of H, and what its trace is made of."""
-
-    basis: Inexact[Array, "n m"]
-    modes: Modes
-    weights: Weights
-    mixtures: Inexact[Array, "2 r r"]
-    share: Float[Array, " p"]
-    real: bool = eqx.field(static=True)
-
-    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
-        return _read_off(subject, self)
-
-    def mixed(self, parts: Any) -> Inexact[Array, "p ..."]:
-        """By the shares of each value."""
-        return jax.vmap(mixed, in_axes=(0, None, None))(self.share, *parts)
-
-    def total(self, modes: Modes, fn: Flat) -> Inexact[Array, " p"]:
-        weights = self.mixed(self.weights)
-        values = at_nodes(fn, modes.nodes[None])[0].T.astype(weights.dtype)
-        return jnp.sum(weights * jnp.where(weights == 0, 0, values), axis=1)
-
-    def rate(self, image: Inexact[Array, "p n r"]) -> Inexact[Array, " p"]:
-        """tr(M Z* image)."""
-        mixture = self.mixed(self.mixtures)
-        rows = self.basis[:, : mixture.shape[1]].conj().astype(image.dtype)
-        turned = jnp.einsum("nr,pns->prs", rows, image)
-        return jnp.einsum("psr,prs->p", mixture.astype(image.dtype), turned)
-
-    def actions(self, modes: Modes, slope: Flat) -> Inexact[Array, "p n r"]:
-        """Z f'(H), its first columns."""
-        values = at_nodes(slope, modes.nodes[None])[0].astype(modes.nodes.dtype)
-        inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, values, modes.inverse)
-        inside = inside.real if self.real else inside
-        return jnp.einsum("nm,pmr->pnr", self.basis.astype(inside.dtype), inside)
+def arnoldi_nodes(
+    basis: Inexact[Array, "n m"],
+    modes: Modes,
+    weights: Weights,
+    mixtures: Inexact[Array, "2 r r"],
+    share: Float[Array, " p"],
+    real: bool,
+) -> Nodes:
+    """f(A) ~ Z f(H) Z* by one H, each value of f having its own share of the two ways in
+    which its trace is read: by their `weights` and by their `mixtures` M. `real`: f(H) is
+    meant to be."""
+    by_value = _by_share(share, weights)
+    pairs = Partial(_pairs, basis, modes, mixtures, share, Static(real))
+    return Nodes(modes.nodes, by_value, pairs)
 
 
-@eqx.filter_custom_jvp
-def _read_off(subject: MatrixFunction, readout: Readout) -> Inexact[Array, " p"]:
-    return readout.total(readout.modes, subject.fn)
+def _by_share(share: Float[Array, " p"], parts: Any) -> Inexact[Array, "p ..."]:
+    return jax.vmap(mixed, in_axes=(0, None, None))(share, *parts)
 
 
-@_read_off.def_jvp
-def _read_off_jvp(
-    primals: tuple[MatrixFunction, Readout], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
-    subject, readout = primals
-    tangent, _ = tangents
-    value = _read_off(subject, readout)
-    modes = settled(readout.modes, refuse_second, subject.linear_map)
-    moved = jnp.zeros_like(value)
-    if jax.tree.leaves(tangent.fn):
-        total = partial(readout.total, modes)
-        _, moved = eqx.filter_jvp(total, (subject.fn,), (tangent.fn,))
-    if jax.tree.leaves(tangent.linear_map):
-        right = readout.actions(modes, Slope(subject.fn))
-        p, n, r = right.shape
-        block = jnp.moveaxis(right, 1, 0).reshape(n, p * r)
-        _, image = eqx.filter_jvp(
-            lambda a: a(block), (subject.linear_map,), (tangent.linear_map,)
-        )
-        if image is not None:
-            image = jnp.moveaxis(image.reshape(n, p, r), 0, 1)
-            moved = moved + readout.rate(image).astype(moved.dtype)
-    return value, moved.astype(value.dtype)
+def _pairs(
+    basis: Inexact[Array, "n m"],
+    modes: Modes,
+    mixtures: Inexact[Array, "2 r r"],
+    share: Float[Array, " p"],
+    real: Static,
+    subject: MatrixFunction,
+) -> Pairs:
+    """The rows of M Z_r*, and the columns of Z f'(H)[:, :r]."""
+    modes = settled(modes, refuse_second, subject.linear_map)
+    slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
+    inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
+    inside = inside.real if real.value else inside
+    right = jnp.einsum("nm,pmr->prn", basis.astype(inside.dtype), inside)
+    share = jnp.repeat(share, len(right) // len(share))
+    mixture = _by_share(share, mixtures).astype(right.dtype)
+    rows = basis[:, : mixture.shape[1]].conj().astype(right.dtype)
+    return jnp.einsum("psr,nr->psn", mixture, rows), right
