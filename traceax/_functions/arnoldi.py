@@ -18,7 +18,7 @@ from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import estimate_of
-from traceax._functions.exact_general import exact_general_trace
+from traceax._functions.exact_functions import exact_general_trace
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.traits import check_independent, is_known
@@ -113,10 +113,8 @@ def arnoldi_trace(
     operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
     dtype = working_dtype(operator)
-    convert = partial(scalar_function, name, fn)
-    fn, structure = convert(np.result_type(dtype, np.complex64))
-    _, on_reals = convert(dtype)
-    structure = jax.tree.map(_narrower, structure, on_reals)
+    _, structure = scalar_function(name, fn, dtype)
+    fn, _ = scalar_function(name, fn, np.result_type(dtype, np.complex64))
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
     spent = num_probes * num_steps
     if spent >= size(operator):
@@ -128,9 +126,3 @@ def arnoldi_trace(
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = max(2 * (num_probes - 1) / 3, 1)
     return estimate_of(subject, algorithm, probes, spent, degrees, structure)
-
-
-def _narrower(
-    wide: jax.ShapeDtypeStruct, on_reals: jax.ShapeDtypeStruct
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(wide.shape, on_reals.dtype)

@@ -16,11 +16,10 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import run_of
 from traceax._core.serialise import exportable
+from traceax._functions.equations import right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.likelihood import Likelihood, likelihood
 from traceax._functions.logdet import factorised
-from traceax._functions.right_hand_sides import right_hand_sides
-from traceax._functions.whitening import whitened
 from traceax._linalg.columns import column_dots
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere

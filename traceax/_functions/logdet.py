@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.checks import check_request
 from traceax._core.equation_checks import check_shift
 from traceax._core.estimate import Estimate
+from traceax._functions.equations import whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import block_trace
-from traceax._functions.whitening import whitened
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.scalar import scalar_function
 

@@ -18,7 +18,7 @@ from traceax._core.operator import (
     size,
     unflatten,
 )
-from traceax._functions.whitening import whitened
+from traceax._functions.equations import whitened
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.preconditioning import (
     Preconditioner,

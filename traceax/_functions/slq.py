@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -44,9 +45,15 @@ from traceax._quadrature.combination import (
     through,
 )
 from traceax._quadrature.dense import Eigen, decompose
-from traceax._quadrature.nodes import Nodes, at_nodes, slopes_at, weighed
+from traceax._quadrature.nodes import (
+    Nodes,
+    at_nodes,
+    node_weights,
+    slopes_at,
+    split_nodes,
+    weighed,
+)
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
-from traceax._quadrature.split import node_weights, split_nodes
 
 
 def slq_trace(
@@ -144,38 +151,33 @@ def slq_trace(
 
     **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
     Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4),
-    doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/split.py`.
+    doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/nodes.py`.
     """
-    return named_slq_trace(
-        "slq_trace",
-        operator,
-        fn,
-        key,
-        num_probes=num_probes,
-        num_steps=num_steps,
-        sampler=sampler,
-        reorthogonalise=reorthogonalise,
-        batch_size=batch_size,
-        combine=combine,
-        progress_meter=progress_meter,
-    )
+    plan = Plan(num_probes, num_steps, sampler, reorthogonalise, batch_size, progress_meter)
+    return planned_slq_trace("slq_trace", operator, fn, key, plan, combine)
 
 
-def named_slq_trace(
+class Plan(NamedTuple):
+    """Arguments of `slq_trace` and of what is made of it."""
+
+    num_probes: int
+    num_steps: int
+    sampler: Sampler
+    reorthogonalise: bool
+    batch_size: int | None
+    meter: ProgressMeter | None
+
+
+def planned_slq_trace(
     name: str,
     operator: lx.AbstractLinearOperator,
     fn: Callable[[Float[Array, ""]], PyTree[Array]],
     key: PRNGKeyArray,
-    *,
-    num_probes: int,
-    num_steps: int,
-    sampler: Sampler,
-    reorthogonalise: bool,
-    batch_size: int | None,
+    plan: Plan,
     combine: Callable | None = None,
-    progress_meter: ProgressMeter | None,
 ) -> Estimate:
     """By the name of whom the user called."""
+    num_probes, num_steps, sampler, reorthogonalise, batch_size, meter = plan
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
@@ -187,10 +189,8 @@ def named_slq_trace(
     subject = MatrixFunction(LinearMap(operator), fn, together)
     num_steps = min(num_steps, size(operator))
     probes = stream(name, operator, key, num_probes, sampler, batch_size)
-    meter = checked_meter(name, progress_meter)
-    algorithm = partial(
-        _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=meter
-    )
+    how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
+    algorithm = partial(_slq, meter=checked_meter(name, meter), **how)
     degrees = independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
     return estimate_of(subject, algorithm, probes, spent, degrees, structure)
@@ -209,15 +209,12 @@ def _slq(
     meter: ProgressMeter,
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
-
-    def sampled(z: Inexact[Array, "n b"]) -> tuple[Sampled, Nodes]:
-        return _of_batch(subject, z, probes.num_probes, num_steps, reorthogonalise)
-
+    how = probes.num_probes, num_steps, reorthogonalise
     if probes.is_whole:
-        samples, readout = sampled(probes.source)
+        samples, readout = sample(subject, probes.source, *how)
     else:
-        samples = probes.collect(lambda z: sampled(z)[0], meter)
-        readout = Partial(_read_batches, probes, Static((num_steps, reorthogonalise)))
+        samples = probes.collect(lambda z: sample(subject, z, *how)[0], meter)
+        readout = Partial(_read_batches, probes, Static(how))
     return samples.outcome(subject, num_steps, readout)
 
 
@@ -227,20 +224,9 @@ def _read_batches(
     """The same quadratures, made once more batch by batch, and frozen."""
 
     def read_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
-        return _of_batch(frozen(subject), z, probes.num_probes, *how.value)[1](subject)
+        return sample(frozen(subject), z, *how.value)[1](subject)
 
     return probes.reduce(read_batch)
-
-
-def _of_batch(
-    subject: MatrixFunction,
-    z: Inexact[Array, "n b"],
-    num_probes: int,
-    num_steps: int,
-    reorthogonalise: bool,
-) -> tuple[Sampled, Nodes]:
-    scale = jnp.full(z.shape[1], 1 / num_probes, z.real.dtype)
-    return sample(subject, z.T, scale, num_steps, reorthogonalise)
 
 
 class Sampled(eqx.Module):
@@ -276,15 +262,16 @@ def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]
 
 def sample(
     subject: MatrixFunction,
-    starts: Inexact[Array, "N n"],
-    scale: Float[Array, " N"],
+    probes: Inexact[Array, "n b"],
+    num_probes: int,
     num_steps: int,
     reorthogonalise: bool,
 ) -> tuple[Sampled, Nodes]:
-    """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
+    """v* f(A) v / num_probes by quadrature of each of some probes v."""
+    starts = probes.T
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     eigen = decompose(by_levels(krylov.projection))
-    coefficients = (scale * krylov.length**2)[:, None, None]
+    coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
     nodes = split_nodes(krylov.basis, whole, coefficients, num_steps)
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)

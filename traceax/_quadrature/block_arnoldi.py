@@ -27,7 +27,7 @@ c_i = 1 is, but then |r_i|^2, which says nothing of A, is most of the error (mea
 which means over 400 keys did not show. For samplers that are not known c_i = 1. (What they
 did show is that the shares hang together with the samples: up to 0.2 of the error is bias.)
 
-The derivative is that of `modes`, with this M.
+The derivative is that of `nodes`, with this M.
 """
 
 from __future__ import annotations
@@ -53,8 +53,15 @@ from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
 from traceax._linalg.left_out import LeftOut, left_out
 from traceax._linalg.two_left_out import replicates
 from traceax._quadrature.block_quadrature import Outside, Shape, mixture_of, outside_of
-from traceax._quadrature.modes import Modes, Weights, arnoldi_nodes, mixed, modes_of
-from traceax._quadrature.nodes import at_nodes, weighed
+from traceax._quadrature.nodes import (
+    Modes,
+    Weights,
+    arnoldi_nodes,
+    at_nodes,
+    mixed,
+    modes_of,
+    weighed,
+)
 from traceax._quadrature.scalar import MatrixFunction
 
 

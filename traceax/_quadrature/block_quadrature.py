@@ -54,9 +54,8 @@ from traceax._linalg.left_out import LeftOut, left_out
 from traceax._linalg.two_left_out import replicates
 from traceax._quadrature.combination import bounds_through, combined, slope_of, through
 from traceax._quadrature.dense import Eigen, decompose
-from traceax._quadrature.nodes import Nodes, at_nodes, slopes_at, weighed
+from traceax._quadrature.nodes import Nodes, at_nodes, slopes_at, split_nodes, weighed
 from traceax._quadrature.scalar import Flat, MatrixFunction
-from traceax._quadrature.split import split_nodes
 
 
 class Shape(NamedTuple):

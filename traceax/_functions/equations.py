@@ -1,15 +1,27 @@
-"""Noise that is not the same in all directions, made so."""
+"""Equations with A + shift I or A + D: right-hand sides, and noise made the same in all
+directions."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core.operator import LinearMap, flatten, stores_matrix, working_dtype
+from traceax._core.equation_checks import check_vector
+from traceax._core.operator import (
+    LinearMap,
+    Structure,
+    as_columns,
+    cut,
+    flatten,
+    stores_matrix,
+    unflatten,
+    working_dtype,
+)
 from traceax._functions.slq import real_dtype
 
 
@@ -44,3 +56,25 @@ def whitened(
         matrix = scale[:, None] * LinearMap(operator).dense() * scale[None, :]
         white = lx.MatrixLinearOperator(matrix)
     return White(white, one, scale, jnp.asarray(logs, dtype))
+
+
+class RightHandSides(eqx.Module):
+    columns: Inexact[Array, "n t"]
+    structure: Structure = eqx.field(static=True)
+    several: bool = eqx.field(static=True)
+
+    def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, ...]]:
+        """Columns in the form in which these were given."""
+        if self.several:
+            return cut(columns.T, self.structure)
+        return unflatten(columns[:, 0], self.structure)
+
+
+def right_hand_sides(
+    name: str, operator: lx.AbstractLinearOperator, vector: PyTree[Array]
+) -> RightHandSides:
+    structure, dtype = operator.in_structure(), working_dtype(operator)
+    several = check_vector(name, operator, vector)
+    vector = jax.tree.map(jnp.asarray, vector)
+    columns = as_columns(vector, dtype) if several else flatten(vector, dtype)[:, None]
+    return RightHandSides(columns, structure, several)
