@@ -133,9 +133,10 @@ def _exact(subject: MatrixFunction, _: None) -> Outcome:
 
 
 def _pairs(matrix: Inexact[Array, "n n"], eigen: Eigen, subject: MatrixFunction) -> Pairs:
-    """f'(A), with unit vectors."""
+    """tr(f'(A) dA)."""
     matrix = settled(matrix, LinearMap.dense, subject.linear_map)
-    return columns(Slope(subject.fn), matrix, eigen, count=matrix.shape[0]), None
+    slopes = columns(Slope(subject.fn), matrix, eigen, count=len(matrix))
+    return None, lambda rows: jnp.einsum("pij,ij->p", slopes, rows.astype(slopes.dtype))
 
 
 def exact_general_trace(
@@ -165,11 +166,17 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
 
 
 def _general_pairs(matrix: Inexact[Array, "n n"], subject: MatrixFunction) -> Pairs:
-    """f'(A), with unit vectors."""
+    """tr(f'(A) dA)."""
     spectrum = settled(_spectrum(matrix), refuse_second, subject.linear_map)
     nodes, vectors, inverse = spectrum
     slopes = at_nodes(Slope(subject.fn), nodes).astype(nodes.dtype)
-    return jnp.einsum("kja,kap,kai->pji", vectors, slopes, inverse) / 2, None
+
+    def total(rows: Inexact[Array, "n n"]) -> Inexact[Array, " p"]:
+        turned = inverse @ rows.T.astype(nodes.dtype)
+        rates = jnp.einsum("kab,kba->ka", turned, vectors)
+        return jnp.einsum("kap,ka->p", slopes, rates) / 2
+
+    return None, total
 
 
 class _Spectrum(NamedTuple):

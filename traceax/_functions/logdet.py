@@ -50,8 +50,8 @@ def logdet(
       observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
-    covers sampling and quadrature (by what fewer blocks say), and rounding; 0 where the
-    value is exact. NaN or infinite if A + shift I shows itself not to be positive definite,
+    covers sampling, quadrature (compared with fewer blocks) and rounding; 0 where the value
+    is exact. NaN or infinite if A + shift I shows itself not to be positive definite,
     never an error. In a run eigenvalues that rounding cannot tell from 0 count as rounding,
     with an error bar that says so, unless it is certain that they are 0 (in double
     precision, where the Krylov space ends).

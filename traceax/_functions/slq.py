@@ -101,11 +101,8 @@ def slq_trace(
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
       the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
       your own still draw all probes together.
-    - `combine`: a function of the traces, a pytree like what `fn` returns, that returns an
-      array or a pytree of arrays: an energy tr(A e^-bA) / tr(e^-bA), a free energy
-      -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
-      derivatives are then those of the combination. It may close over parameters, or be an
-      `eqx.Module`. Default `None`, the traces.
+    - `combine`: a function of the traces, as in `function_trace`. Default `None`, the
+      traces.
     - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
       progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
       Default `None`: nothing is shown; nor is it without `batch_size`.

@@ -50,7 +50,7 @@ from traceax._linalg.jackknife import (
     standard_error,
 )
 from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
-from traceax._linalg.left_out import LeftOut, left_out
+from traceax._linalg.left_out import left_out
 from traceax._linalg.two_left_out import replicates
 from traceax._quadrature.block_quadrature import Outside, Shape, mixture_of, outside_of
 from traceax._quadrature.nodes import (
@@ -121,7 +121,8 @@ def _rule(space: BlockKrylov, n: int, depth: int, resphered: bool) -> Rule:
     spaces = left_out(square[:rank, :rank], filled[:rank], space.starts)
     sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
     modes = modes_of(jnp.stack([square, *(truncated(square, s) for s in sizes)]), rank)
-    outside = outside_of(spaces, n) if resphered else _as_they_are(spaces, n)
+    as_they_are = Outside(spaces.remainder, spaces.missing, n - spaces.rank)
+    outside = outside_of(spaces, n) if resphered else as_they_are
     probes = jnp.pad(space.starts, ((0, rank - k), (0, 0))).T
     each = partial(_weights, outside, probes, filled[:rank])
     weights = jax.vmap(each)(modes.vectors[:, :rank], modes.inverse)
@@ -129,10 +130,6 @@ def _rule(space: BlockKrylov, n: int, depth: int, resphered: bool) -> Rule:
     broken = jnp.any(jnp.isnan(square))
     weights = Weights(*(jnp.where(broken, jnp.nan, x) for x in weights))
     return Rule(modes, weights, outside, probes, filled[:rank])
-
-
-def _as_they_are(spaces: LeftOut, n: int) -> Outside:
-    return Outside(spaces.remainder, spaces.missing, n - spaces.rank)
 
 
 def _weights(

@@ -70,20 +70,12 @@ def _(operator: FunctionOfOperator) -> FunctionOfOperator:
     return FunctionOfOperator(lx.conj(operator.operator), operator.fn, operator.num_steps)
 
 
-@lx.linearise.register(FunctionOfOperator)
-def _(operator: FunctionOfOperator) -> FunctionOfOperator:
-    return operator
-
-
-@lx.is_symmetric.register(FunctionOfOperator)
-def _(operator: FunctionOfOperator) -> bool:
+def _is_real(operator: FunctionOfOperator) -> bool:
     return not jnp.issubdtype(working_dtype(operator.operator), jnp.complexfloating)
 
 
-def _unknown(operator: FunctionOfOperator) -> bool:
-    return False
-
-
+lx.linearise.register(FunctionOfOperator, lambda operator: operator)
+lx.is_symmetric.register(FunctionOfOperator, _is_real)
 for question in (
     lx.is_diagonal,
     lx.is_tridiagonal,
@@ -93,4 +85,4 @@ for question in (
     lx.is_negative_semidefinite,
     lx.has_unit_diagonal,
 ):
-    question.register(FunctionOfOperator)(_unknown)
+    question.register(FunctionOfOperator, lambda _: False)

@@ -67,9 +67,9 @@ from traceax._quadrature.scalar import (
 # How well a recurrence must give blocks again that it is to be differentiated for.
 TOLERANCE = 0.1
 
-# Rows l and r for each of p values, s of them. One for `r` may serve all values; None
-# stands for all n unit vectors, whose images are the columns of the matrix.
-Pairs = tuple[Inexact[Array, "p s n"], Inexact[Array, "... s n"] | None]
+# The rows r, s of them for each of p values or for all; None stands for all unit vectors.
+# And the sum of l^T dA r, a linear function of the rows (dA r)^T.
+Pairs = tuple[Inexact[Array, "... s n"] | None, Callable[[Array], Inexact[Array, " p"]]]
 
 
 class Nodes(eqx.Module):
@@ -115,18 +115,15 @@ def _read_jvp(
 
 
 def _paired(pairs: Pairs, linear_map: LinearMap, tangent: Any) -> Inexact[Array, " p"]:
-    """The sum of l^T dA r."""
-    left, right = pairs
+    right, total = pairs
 
     def images(a: LinearMap) -> Inexact[Array, "... s n"]:
         if right is None:
-            return a.dense().T[None]
+            return a.dense().T
         return a(right.reshape(-1, right.shape[-1]).T).T.reshape(right.shape)
 
     _, moved = eqx.filter_jvp(images, (linear_map,), (tangent,))
-    if moved is None:
-        return jnp.zeros(left.shape[0], left.dtype)
-    return jnp.sum(left * moved.astype(left.dtype), axis=(1, 2))
+    return jnp.zeros(()) if moved is None else total(moved)
 
 
 def weighed(
@@ -200,7 +197,8 @@ def _split_pairs(
     left, right = settled(blocks, again, subject)
     rows = left.conj().reshape(len(left), -1, count, n)
     weighted = jnp.einsum("Nab,pNbn->pNan", coefficients.astype(rows.dtype), rows)
-    return weighted.reshape(left.shape), right
+    weighted = weighted.reshape(left.shape)
+    return right, lambda images: jnp.sum(weighted * images, axis=(1, 2))
 
 
 def _again(
@@ -235,17 +233,15 @@ def _vectors(
 ) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
     """g1(A) v and g2(A) v for the first `count` rows v of every basis."""
 
-    def one(
-        first: bool, soft: Array, rows: Array, matrix: Array | None, eigen: Eigen
-    ) -> Inexact[Array, "p count n"]:
-        applied = columns(Factor(fn, soft, first), matrix, eigen, count=count)
-        return jnp.einsum("pmc,mn->pcn", applied, rows)
+    def block(first: bool) -> Inexact[Array, "p s n"]:
+        def one(soft: Array, matrix: Array | None, eigen: Eigen) -> Inexact[Array, "p m c"]:
+            return columns(Factor(fn, soft, first), matrix, eigen, count=count)
 
-    def all_of(first: bool) -> Inexact[Array, "p s n"]:
-        batch = eqx.filter_vmap(partial(one, first))(soft, basis, projection, eigen)
-        return jnp.moveaxis(batch, 0, 1).reshape(batch.shape[1], -1, basis.shape[-1])
+        applied = eqx.filter_vmap(one)(soft, projection, eigen)
+        rows = jnp.einsum("Npmc,Nmn->pNcn", applied, basis)
+        return rows.reshape(rows.shape[0], -1, rows.shape[3])
 
-    return all_of(True), all_of(False)
+    return block(True), block(False)
 
 
 class Modes(NamedTuple):
@@ -327,7 +323,7 @@ def _arnoldi_pairs(
     real: Static,
     subject: MatrixFunction,
 ) -> Pairs:
-    """The rows of M Z_r*, and the columns of Z f'(H)[:, :r]."""
+    """The columns of Z f'(H)[:, :r], and tr(M Z_r* dA Z f'(H)[:, :r])."""
     modes = settled(modes, refuse_second, subject.linear_map)
     slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
     inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
@@ -336,4 +332,9 @@ def _arnoldi_pairs(
     share = jnp.repeat(share, len(right) // len(share))
     mixture = _by_share(share, mixtures).astype(right.dtype)
     rows = basis[:, : mixture.shape[1]].conj().astype(right.dtype)
-    return jnp.einsum("psr,nr->psn", mixture, rows), right
+
+    def total(images: Inexact[Array, "p s n"]) -> Inexact[Array, " p"]:
+        turned = jnp.einsum("nr,psn->prs", rows, images)
+        return jnp.einsum("psr,prs->p", mixture, turned)
+
+    return right, total
