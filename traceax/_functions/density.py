@@ -53,7 +53,8 @@ def spectral_density(
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
       `sphere`.
     - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
-    - `batch_size`, `progress_meter`: as in `slq_trace`.
+    - `batch_size`: as in `slq_trace`.
+    - `progress_meter`: as in `slq_trace`.
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
     `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or

@@ -159,10 +159,12 @@ def _probed(
     estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
     quadrature = _quadrature_error("function_diagonal", subject, test_key)
     quadrature = as_result(quadrature, operator.in_structure())
+    steps = subject.num_steps
+    on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
     return Estimate(
         jax.tree.map(jnp.real, estimate.value),
         jax.tree.map(both_errors, estimate.standard_error, quadrature),
-        estimate.num_matvecs * subject.num_steps + _spent_on_tests(subject.num_steps),
+        estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
     )
 
@@ -178,10 +180,6 @@ def _quadrature_error(
     half = FunctionOfOperator(subject.operator, subject.fn, subject.num_steps // 2)
     difference = LinearMap(subject)(tests) - LinearMap(half)(tests)
     return jnp.sqrt(mean(squared_modulus(difference)))
-
-
-def _spent_on_tests(num_steps: int) -> int:
-    return 0 if num_steps == 1 else _TESTS * (num_steps + num_steps // 2)
 
 
 def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Array, " n"]:
