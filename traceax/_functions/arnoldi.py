@@ -69,11 +69,7 @@ def arnoldi_trace(
     one step; 0 where the value is exact. Choosing between the two readings by their spread
     leaves a bias, a fraction of it.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, a count not a Python int;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if a count is below 1; if the sampler draws
-    dependent probes.
+    **Raises** what `slq_trace` raises of the arguments that it shares;
     `NotImplementedError` if differentiated twice in the operator.
 
     **Derivatives**: first ones, forward and reverse, in the operator and in whatever `fn`

@@ -60,13 +60,9 @@ def spectral_density(
     `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
     one step; 0 where the value is exact: where num_probes * num_steps reaches n^2.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
-    count or `batch_size` not a Python int, `width` not a number, the sampler not a
-    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
-    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if a
-    count or `batch_size` is below 1; if `grid` is not a real vector or has no points; if
-    `width` is not positive, or `None` for a grid of one point; if the sampler draws
-    dependent probes.
+    **Raises** what `slq_trace` raises; `TypeError` if `width` is not a number; `ValueError`
+    if `grid` is not a real vector or has no points, or if `width` is not positive, or
+    `None` for a grid of one point.
 
     **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
     so differentiate on coarse grids.

@@ -84,11 +84,9 @@ def function_diagonal(
     with fewer steps); `inf` for one probe or one step; 0 where an eigendecomposition made
     the value. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a real function of a scalar, a count not a Python int; `ValueError` if
-    `operator` is not square, mixes real and complex leaves, or has no dimension; if `key`
-    is an array of keys; if a count is below 1, or below the number of colours; if the
-    sampler draws dependent probes.
+    **Raises** what `slq_trace` raises of the arguments that it shares; `TypeError` if `fn`
+    is not a real function of a scalar; `ValueError` if `num_probes` is below the number of
+    colours.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
     unbiased but for quadrature: those of `xdiag` of f(A), with its two-sided form, by half

@@ -105,13 +105,9 @@ def inv_quad_logdet(
     `logdet.num_matvecs` counts the run. Where A + shift I shows itself not to be positive
     definite, NaN.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator, `rtol` not
-    a number, `vector` complex where the operator is real; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, has no dimension or is tagged negative
-    semidefinite; if `vector` or `shift` are of another space, `shift` an array of several;
-    if `key` is an array of keys; if `num_matvecs` is below 6 and n, or `rtol` not between 0
-    and 1.
+    **Raises** what `logdet` raises; `TypeError` if `rtol` is not a number, or `vector`
+    complex where the operator is real; `ValueError` if `vector` is of another space,
+    `shift` an array of several, or `rtol` not between 0 and 1.
 
     **Derivatives**: forward and reverse, in the operator, `vector` and `shift`, of both
     estimates, without another solve: about 0.8 num_matvecs matvec-VJPs for the

@@ -56,11 +56,9 @@ def logdet(
     with an error bar that says so, unless it is certain that they are 0 (in double
     precision, where the Krylov space ends).
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, has no
-    dimension or is tagged negative semidefinite; if `shift` is an operator of another
-    space; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
+    **Raises** what `function_trace` raises; `TypeError` if `shift` is neither real nor a
+    diagonal operator; `ValueError` if `operator` is tagged negative semidefinite, or if
+    `shift` is an operator of another space.
 
     **Derivatives**: forward and reverse, in the operator and in `shift`, as of
     `function_trace`: about 0.8 num_matvecs matvec-VJPs. Second derivatives are right too;

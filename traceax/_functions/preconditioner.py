@@ -58,11 +58,8 @@ def preconditioner(
     **Returns** a lineax operator on the same space, tagged positive semidefinite. NaN if
     A + shift I shows itself not to be positive definite.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, has no
-    dimension or is tagged negative semidefinite; if `shift` is of another space or an array
-    of several; if `key` is an array of keys; if `num_matvecs` is below 1.
+    **Raises** what `logdet` raises, `num_matvecs` being at least 1; `ValueError` if `shift`
+    is an array of several.
 
     **Derivatives**: none: it is a constant, for solutions do not depend on it.
 

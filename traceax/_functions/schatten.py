@@ -68,10 +68,9 @@ def schatten_norm(
     covering sampling and quadrature, carried through the root; `inf` for one probe or one
     step; 0 where the value is exact.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
-    count not a Python int, `p` not real; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if `key` is an array of keys; if a count is below 1; if `p`
-    is not positive and finite.
+    **Raises** what `slq_trace` raises of the arguments that it shares, but for operators
+    that are not square; `TypeError` if `p` is not real; `ValueError` if `p` is not positive
+    and finite.
 
     **Derivatives**: forward and reverse, in the operator and in `p`, as of
     `function_trace`, of which this is a root. Where singular values are 0 and p < 2, that
