@@ -97,9 +97,9 @@ def inv_quad_logdet(
       float. Default 1e-6, which is what gradients see; the value's is its square.
 
     **Returns** an `InvQuadLogdet`: two `Estimate`s of shape `()`, real, and the solution.
-    `inv_quad.standard_error` is what the solution's residual leaves open, and rounding: a
-    bound, which the value is below the truth by at most, where A is positive semidefinite
-    and shift positive (as far as the run can see); else a multiple of it by half the least
+    `inv_quad.standard_error` is what the solution's residual leaves open, and rounding. The
+    value is at most this much below the truth where A is positive semidefinite and shift
+    positive (as far as the run can see); else it is a multiple of it by half the least
     Ritz value. A solve that does not get to `rtol` within 10 num_matvecs steps shows in
     it. `inv_quad.num_matvecs` counts run and solve, and is an array where there is a run;
     `logdet.num_matvecs` counts the run. Where A + shift I shows itself not to be positive
