@@ -1,9 +1,9 @@
 """The driver: one method read in several ways, a method of one's own, and the few classes
 that derivatives are read from."""
 
+import functools
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -153,8 +153,8 @@ def test_derivatives_are_read_off_blocks_by_five_classes(
         parts = [outcome.readout]
         while parts:
             part = parts.pop()
-            if isinstance(part, eqx.Partial):
-                parts += [x for x in (*part.args, *part.keywords.values()) if callable(x)]
+            if isinstance(part, functools.partial):
+                parts += [x for x in part.args[:1] if callable(x)]  # what it composes
             else:
                 seen.add(type(part).__name__)
         return outcome

@@ -96,21 +96,30 @@ def _evaluate_jvp(
 
 
 @eqx.filter_custom_jvp
-def settled(value: PyTree, function: Callable[[Any], PyTree], subject: Subject) -> PyTree:
+def settled(
+    value: PyTree,
+    function: Callable[..., PyTree],
+    subject: Subject,
+    held: Callable[[Any], PyTree] | None = None,
+) -> PyTree:
     """`value`, which `function(subject)` would make over again: taken as it is, and
     differentiated, where anybody asks, as `function`. So blocks that depend on the operator
-    may be used again without computing them twice or freezing them."""
+    may be used again without computing them twice or freezing them.
+
+    With `held` it is differentiated as `function(subject, block)`, block = `held(subject)`,
+    which is constant for a first derivative, but not for a second one."""
     return value
 
 
 @settled.def_jvp
 def _settled_jvp(
-    primals: tuple[PyTree, Callable[[Any], PyTree], Subject], tangents: tuple[Any, ...]
+    primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[PyTree, PyTree]:
-    value, function, subject = primals
+    value, function, subject, *held = primals
     if not jax.tree.leaves(tangents[2]):
         return value, jax.tree.map(lambda _: None, value)
-    _, moved = eqx.filter_jvp(function, (subject,), (tangents[2],))
+    blocks = [make(subject) for make in held]
+    _, moved = eqx.filter_jvp(lambda s: function(s, *blocks), (subject,), (tangents[2],))
     return settled(*primals), moved
 
 

@@ -18,7 +18,7 @@ from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import estimate
-from traceax._functions.exact_general import exact_general_trace
+from traceax._functions.exact_functions import exact_general_trace
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.traits import check_independent, is_known
@@ -69,11 +69,7 @@ def arnoldi_trace(
     one step; 0 where the value is exact. Choosing between the two readings by their spread
     leaves a bias, a fraction of it.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, a count not a Python int;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if a count is below 1; if the sampler draws
-    dependent probes.
+    **Raises** what `slq_trace` raises of the arguments that it shares;
     `NotImplementedError` if differentiated twice in the operator.
 
     **Derivatives**: first ones, forward and reverse, in the operator and in whatever `fn`
@@ -113,10 +109,8 @@ def arnoldi_trace(
     operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
     dtype = working_dtype(operator)
-    convert = partial(scalar_function, name, fn)
-    fn, structure = convert(np.result_type(dtype, np.complex64))
-    _, on_reals = convert(dtype)
-    structure = jax.tree.map(_narrower, structure, on_reals)
+    _, structure = scalar_function(name, fn, dtype)
+    fn, _ = scalar_function(name, fn, np.result_type(dtype, np.complex64))
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
     spent = num_probes * num_steps
     if spent >= size(operator):
@@ -128,9 +122,3 @@ def arnoldi_trace(
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = max(2 * (num_probes - 1) / 3, 1)
     return estimate(algorithm, subject, probes, spent, degrees, structure)
-
-
-def _narrower(
-    wide: jax.ShapeDtypeStruct, on_reals: jax.ShapeDtypeStruct
-) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(wide.shape, on_reals.dtype)

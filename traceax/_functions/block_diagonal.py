@@ -35,6 +35,8 @@ from __future__ import annotations
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox.internal import Static
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import LinearMap, resolution, size
@@ -53,8 +55,8 @@ from traceax._linalg.left_out import LeftOut
 from traceax._quadrature.block_quadrature import defined, is_unfinished, levels
 from traceax._quadrature.dense import Eigen
 from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.nodes import at_nodes
 from traceax._quadrature.scalar import MatrixFunction
-from traceax._quadrature.split import at_nodes
 
 
 def block_diagonal(
@@ -68,23 +70,21 @@ def block_diagonal(
     sizes = jnp.abs(values[0]) + slopes[:, 0]
     eps, unresolved = resolution(operator), depth == 1 and size(operator) > 1
     run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
-    value, error, sketch = _judge(run, space, eigen, values, sizes, eps, unresolved)
+    value, error, sketch = _value_error_sketch(
+        run, space, eigen, values, sizes, eps, unresolved
+    )
     tested = probes[:, : sketch.shape[1]]
     weight = two_sided(DIAGONAL, leave_one_out(sketch, tested, resphere=False))
-    return Outcome(value, error, DiagonalOfFunction(weight, depth))
+    return Outcome(value, error, Partial(_read, weight, Static(depth)))
 
 
-class DiagonalOfFunction(eqx.Module):
-    """The readout of f(A), applied by Lanczos."""
-
-    weight: TwoSided
-    num_steps: int = eqx.field(static=True)
-
-    def __call__(self, subject: MatrixFunction) -> Float[Array, " n"]:
-        applied = FunctionOfOperator(
-            subject.linear_map.operator, subject.fn, self.num_steps
-        )
-        return self.weight(LinearMap(applied)).real
+def _read(
+    weight: TwoSided, num_steps: Static, subject: MatrixFunction
+) -> Float[Array, " n"]:
+    """The diagonal of f(A), applied by Lanczos."""
+    operator = subject.linear_map.operator
+    applied = FunctionOfOperator(operator, subject.fn, num_steps.value)
+    return weight(LinearMap(applied)).real
 
 
 class SpacesLeftOut(eqx.Module):
@@ -146,7 +146,7 @@ class SpacesLeftOut(eqx.Module):
         return self.basis @ jnp.concatenate([inside, image[r:]])
 
 
-def _judge(
+def _value_error_sketch(
     run: SpacesLeftOut,
     space: BlockKrylov,
     eigen: Eigen,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from traceax._core.checks import check_function_request, check_grid, check_positive
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
-from traceax._functions.slq import named_slq_trace, real_dtype
+from traceax._functions.slq import Plan, planned_slq_trace, real_dtype
 from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler, sphere
 
@@ -53,25 +53,16 @@ def spectral_density(
     - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
       `sphere`.
     - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
-    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
-      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
-      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
-      your own still draw all probes together.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
+    - `batch_size`: as in `slq_trace`.
+    - `progress_meter`: as in `slq_trace`.
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
     `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
     one step; 0 where the value is exact: where num_probes * num_steps reaches n^2.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
-    count or `batch_size` not a Python int, `width` not a number, the sampler not a
-    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
-    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if a
-    count or `batch_size` is below 1; if `grid` is not a real vector or has no points; if
-    `width` is not positive, or `None` for a grid of one point; if the sampler draws
-    dependent probes.
+    **Raises** what `slq_trace` raises; `TypeError` if `width` is not a number; `ValueError`
+    if `grid` is not a real vector or has no points, or if `width` is not positive, or
+    `None` for a grid of one point.
 
     **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
     so differentiate on coarse grids.
@@ -107,18 +98,8 @@ def spectral_density(
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((grid - x) / spread) ** 2) / 2)
 
-    return named_slq_trace(
-        name,
-        operator,
-        bumps,
-        key,
-        sampler=sampler,
-        reorthogonalise=reorthogonalise,
-        batch_size=batch_size,
-        progress_meter=progress_meter,
-        num_probes=num_probes,
-        num_steps=num_steps,
-    )
+    plan = Plan(num_probes, num_steps, sampler, reorthogonalise, batch_size, progress_meter)
+    return planned_slq_trace(name, operator, bumps, key, plan)
 
 
 def _resolved(grid: Float[Array, " points"], num_steps: int) -> Float[Array, ""] | float:

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_function_request, check_samples
 from traceax._core.estimate import Estimate
@@ -17,14 +17,12 @@ from traceax._core.operator import (
     LinearMap,
     as_result,
     frozen,
-    known_diagonal,
     size,
-    stores_matrix,
 )
 from traceax._core.rule import estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
-from traceax._functions.exact_functions import hermitian_or_nan, is_cheap, real_or_nan
+from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
@@ -86,11 +84,9 @@ def function_diagonal(
     with fewer steps); `inf` for one probe or one step; 0 where an eigendecomposition made
     the value. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a real function of a scalar, a count not a Python int; `ValueError` if
-    `operator` is not square, mixes real and complex leaves, or has no dimension; if `key`
-    is an array of keys; if a count is below 1, or below the number of colours; if the
-    sampler draws dependent probes.
+    **Raises** what `slq_trace` raises of the arguments that it shares; `TypeError` if `fn`
+    is not a real function of a scalar; `ValueError` if `num_probes` is below the number of
+    colours.
 
     **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
     unbiased but for quadrature: those of `xdiag` of f(A), with its two-sided form, by half
@@ -134,8 +130,9 @@ def function_diagonal(
         check_samples(name, num_probes, colours, "num_probes")
     else:
         check_independent(name, sampler)
-    if is_cheap(operator, num_probes * num_steps):
-        return _exact(operator, converted)
+    if (known := entries(operator, num_probes * num_steps)) is not None:
+        value = as_result(_exact(known.array, converted), operator.in_structure())
+        return exact_estimate(value, known.spent)
     if colours > 1:
         return _probed(operator, converted, key, num_probes, num_steps, sampler)
     probes = draw(name, sampler, key, operator, num_probes)
@@ -160,10 +157,12 @@ def _probed(
     estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
     quadrature = _quadrature_error("function_diagonal", subject, test_key)
     quadrature = as_result(quadrature, operator.in_structure())
+    steps = subject.num_steps
+    on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
     return Estimate(
         jax.tree.map(jnp.real, estimate.value),
         jax.tree.map(both_errors, estimate.standard_error, quadrature),
-        estimate.num_matvecs * subject.num_steps + _spent_on_tests(subject.num_steps),
+        estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
     )
 
@@ -181,20 +180,9 @@ def _quadrature_error(
     return jnp.sqrt(mean(squared_modulus(difference)))
 
 
-def _spent_on_tests(num_steps: int) -> int:
-    return 0 if num_steps == 1 else _TESTS * (num_steps + num_steps // 2)
-
-
-def _exact(operator: lx.AbstractLinearOperator, fn: ScalarFunction) -> Estimate:
-    known = known_diagonal(operator) if lx.is_diagonal(operator) else None
-    if known is not None:
-        diagonal, spent = known
-        values = jax.vmap(fn)(real_or_nan(diagonal))[:, 0]
-        value = as_result(values, operator.in_structure())
-        return Estimate(value, jax.tree.map(jnp.zeros_like, value), spent)
-    matrix = hermitian_or_nan(LinearMap(operator).dense())
-    eigen = jax.lax.stop_gradient(decompose(matrix))
-    diagonal = jnp.diagonal(columns(fn, matrix, eigen, count=matrix.shape[0])[0]).real
-    value = as_result(diagonal, operator.in_structure())
-    spent = 0 if stores_matrix(operator) else matrix.shape[0]
-    return Estimate(value, jax.tree.map(jnp.zeros_like, value), spent)
+def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Array, " n"]:
+    """Of the function of a diagonal, or a matrix."""
+    if array.ndim == 1:
+        return jax.vmap(fn)(array)[:, 0]
+    eigen = jax.lax.stop_gradient(decompose(array))
+    return jnp.diagonal(columns(fn, array, eigen, count=len(array))[0]).real

@@ -12,20 +12,12 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
-from traceax._core.operator import (
-    LinearMap,
-    known_diagonal,
-    size,
-    stores_matrix,
-)
+from traceax._core.operator import LinearMap
 from traceax._core.rule import run
-from traceax._estimators.driver import SMALL
-from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
+from traceax._functions.equations import right_hand_sides, whitened
+from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.likelihood import Likelihood, likelihood
-from traceax._functions.logdet import STORED
-from traceax._functions.right_hand_sides import right_hand_sides
-from traceax._functions.slq import real_dtype
-from traceax._functions.whitening import whitened
+from traceax._functions.logdet import factorised
 from traceax._linalg.columns import column_dots
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
@@ -103,21 +95,17 @@ def inv_quad_logdet(
       float. Default 1e-6, which is what gradients see; the value's is its square.
 
     **Returns** an `InvQuadLogdet`: two `Estimate`s of shape `()`, real, and the solution.
-    `inv_quad.standard_error` is what the solution's residual leaves open, and rounding: a
-    bound, which the value is below the truth by at most, where A is positive semidefinite
-    and shift positive (as far as the run can see); else a multiple of it by half the least
+    `inv_quad.standard_error` is what the solution's residual leaves open, and rounding. The
+    value is at most this much below the truth where A is positive semidefinite and shift
+    positive (as far as the run can see); else it is a multiple of it by half the least
     Ritz value. A solve that does not get to `rtol` within 10 num_matvecs steps shows in
     it. `inv_quad.num_matvecs` counts run and solve, and is an array where there is a run;
     `logdet.num_matvecs` counts the run. Where A + shift I shows itself not to be positive
     definite, NaN.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator, `rtol` not
-    a number, `vector` complex where the operator is real; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, has no dimension or is tagged negative
-    semidefinite; if `vector` or `shift` are of another space, `shift` an array of several;
-    if `key` is an array of keys; if `num_matvecs` is below 6 and n, or `rtol` not between 0
-    and 1.
+    **Raises** what `logdet` raises; `TypeError` if `rtol` is not a number, or `vector`
+    complex where the operator is real; `ValueError` if `vector` is of another space,
+    `shift` an array of several, or `rtol` not between 0 and 1.
 
     **Derivatives**: forward and reverse, in the operator, `vector` and `shift`, of both
     estimates, without another solve: about 0.8 num_matvecs matvec-VJPs for the
@@ -154,83 +142,49 @@ def inv_quad_logdet(
     check_shift(name, operator, shift, several=False)
     check_rtol(name, rtol)
     sides = right_hand_sides(name, operator, vector)
-    solve = partial(_of_columns, key=key, num_matvecs=num_matvecs, rtol=float(rtol))
-    if not isinstance(shift, lx.DiagonalLinearOperator):
-        both = solve(operator, sides.columns, jnp.asarray(shift, real_dtype(operator)))
-        return eqx.tree_at(lambda b: b.solution, both, sides.like(both.solution))
-    white = whitened(operator, shift)
-    scale = white.scale[:, None]
-    one = jnp.ones((), real_dtype(operator))
-    both = solve(white.operator, scale * sides.columns, one)
-    return eqx.tree_at(
-        lambda b: (b.logdet.value, b.solution),
-        both,
-        (both.logdet.value + white.log_determinant, sides.like(scale * both.solution)),
-    )
-
-
-def _of_columns(
-    operator: lx.AbstractLinearOperator,
-    y: Inexact[Array, "n t"],
-    shift: Float[Array, ""],
-    *,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    rtol: float,
-) -> InvQuadLogdet:
-    n = size(operator)
-    known = known_diagonal(operator) if lx.is_diagonal(operator) else None
-    if known is not None:
-        diagonal, spent = known
-        return _of_diagonal(real_or_nan(diagonal) + shift, y, spent)
-    if n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= STORED):
-        spent = 0 if stores_matrix(operator) else n
-        matrix = hermitian_or_nan(LinearMap(operator).dense())
-        return _of_matrix(matrix + shift * jnp.eye(n, dtype=matrix.dtype), y, spent)
-    fn, _ = scalar_function("inv_quad_logdet", lambda x: jnp.log(x + shift), shift.dtype)
-    subject = Likelihood(MatrixFunction(LinearMap(operator), fn), y, shift)
-    shape, t = shape_for(num_matvecs), y.shape[1]
-    # More than a quarter of the run belongs to the probes, whose spaces serve all.
-    kept = t if 4 * t <= shape.width else 0
-    probes = draw("inv_quad_logdet", sphere, key, operator, shape.width - kept)
-    algorithm = partial(
-        likelihood, shape=shape, kept=kept, rtol=rtol, max_steps=10 * num_matvecs
-    )
-    outcome = run(algorithm, subject, probes)
-    degrees = max(2 * (probes.shape[1] - 1) / 3, 1)
-    spent = shape.num_matvecs
-    (logdet, form), (logdet_error, bound) = outcome.value, outcome.standard_error
-    solved = spent + t * (outcome.report.num_steps + 1)
-    return InvQuadLogdet(
-        Estimate(form, bound, solved),
-        Estimate(logdet, logdet_error, spent, degrees),
-        outcome.report.solution(subject),
-    )
-
-
-def _of_diagonal(
-    diagonal: Float[Array, " n"], y: Inexact[Array, "n t"], spent: int
-) -> InvQuadLogdet:
-    # A factorisation would have come upon it.
-    diagonal = jnp.where(jnp.all(diagonal > 0), diagonal, jnp.nan)
-    logs = jnp.sum(jnp.log(diagonal))
-    return _exact(y, y / diagonal[:, None], logs, spent)
-
-
-def _of_matrix(
-    matrix: Inexact[Array, "n n"], y: Inexact[Array, "n t"], spent: int
-) -> InvQuadLogdet:
-    factor = jnp.linalg.cholesky(matrix)
-    logs = 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
-    return _exact(y, jax.scipy.linalg.cho_solve((factor, True), y), logs, spent)
+    operator, shift, scale, rest = whitened(operator, shift)
+    scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
+    columns = scale * sides.columns
+    if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
+        solution, logs = _exact(known.array, shift, columns)
+        form = jnp.sum(column_dots(columns, solution).real)
+        form, logdet = (exact_estimate(x, known.spent) for x in (form, logs + rest))
+    else:
+        fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
+        subject = Likelihood(MatrixFunction(LinearMap(operator), fn), columns, shift)
+        form, logdet, solution = _estimated(subject, key, num_matvecs, float(rtol), rest)
+    return InvQuadLogdet(form, logdet, sides.like(scale * solution))
 
 
 def _exact(
-    y: Inexact[Array, "n t"],
-    solution: Inexact[Array, "n t"],
-    logs: Float[Array, ""],
-    spent: int,
-) -> InvQuadLogdet:
-    form = jnp.sum(column_dots(y, solution).real)
-    zero = jnp.zeros_like(logs)
-    return InvQuadLogdet(Estimate(form, zero, spent), Estimate(logs, zero, spent), solution)
+    array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
+) -> tuple[Inexact[Array, "n t"], Float[Array, ""]]:
+    """The solution and the log-determinant, of a diagonal or a matrix."""
+    if array.ndim == 1:
+        # A factorisation would have come upon it.
+        shifted = jnp.where(jnp.all(array + shift > 0), array + shift, jnp.nan)
+        return y / shifted[:, None], jnp.sum(jnp.log(shifted))
+    factor, logs = factorised(array, shift)
+    return jax.scipy.linalg.cho_solve((factor, True), y), logs
+
+
+def _estimated(
+    subject: Likelihood,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    rtol: float,
+    rest: Float[Array, ""],
+) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
+    """The quadratic form, the log-determinant plus `rest`, and the solution."""
+    shape, t = shape_for(num_matvecs), subject.vectors.shape[1]
+    # More than a quarter of the run belongs to the probes, whose spaces serve all.
+    kept = t if 4 * t <= shape.width else 0
+    operator, width = subject.function.linear_map.operator, shape.width - kept
+    probes = draw("inv_quad_logdet", sphere, key, operator, width)
+    how = {"rtol": rtol, "max_steps": 10 * num_matvecs}
+    outcome = run(partial(likelihood, shape=shape, kept=kept, **how), subject, probes)
+    (logs, form), (error, bound) = outcome.value, outcome.standard_error
+    spent, report = shape.num_matvecs, outcome.report
+    logdet = Estimate(logs + rest, error, spent, max(2 * (width - 1) / 3, 1))
+    form = Estimate(form, bound, spent + t * (report.num_steps + 1))
+    return form, logdet, report.solution(subject)

@@ -21,14 +21,12 @@ solve for it.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import equinox as eqx
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, Int
 
-from traceax._core.operator import resolution
+from traceax._core.operator import frozen, resolution
 from traceax._core.rule import Outcome, Readout, settled
 from traceax._linalg.columns import column_dots, column_norms_squared, column_sizes
 from traceax._linalg.conjugate_gradients import Solve, conjugate_gradients
@@ -94,19 +92,19 @@ def likelihood(
     rest = conjugate_gradients(subject, frame, residual, energy, **how)
     solution = start + rest.solution
     rounding = 4 * resolution(subject.function.linear_map.operator)
-    forms, errors = _judge(frame, y, solution, y - subject(solution), rounding)
+    forms, errors = _forms_and_errors(frame, y, solution, y - subject(solution), rounding)
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solve = Solve(units * solution, frame, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
     return Outcome(
         jnp.append(traced.value, value),
         jnp.append(traced.standard_error, error),
-        _Readout(traced.readout, report),
+        Partial(_read, traced.readout, report),
         report,
     )
 
 
-def _judge(
+def _forms_and_errors(
     frame: Preconditioner,
     y: Inexact[Array, "n t"],
     solution: Inexact[Array, "n t"],
@@ -125,33 +123,13 @@ def _judge(
     return forms, jnp.maximum(bounds, 0) + rounding * sizes
 
 
-class _Readout(eqx.Module):
-    traced: Readout
-    report: Report
-
-    def __call__(self, subject: Likelihood) -> Float[Array, " 2"]:
-        form = _form(subject, self.report)
-        return jnp.append(self.traced(subject.function), form)
+def _read(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
+    form = _form(frozen(subject), report.solve.solution)
+    form = settled(form, _form, subject, report.solution)
+    return jnp.append(traces(subject.function), form)
 
 
-@eqx.filter_custom_jvp
-def _form(subject: Likelihood, report: Report) -> Float[Array, ""]:
-    return _at(report.solve.solution, subject)
-
-
-def _at(solution: Inexact[Array, "n t"], subject: Likelihood) -> Float[Array, ""]:
+def _form(subject: Likelihood, solution: Inexact[Array, "n t"]) -> Float[Array, ""]:
     """2 Re y* u - u* B u."""
     dots = column_dots(solution, 2 * subject.vectors - subject(solution))
     return jnp.sum(dots.real)
-
-
-@_form.def_jvp
-def _form_jvp(
-    primals: tuple[Likelihood, Report], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
-    subject, report = primals
-    tangent, _ = tangents
-    value = _form(subject, report)
-    at = partial(_at, report.solution(subject))
-    _, moved = eqx.filter_jvp(at, (subject,), (tangent,))
-    return value, jnp.zeros_like(value) if moved is None else moved

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request, check_shift
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    known_diagonal,
-    size,
-    stores_matrix,
-)
-from traceax._estimators.driver import SMALL
-from traceax._functions.exact_functions import hermitian_or_nan, real_or_nan
+from traceax._functions.equations import whitened
+from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import block_trace
-from traceax._functions.slq import real_dtype
-from traceax._functions.whitening import whitened
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.scalar import scalar_function
-
-# Up to this dimension the Cholesky factorisation of a matrix that is there takes a tenth of
-# a second or so on two cores.
-STORED = 2048
 
 
 def logdet(
@@ -61,17 +49,15 @@ def logdet(
       observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
-    covers sampling and quadrature (by what fewer blocks say), and rounding; 0 where the
-    value is exact. NaN or infinite if A + shift I shows itself not to be positive definite,
+    covers sampling, quadrature (compared with fewer blocks) and rounding; 0 where the value
+    is exact. NaN or infinite if A + shift I shows itself not to be positive definite,
     never an error. In a run eigenvalues that rounding cannot tell from 0 count as rounding,
     with an error bar that says so, unless it is certain that they are 0 (in double
     precision, where the Krylov space ends).
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, has no
-    dimension or is tagged negative semidefinite; if `shift` is an operator of another
-    space; if `key` is an array of keys; if `num_matvecs` is below 6 and n.
+    **Raises** what `function_trace` raises; `TypeError` if `shift` is neither real nor a
+    diagonal operator; `ValueError` if `operator` is tagged negative semidefinite, or if
+    `shift` is an operator of another space.
 
     **Derivatives**: forward and reverse, in the operator and in `shift`, as of
     `function_trace`: about 0.8 num_matvecs matvec-VJPs. Second derivatives are right too;
@@ -101,36 +87,27 @@ def logdet(
     """
     operator = check_request("logdet", operator, key, num_matvecs, 6)
     check_shift("logdet", operator, shift)
-    if isinstance(shift, lx.DiagonalLinearOperator):
-        white = whitened(operator, shift)
-        rest = logdet(white.operator, key, num_matvecs, shift=1.0)
-        return eqx.tree_at(lambda e: e.value, rest, rest.value + white.log_determinant)
-    shift = jnp.asarray(shift, real_dtype(operator))
-    n = size(operator)
-    known = known_diagonal(operator) if lx.is_diagonal(operator) else None
-    if known is not None:
-        diagonal, spent = known
-        logs = jnp.log(_on_axis(shift) + real_or_nan(diagonal))
-        return _exact(jnp.sum(logs, axis=-1), spent)
-    if n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= STORED):
-        spent = 0 if stores_matrix(operator) else n
-        matrix = hermitian_or_nan(LinearMap(operator).dense())
-        return _exact(jnp.vectorize(partial(_cholesky, matrix))(shift), spent)
+    operator, shift, _, rest = whitened(operator, shift)
+    if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
+        logs = jnp.vectorize(partial(_log_determinant, known.array))(shift)
+        return exact_estimate(logs + rest, known.spent)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
     shape = shape_for(num_matvecs)
-    return block_trace("logdet", operator, fn, structure, key, shape)
+    estimate = block_trace("logdet", operator, fn, structure, key, shape)
+    return dataclasses.replace(estimate, value=estimate.value + rest)
 
 
-def _on_axis(shift: Float[Array, "*shifts"]) -> Float[Array, "*shifts 1"]:
-    return shift[..., None]
+def _log_determinant(array: Inexact[Array, " *entries"], shift: Float[Array, ""]) -> Array:
+    """Of the diagonal or matrix that is given, and a multiple of I."""
+    if array.ndim == 1:
+        return jnp.sum(jnp.log(shift + array))
+    return factorised(array, shift)[1]
 
 
-def _exact(value: Float[Array, "*shifts"], spent: int) -> Estimate:
-    return Estimate(value, jnp.zeros_like(value), spent)
-
-
-def _cholesky(matrix: Array, shift: Float[Array, ""]) -> Float[Array, ""]:
-    factor = jnp.linalg.cholesky(
-        matrix + shift * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-    )
-    return 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+def factorised(
+    matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
+) -> tuple[Inexact[Array, "n n"], Float[Array, ""]]:
+    """The Cholesky factor of matrix + shift I, and its log-determinant."""
+    identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+    factor = jnp.linalg.cholesky(matrix + shift * identity)
+    return factor, 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
@@ -17,10 +16,8 @@ from traceax._core.operator import (
     frozen,
     size,
     unflatten,
-    working_dtype,
 )
-from traceax._functions.slq import real_dtype
-from traceax._functions.whitening import whitened
+from traceax._functions.equations import whitened
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.preconditioning import (
     Preconditioner,
@@ -60,11 +57,8 @@ def preconditioner(
     **Returns** a lineax operator on the same space, tagged positive semidefinite. NaN if
     A + shift I shows itself not to be positive definite.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `shift` neither real nor a diagonal operator;
-    `ValueError` if `operator` is not square, mixes real and complex leaves, has no
-    dimension or is tagged negative semidefinite; if `shift` is of another space or an array
-    of several; if `key` is an array of keys; if `num_matvecs` is below 1.
+    **Raises** what `logdet` raises, `num_matvecs` being at least 1; `ValueError` if `shift`
+    is an array of several.
 
     **Derivatives**: none: it is a constant, for solutions do not depend on it.
 
@@ -97,16 +91,13 @@ def preconditioner(
     name = "preconditioner"
     operator = check_request(name, operator, key, num_matvecs, 1)
     check_shift(name, operator, shift, several=False)
-    structure, dtype = operator.in_structure(), working_dtype(operator)
-    scale = jnp.ones((), dtype)
-    if isinstance(shift, lx.DiagonalLinearOperator):
-        white = whitened(operator, shift)
-        operator, scale, shift = white.operator, white.scale, 1.0
+    structure = operator.in_structure()
+    operator, shift, scale, _ = whitened(operator, shift)
     shape = shape_for(min(num_matvecs, size(operator)))
     probes = draw(name, sphere, key, operator, shape.width)
-    level = jax.lax.stop_gradient(jnp.asarray(shift, real_dtype(operator)))
-    frame = compiled(_preconditioner, frozen(operator), probes, level, shape.depth)
-    inverse = _Inverse(frame, jax.lax.stop_gradient(scale), structure)
+    shift, scale = jax.lax.stop_gradient((shift, scale))
+    frame = compiled(_preconditioner, frozen(operator), probes, shift, shape.depth)
+    inverse = _Inverse(frame, scale.astype(frame.basis.dtype), structure)
     return lx.FunctionLinearOperator(inverse, structure, lx.positive_semidefinite_tag)
 
 

@@ -19,7 +19,7 @@ from traceax._core.operator import (
     size,
     stores_matrix,
 )
-from traceax._functions.exact_functions import STORED, exact_function_trace, is_cheap
+from traceax._functions.exact_functions import EIGENVALUES, exact_function_trace, is_cheap
 from traceax._functions.function_trace import block_trace
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import magnitude
@@ -68,10 +68,9 @@ def schatten_norm(
     covering sampling and quadrature, carried through the root; `inf` for one probe or one
     step; 0 where the value is exact.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key, a
-    count not a Python int, `p` not real; `ValueError` if `operator` mixes real and complex
-    leaves, or has no dimension; if `key` is an array of keys; if a count is below 1; if `p`
-    is not positive and finite.
+    **Raises** what `slq_trace` raises of the arguments that it shares, but for operators
+    that are not square; `TypeError` if `p` is not real; `ValueError` if `p` is not positive
+    and finite.
 
     **Derivatives**: forward and reverse, in the operator and in `p`, as of
     `function_trace`, of which this is a root. Where singular values are 0 and p < 2, that
@@ -115,18 +114,20 @@ def schatten_norm(
     else:
         traced = block_trace(name, target, fn, structure, key, shape)
     unit = unit.astype(traced.value.dtype)
-    value = unit * traced.value ** (1 / p)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
     rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
-    error = unit * (traced.standard_error * rate)
-    spent = traced.num_matvecs * cost + 1
-    return Estimate(value, error, spent, traced.degrees_of_freedom)
+    return Estimate(
+        unit * traced.value ** (1 / p),
+        unit * (traced.standard_error * rate),
+        traced.num_matvecs * cost + 1,
+        traced.degrees_of_freedom,
+    )
 
 
 def _square(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     square = gram(operator)
-    if not stores_matrix(operator) or size(square) > STORED:
+    if not stores_matrix(operator) or size(square) > EIGENVALUES:
         return square
     matrix = LinearMap(square).dense()
     return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+from equinox.internal import Static
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_batch_size, check_function_request
@@ -34,18 +37,23 @@ from traceax._probes.plan import stream
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import Stream
 from traceax._probes.traits import check_independent
-from traceax._quadrature.combination import combination, combined
+from traceax._quadrature.combination import (
+    bounds_through,
+    combination,
+    combined,
+    slope_of,
+    through,
+)
 from traceax._quadrature.dense import Eigen, decompose
-from traceax._quadrature.scalar import MatrixFunction, scalar_function
-from traceax._quadrature.split import (
-    FromRows,
-    Run,
-    Traced,
+from traceax._quadrature.nodes import (
+    Nodes,
     at_nodes,
-    read,
+    node_weights,
     slopes_at,
+    split_nodes,
     weighed,
 )
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 
 def slq_trace(
@@ -93,11 +101,8 @@ def slq_trace(
       int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
       the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
       your own still draw all probes together.
-    - `combine`: a function of the traces, a pytree like what `fn` returns, that returns an
-      array or a pytree of arrays: an energy tr(A e^-bA) / tr(e^-bA), a free energy
-      -log tr(e^-bA) / b. Value, error bar (with the covariances of the traces) and
-      derivatives are then those of the combination. It may close over parameters, or be an
-      `eqx.Module`. Default `None`, the traces.
+    - `combine`: a function of the traces, as in `function_trace`. Default `None`, the
+      traces.
     - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
       progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
       Default `None`: nothing is shown; nor is it without `batch_size`.
@@ -143,38 +148,33 @@ def slq_trace(
 
     **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
     Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4),
-    doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/split.py`.
+    doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/nodes.py`.
     """
-    return named_slq_trace(
-        "slq_trace",
-        operator,
-        fn,
-        key,
-        num_probes=num_probes,
-        num_steps=num_steps,
-        sampler=sampler,
-        reorthogonalise=reorthogonalise,
-        batch_size=batch_size,
-        combine=combine,
-        progress_meter=progress_meter,
-    )
+    plan = Plan(num_probes, num_steps, sampler, reorthogonalise, batch_size, progress_meter)
+    return planned_slq_trace("slq_trace", operator, fn, key, plan, combine)
 
 
-def named_slq_trace(
+class Plan(NamedTuple):
+    """Arguments of `slq_trace` and of what is made of it."""
+
+    num_probes: int
+    num_steps: int
+    sampler: Sampler
+    reorthogonalise: bool
+    batch_size: int | None
+    meter: ProgressMeter | None
+
+
+def planned_slq_trace(
     name: str,
     operator: lx.AbstractLinearOperator,
     fn: Callable[[Float[Array, ""]], PyTree[Array]],
     key: PRNGKeyArray,
-    *,
-    num_probes: int,
-    num_steps: int,
-    sampler: Sampler,
-    reorthogonalise: bool,
-    batch_size: int | None,
+    plan: Plan,
     combine: Callable | None = None,
-    progress_meter: ProgressMeter | None,
 ) -> Estimate:
     """By the name of whom the user called."""
+    num_probes, num_steps, sampler, reorthogonalise, batch_size, meter = plan
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
@@ -186,10 +186,8 @@ def named_slq_trace(
     subject = MatrixFunction(LinearMap(operator), fn, together)
     num_steps = min(num_steps, size(operator))
     probes = stream(name, operator, key, num_probes, sampler, batch_size)
-    meter = checked_meter(name, progress_meter)
-    algorithm = partial(
-        _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=meter
-    )
+    how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
+    algorithm = partial(_slq, meter=checked_meter(name, meter), **how)
     degrees = independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
     return estimate(algorithm, subject, probes, spent, degrees, structure)
@@ -208,34 +206,24 @@ def _slq(
     meter: ProgressMeter,
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
-    again = Again(probes, num_steps, reorthogonalise)
+    how = probes.num_probes, num_steps, reorthogonalise
     if probes.is_whole:
-        sampled, run = again.sample(subject, probes.source)
-        readout = Traced((run,))
+        samples, readout = sample(subject, probes.source, *how)
     else:
-        sampled = probes.collect(lambda z: again.sample(subject, z)[0], meter)
-        readout = again
-    return sampled.outcome(subject, num_steps, readout)
+        samples = probes.collect(lambda z: sample(subject, z, *how)[0], meter)
+        readout = Partial(_read_batches, probes, Static(how))
+    return samples.outcome(subject, num_steps, readout)
 
 
-class Again(eqx.Module):
-    """The readout of the same runs, made batch by batch of the subject, frozen."""
+def _read_batches(
+    probes: Stream, how: Static, subject: MatrixFunction
+) -> Inexact[Array, " p"]:
+    """The same quadratures, made once more batch by batch, and frozen."""
 
-    probes: Stream
-    num_steps: int = eqx.field(static=True)
-    reorthogonalise: bool = eqx.field(static=True)
+    def read_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
+        return sample(frozen(subject), z, *how.value)[1](subject)
 
-    def sample(
-        self, subject: MatrixFunction, z: Inexact[Array, "n b"]
-    ) -> tuple[Sampled, Run]:
-        scale = jnp.full(z.shape[1], 1 / self.probes.num_probes, z.real.dtype)
-        return sample(subject, z.T, scale, self.num_steps, self.reorthogonalise)
-
-    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
-        def of_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
-            return read(subject, (self.sample(frozen(subject), z)[1],))
-
-        return self.probes.reduce(of_batch)
+    return probes.reduce(read_batch)
 
 
 class Sampled(eqx.Module):
@@ -252,11 +240,12 @@ class Sampled(eqx.Module):
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and size(operator) > 1
         eps = resolution(operator)
-        samples = terms * terms.shape[1]
-        judged = combined(subject.combine, jnp.sum(terms, axis=1), samples)
-        sizes = judged.sizes(self.sizes), judged.sizes(self.slopes)
-        sampled = Sampled(judged.values(self.levels), *sizes, self.largest)
-        return judged.outcome(_error(sampled, eps, unresolved), readout, eps)
+        total, samples = jnp.sum(terms, axis=1), terms * terms.shape[1]
+        slope = slope_of(subject.combine, total)
+        sizes, slopes = (bounds_through(slope, x) for x in (self.sizes, self.slopes))
+        mapped = Sampled(through(slope, self.levels), sizes, slopes, self.largest)
+        traces = Outcome(total, _error(mapped, eps, unresolved), readout)
+        return combined(subject.combine, traces, samples, eps)
 
 
 def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]:
@@ -270,32 +259,33 @@ def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]
 
 def sample(
     subject: MatrixFunction,
-    starts: Inexact[Array, "N n"],
-    scale: Float[Array, " N"],
+    probes: Inexact[Array, "n b"],
+    num_probes: int,
     num_steps: int,
     reorthogonalise: bool,
-) -> tuple[Sampled, Run]:
-    """The sum of `scale_i` v_i* f(A) v_i by quadrature, the v_i independent samples."""
+) -> tuple[Sampled, Nodes]:
+    """v* f(A) v / num_probes by quadrature of each of some probes v."""
+    starts = probes.T
     krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
     eigen = decompose(by_levels(krylov.projection))
-    coefficients = (scale * krylov.length**2)[:, None]
+    coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
-    run = Run(krylov.basis, whole, coefficients, FromRows(krylov.basis, 1, num_steps))
+    nodes = split_nodes(krylov.basis, whole, coefficients, num_steps)
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
-    return _sampled(coefficients, eigen, values, slopes), run
+    weights = jax.vmap(partial(node_weights, coefficients))(eigen)
+    return _sampled(weights, whole, values, slopes), nodes
 
 
 def _sampled(
-    coefficients: Float[Array, "N count"],
+    weights: Float[Array, "levels N m"],
     eigen: Eigen,
     values: Inexact[Array, "levels N m p"],
     slopes: Inexact[Array, "N m p"],
 ) -> Sampled:
-    whole = Eigen(*(x[0] for x in eigen))
     return Sampled(
-        jax.vmap(partial(weighed, coefficients))(eigen, values),
-        weighed(coefficients, whole, jnp.abs(values[0])),
-        weighed(coefficients, whole, jnp.abs(slopes)),
-        jnp.max(jnp.abs(whole.values), axis=1),
+        weighed(weights[:, None], jnp.moveaxis(values, -1, 1)),
+        weighed(weights[0], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
+        weighed(weights[0], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
+        jnp.max(jnp.abs(eigen.values), axis=1),
     )

@@ -27,7 +27,7 @@ c_i = 1 is, but then |r_i|^2, which says nothing of A, is most of the error (mea
 which means over 400 keys did not show. For samplers that are not known c_i = 1. (What they
 did show is that the shares hang together with the samples: up to 0.2 of the error is bias.)
 
-The derivative is that of `modes`, with this M.
+The derivative is that of `nodes`, with this M.
 """
 
 from __future__ import annotations
@@ -50,12 +50,19 @@ from traceax._linalg.jackknife import (
     standard_error,
 )
 from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
-from traceax._linalg.left_out import LeftOut, left_out
+from traceax._linalg.left_out import left_out
 from traceax._linalg.two_left_out import replicates
 from traceax._quadrature.block_quadrature import Outside, Shape, mixture_of, outside_of
-from traceax._quadrature.modes import Modes, Readout, Weights, mixed, modes_of
+from traceax._quadrature.nodes import (
+    Modes,
+    Weights,
+    arnoldi_nodes,
+    at_nodes,
+    mixed,
+    modes_of,
+    weighed,
+)
 from traceax._quadrature.scalar import MatrixFunction
-from traceax._quadrature.split import at_nodes
 
 
 class Rule(NamedTuple):
@@ -78,14 +85,6 @@ class Kind(NamedTuple):
     eps: float
 
 
-class Judged(NamedTuple):
-    """An estimate, its standard error, and the share of leave-one-out samples in it."""
-
-    value: Inexact[Array, " p"]
-    error: Float[Array, " p"]
-    share: Float[Array, " p"]
-
-
 def block_arnoldi(
     subject: MatrixFunction,
     probes: Inexact[Array, "n k"],
@@ -102,13 +101,13 @@ def block_arnoldi(
     operator = subject.linear_map.operator
     unresolved = depth == 1 and size(operator) > 1
     kind = Kind(resphered, real, unresolved, resolution(operator))
-    judged = _judge(rule, at_nodes(subject.fn, rule.modes.nodes), kind)
+    values = at_nodes(subject.fn, rule.modes.nodes)
+    value, error, share = _value_and_error(rule, values, kind)
     first = Modes(*(x[0] for x in rule.modes))
     weights = Weights(*(jnp.mean(x[0], axis=0) for x in rule.weights))
-    mixtures = _mixtures(rule)
     basis = space.basis[:, : k * depth]
-    readout = Readout(basis, first, weights, mixtures, judged.share, real)
-    return Outcome(judged.value, judged.error, readout)
+    nodes = arnoldi_nodes(basis, first, weights, _mixtures(rule), share, real)
+    return Outcome(value, error, nodes)
 
 
 def _rule(space: BlockKrylov, n: int, depth: int, resphered: bool) -> Rule:
@@ -122,7 +121,8 @@ def _rule(space: BlockKrylov, n: int, depth: int, resphered: bool) -> Rule:
     spaces = left_out(square[:rank, :rank], filled[:rank], space.starts)
     sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
     modes = modes_of(jnp.stack([square, *(truncated(square, s) for s in sizes)]), rank)
-    outside = outside_of(spaces, n) if resphered else _as_they_are(spaces, n)
+    as_they_are = Outside(spaces.remainder, spaces.missing, n - spaces.rank)
+    outside = outside_of(spaces, n) if resphered else as_they_are
     probes = jnp.pad(space.starts, ((0, rank - k), (0, 0))).T
     each = partial(_weights, outside, probes, filled[:rank])
     weights = jax.vmap(each)(modes.vectors[:, :rank], modes.inverse)
@@ -130,10 +130,6 @@ def _rule(space: BlockKrylov, n: int, depth: int, resphered: bool) -> Rule:
     broken = jnp.any(jnp.isnan(square))
     weights = Weights(*(jnp.where(broken, jnp.nan, x) for x in weights))
     return Rule(modes, weights, outside, probes, filled[:rank])
-
-
-def _as_they_are(spaces: LeftOut, n: int) -> Outside:
-    return Outside(spaces.remainder, spaces.missing, n - spaces.rank)
 
 
 def _weights(
@@ -163,8 +159,11 @@ def _mixtures(rule: Rule) -> Inexact[Array, "2 r r"]:
     return jnp.stack([plain, mixture_of(rule.outside, rule.filled)])
 
 
-def _judge(rule: Rule, values: Inexact[Array, "levels m p"], kind: Kind) -> Judged:
-    """The mean of both estimates by inverse variances; plain ones where none is known."""
+def _value_and_error(
+    rule: Rule, values: Inexact[Array, "levels m p"], kind: Kind
+) -> tuple[Inexact[Array, " p"], Float[Array, " p"], Float[Array, " p"]]:
+    """The mean of both estimates by inverse variances; plain ones where none is known. Its
+    standard error, and the share of leave-one-out samples in it."""
     k = rule.probes.shape[0]
     plain, sizes, bias = _samples(rule.weights.plain, values, kind)
     error = both_errors(standard_error(plain, kind.eps * sizes), bias)
@@ -178,7 +177,7 @@ def _judge(rule: Rule, values: Inexact[Array, "levels m p"], kind: Kind) -> Judg
     share = jnp.where(jnp.isinf(error), 0, share)
     value = mixed(share, mean(plain), mean(samples))
     both = mixed(share, error, other)
-    return Judged(value, jnp.where(share == 0, error, both), share)
+    return value, jnp.where(share == 0, error, both), share
 
 
 def _samples(
@@ -186,8 +185,9 @@ def _samples(
 ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"], Float[Array, " p"]]:
     """Samples, four times the size of their mean's terms, which the condition of the
     eigenvectors blows up, and the error of quadrature."""
-    levels = jax.vmap(_read)(weights, values)
-    sizes = _read(jnp.abs(weights[0]), jnp.abs(values[0]))
+    values = jnp.swapaxes(values, -1, -2)
+    levels = weighed(weights[:, None], values[:, :, None])
+    sizes = weighed(jnp.abs(weights[0]), jnp.abs(values[0])[:, None])
     if kind.real:
         # Conjugate eigenvalues have conjugate values, but not across a branch cut.
         crossed = jnp.abs(levels[0].imag) > 1e-3 * sizes
@@ -195,14 +195,6 @@ def _samples(
     means = mean(levels)
     changes = jnp.abs(means[:-1] - means[1:])
     return levels[0], 4 * mean(sizes), quadrature_error(changes, kind.unresolved)
-
-
-def _read(
-    weights: Inexact[Array, "k m"], values: Inexact[Array, "m p"]
-) -> Inexact[Array, "p k"]:
-    """A node of no weight does not count, even where its value is infinite."""
-    used = jnp.any(weights != 0, axis=0)[:, None]
-    return (weights @ jnp.where(used, values, 0).astype(weights.dtype)).T
 
 
 def _half_jackknife(

@@ -52,10 +52,10 @@ from traceax._linalg.jackknife import (
 from traceax._linalg.krylov import BlockKrylov, block_krylov, truncated
 from traceax._linalg.left_out import LeftOut, left_out
 from traceax._linalg.two_left_out import replicates
-from traceax._quadrature.combination import combined
+from traceax._quadrature.combination import bounds_through, combined, slope_of, through
 from traceax._quadrature.dense import Eigen, decompose
+from traceax._quadrature.nodes import Nodes, at_nodes, slopes_at, split_nodes, weighed
 from traceax._quadrature.scalar import Flat, MatrixFunction
-from traceax._quadrature.split import FromRows, Run, Traced, at_nodes, slopes_at
 
 
 class Shape(NamedTuple):
@@ -126,9 +126,11 @@ def read_off(
     values = jnp.swapaxes(at_nodes(subject.fn, rule.eigen.values), -1, -2)
     sizes = jnp.abs(values[0]) + slopes.T
     samples = _read(rule.weights[0], values[0])
-    judged = combined(subject.combine, mean(samples), samples)
-    error = _error(rule, judged.values(values), judged.sizes(sizes), eps, unresolved)
-    return judged.outcome(error, Traced((run_of(space, rule, depth),)), eps)
+    slope = slope_of(subject.combine, mean(samples))
+    mapped = through(slope, values), bounds_through(slope, sizes)
+    error = _error(rule, *mapped, eps, unresolved)
+    traces = Outcome(mean(samples), error, nodes_of(space, rule, depth))
+    return combined(subject.combine, traces, samples, eps)
 
 
 def is_unfinished(space: BlockKrylov) -> Bool[Array, ""]:
@@ -161,11 +163,10 @@ def defined(
     return Eigen(nodes, eigen.vectors), slopes
 
 
-def run_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Run:
+def nodes_of(space: BlockKrylov, rule: Quadrature, depth: int) -> Nodes:
     basis = space.basis[:, : rule.eigen.values.shape[1]].T[None]
     whole = Eigen(*(x[:1] for x in rule.eigen))
-    again = FromRows(basis, rule.mixture.shape[0], max(5 * depth, 40))
-    return Run(basis, whole, rule.mixture[None], again)
+    return split_nodes(basis, whole, rule.mixture[None], num_steps=max(5 * depth, 40))
 
 
 def quadrature(space: BlockKrylov, depth: int, inner: int, kept: int = 0) -> Quadrature:
@@ -265,9 +266,8 @@ def _least_error(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array
 def _read(
     weights: Float[Array, "k m"], values: Inexact[Array, "p m"]
 ) -> Inexact[Array, "p k"]:
-    """A node of no weight does not count, even where its value is infinite."""
-    used = jnp.any(weights != 0, axis=0)
-    return (weights.astype(values.dtype) @ jnp.where(used, values, 0).T).T
+    """f of each sample."""
+    return weighed(weights, values[:, None])
 
 
 def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:

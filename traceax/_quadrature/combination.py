@@ -24,6 +24,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import canonical
@@ -61,106 +62,14 @@ def combination(
     )
 
 
-class Plain(eqx.Module):
-    """Traces as they are."""
-
-    total: Inexact[Array, " p"]
-
-    def values(self, x: Inexact[Array, "*levels p m"]) -> Inexact[Array, "*levels p m"]:
-        return x
-
-    def sizes(self, x: Float[Array, "p m"]) -> Float[Array, "p m"]:
-        return x
-
-    def outcome(self, error: Float[Array, " p"], readout: Readout, eps: float) -> Outcome:
-        return Outcome(self.total, error, readout)
-
-
-class Combined(eqx.Module):
-    """A combination at `total`, `slope` its derivative there, that in imaginary parts
-    behind that in real ones; `away` the d_i."""
-
-    combine: ScalarFunction
-    total: Inexact[Array, " p"]
-    away: Inexact[Array, "p k"] | None
-    slope: Inexact[Array, "q p"]
-
-    def values(self, x: Inexact[Array, "*levels p m"]) -> Inexact[Array, "*levels q m"]:
-        """What the values of f become."""
-        parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
-        return _through(self.slope, jnp.concatenate(parts, axis=-2))
-
-    def sizes(self, x: Float[Array, "p m"]) -> Float[Array, "q m"]:
-        """What bounds of them become."""
-        count = self.slope.shape[1] // x.shape[0]
-        return _through(jnp.abs(self.slope), jnp.concatenate([x] * count))
-
-    def outcome(self, error: Float[Array, " q"], readout: Readout, eps: float) -> Outcome:
-        readout = CombinedReadout(readout, self.away)
-        plain, value = self.combine(self.total), readout.of(self.combine, self.total)
-        rounding = 4 * eps * jnp.abs(value)
-        error = both_errors(both_errors(error, rounding), jnp.abs(value - plain))
-        # A slope that is infinite where the value is not says nothing.
-        unknown = jnp.isnan(error) & jnp.isfinite(value)
-        return Outcome(value, jnp.where(unknown, jnp.inf, error), readout)
-
-
-class CombinedReadout(eqx.Module):
-    """The combination of what `traces` reads, less its bias."""
-
-    traces: Readout
-    away: Inexact[Array, "p k"] | None
-
-    def __call__(self, subject: MatrixFunction) -> Inexact[Array, " q"]:
-        assert subject.combine is not None
-        return self.of(subject.combine, self.traces(subject))
-
-    def of(
-        self, combine: ScalarFunction, total: Inexact[Array, " p"]
-    ) -> Inexact[Array, " q"]:
-        value = combine(total)
-        if self.away is None:
-            return value
-        return value + _less_bias(combine, value, total, self.away)
-
-
-def _less_bias(
-    combine: ScalarFunction,
-    value: Inexact[Array, " q"],
-    total: Inexact[Array, " p"],
-    away: Inexact[Array, "p k"],
-) -> Inexact[Array, " q"]:
-    others = jax.vmap(combine, in_axes=1, out_axes=1)(total[:, None] - away)
-    return (away.shape[1] - 1) * mean(value[:, None] - others)
-
-
-def combined(
-    combine: ScalarFunction | None,
-    total: Inexact[Array, " p"],
-    samples: Inexact[Array, "p k"],
-) -> Plain | Combined:
-    """What is to be judged, `samples` being those of which `total` is the mean."""
+def slope_of(
+    combine: ScalarFunction | None, total: Inexact[Array, " p"]
+) -> Inexact[Array, "q p"] | None:
+    """Dg at the traces; in their imaginary parts, where they are complex, behind that in
+    real ones."""
     if combine is None:
-        return Plain(total)
-    k = samples.shape[1]
-    away = None
-    if k >= FEWEST:
-        away = _defined(combine, total, (samples - total[:, None]) / (k - 1))
-    return Combined(combine, total, away, _slope(combine, total))
+        return None
 
-
-def _defined(
-    combine: ScalarFunction, total: Inexact[Array, " p"], away: Inexact[Array, "p k"]
-) -> Inexact[Array, "p k"]:
-    """Zero if the combination is not defined (the log of a negative number) without each
-    of the samples: then there is no telling its bias."""
-    value = combine(total)
-    bias = _less_bias(combine, value, total, away)
-    lost = jnp.any(jnp.isfinite(value) & ~jnp.isfinite(bias))
-    return jnp.where(lost, 0, away)
-
-
-def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q p"]:
     def along(direction: Inexact[Array, " p"]) -> Inexact[Array, " q"]:
         return jax.jvp(combine, (total,), (direction,))[1]
 
@@ -170,21 +79,95 @@ def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Arra
     return jax.vmap(along, out_axes=1)(units)
 
 
-def _through(
+def through(
+    slope: Inexact[Array, "q p"] | None, values: Inexact[Array, "*levels p m"]
+) -> Inexact[Array, "*levels q m"]:
+    """Dg times values of f; the values if there is no combination."""
+    if slope is None:
+        return values
+    parts = [values.real, values.imag] if jnp.iscomplexobj(values) else [values]
+    return _product(slope, jnp.concatenate(parts, axis=-2))
+
+
+def bounds_through(
+    slope: Inexact[Array, "q p"] | None, sizes: Float[Array, "p m"]
+) -> Float[Array, "q m"]:
+    """Bounds of Dg times values that have the bounds `sizes`."""
+    if slope is None:
+        return sizes
+    count = slope.shape[1] // sizes.shape[0]
+    return _product(jnp.abs(slope), jnp.concatenate([sizes] * count))
+
+
+def _product(
     slope: Inexact[Array, "q p"], x: Float[Array, "*levels p m"]
 ) -> Inexact[Array, "*levels q m"]:
-    """The product. Traces that the combination does not depend on may be undefined."""
+    """Traces that the combination does not depend on may be undefined."""
     finite = jnp.isfinite(x)
     image = slope @ jnp.where(finite, x, 0).astype(slope.dtype)
     lost = (slope != 0).astype(x.dtype) @ (~finite).astype(x.dtype)
     return jnp.where(lost > 0, jnp.nan, image)
 
 
+def combined(
+    combine: ScalarFunction | None,
+    traces: Outcome,
+    samples: Inexact[Array, "p k"],
+    eps: float,
+) -> Outcome:
+    """The combination of `traces`, the mean of `samples`. Their standard error is already
+    that of Dg(t) s_i."""
+    if combine is None:
+        return traces
+    away = _away(combine, traces.value, samples)
+    plain, value = combine(traces.value), _unbiased(combine, traces.value, away)
+    rounding = 4 * eps * jnp.abs(value)
+    error = both_errors(both_errors(traces.standard_error, rounding), abs(value - plain))
+    # A slope that is infinite where the value is not says nothing.
+    unknown = jnp.isnan(error) & jnp.isfinite(value)
+    readout = Partial(_read, traces.readout, away)
+    return Outcome(value, jnp.where(unknown, jnp.inf, error), readout)
+
+
 def exactly(
     combine: ScalarFunction | None, total: Inexact[Array, " p"], readout: Readout
 ) -> Outcome:
-    """Of traces that are exact."""
+    """The combination of traces that are exact."""
     value = total
     if combine is not None:
-        readout, value = CombinedReadout(readout, None), combine(total)
+        readout, value = Partial(_read, readout, None), combine(total)
     return Outcome(value, jnp.zeros_like(value.real), readout)
+
+
+def _read(
+    traces: Readout, away: Inexact[Array, "p k"] | None, subject: MatrixFunction
+) -> Inexact[Array, " q"]:
+    assert subject.combine is not None
+    return _unbiased(subject.combine, traces(subject), away)
+
+
+def _unbiased(
+    combine: ScalarFunction,
+    total: Inexact[Array, " p"],
+    away: Inexact[Array, "p k"] | None,
+) -> Inexact[Array, " q"]:
+    """The combination less the bias that the jackknife finds with d_i = `away`."""
+    value = combine(total)
+    if away is None:
+        return value
+    others = jax.vmap(combine, in_axes=1, out_axes=1)(total[:, None] - away)
+    return value + (away.shape[1] - 1) * mean(value[:, None] - others)
+
+
+def _away(
+    combine: ScalarFunction, total: Inexact[Array, " p"], samples: Inexact[Array, "p k"]
+) -> Inexact[Array, "p k"] | None:
+    """The d_i, if there are enough samples. Zero if the combination is not defined (the log
+    of a negative number) without each of the samples: then there is no telling its bias."""
+    k = samples.shape[1]
+    if k < FEWEST:
+        return None
+    away = (samples - total[:, None]) / (k - 1)
+    value, unbiased = combine(total), _unbiased(combine, total, away)
+    lost = jnp.any(jnp.isfinite(value) & ~jnp.isfinite(unbiased))
+    return jnp.where(lost, 0, away)

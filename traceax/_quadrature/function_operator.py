@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -34,8 +36,9 @@ class FunctionOfOperator(lx.AbstractLinearOperator):
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         column = flatten(vector, working_dtype(self.operator))
         subject = (LinearMap(self.operator), self.fn, column)
-        value = _apply(subject, self.num_steps, differentiable=False)
-        value = settled(value, _Apply(self.num_steps), subject)
+        apply = partial(_apply, num_steps=self.num_steps)
+        value = apply(subject, differentiable=False)
+        value = settled(value, partial(apply, differentiable=True), subject)
         return unflatten(value, self.operator.out_structure())
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
@@ -51,15 +54,8 @@ class FunctionOfOperator(lx.AbstractLinearOperator):
         return self.operator.out_structure()
 
 
-class _Apply(eqx.Module):
-    num_steps: int = eqx.field(static=True)
-
-    def __call__(self, subject: tuple) -> Inexact[Array, " n"]:
-        return _apply(subject, self.num_steps, differentiable=True)
-
-
 def _apply(
-    subject: tuple[LinearMap, Flat, Array], num_steps: int, differentiable: bool
+    subject: tuple[LinearMap, Flat, Array], *, num_steps: int, differentiable: bool
 ) -> Inexact[Array, " n"]:
     linear_map, fn, column = subject
     krylov = lanczos(linear_map, column[None], num_steps, differentiable=differentiable)
@@ -74,20 +70,12 @@ def _(operator: FunctionOfOperator) -> FunctionOfOperator:
     return FunctionOfOperator(lx.conj(operator.operator), operator.fn, operator.num_steps)
 
 
-@lx.linearise.register(FunctionOfOperator)
-def _(operator: FunctionOfOperator) -> FunctionOfOperator:
-    return operator
-
-
-@lx.is_symmetric.register(FunctionOfOperator)
-def _(operator: FunctionOfOperator) -> bool:
+def _is_real(operator: FunctionOfOperator) -> bool:
     return not jnp.issubdtype(working_dtype(operator.operator), jnp.complexfloating)
 
 
-def _unknown(operator: FunctionOfOperator) -> bool:
-    return False
-
-
+lx.linearise.register(FunctionOfOperator, lambda operator: operator)
+lx.is_symmetric.register(FunctionOfOperator, _is_real)
 for question in (
     lx.is_diagonal,
     lx.is_tridiagonal,
@@ -97,4 +85,4 @@ for question in (
     lx.is_negative_semidefinite,
     lx.has_unit_diagonal,
 ):
-    question.register(FunctionOfOperator)(_unknown)
+    question.register(FunctionOfOperator, lambda _: False)
