@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 import traceax as tx
 from traceax._functions.function_trace import block_trace
 from traceax._quadrature.block_quadrature import Shape, shape_for
-from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import scalar_function
 
 N = 600

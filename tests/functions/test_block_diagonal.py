@@ -14,7 +14,7 @@ from traceax._core.operator import LinearMap
 from traceax._functions.block_diagonal import SpacesLeftOut, block_diagonal
 from traceax._linalg.krylov import block_krylov
 from traceax._quadrature.block_quadrature import Shape, levels
-from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 KEY = jax.random.key(3)

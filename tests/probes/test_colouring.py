@@ -14,9 +14,7 @@ from jax.experimental.sparse import BCOO
 
 import traceax as tx
 from tests.probes.helpers import alike, grid, laplacian, left, near, roads
-from traceax._probes.graph import graph, within
-from traceax._probes.greedy import disturbance, fewest, improved
-from traceax._probes.lattices import as_grid
+from traceax._probes.colouring import as_grid, disturbance, fewest, graph, improved, within
 
 # Grids.
 

@@ -10,7 +10,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import close, function, general
-from traceax._probes.choice import for_mean
+from traceax._probes.draw import for_mean
 from traceax._probes.hadamard import order
 
 KEY = jax.random.key(11)

@@ -15,7 +15,7 @@ import scipy.sparse
 import traceax as tx
 from tests.helpers import PSD, close, function, general, hermitian, slow
 from tests.probes.helpers import grid, laplacian, left, near, roads
-from traceax._probes.witnesses import account, witnesses_of
+from traceax._probes.probing import account, witnesses_of
 
 KEY = jax.random.key(4)
 ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]

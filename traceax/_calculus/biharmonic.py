@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._calculus.point import Field, Point, checked_point
-from traceax._calculus.sampled import AlongProbes, sampled_mean
+from traceax._calculus.sampled import AlongProbes, Field, Point, checked_point, sampled_mean
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import canonical
 from traceax._core.estimate import Estimate
@@ -31,9 +30,8 @@ from traceax._core.operator import (
     unflatten,
     working_dtype,
 )
-from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import rademacher
-from traceax._probes.stream import Stream
+from traceax._probes.stream import ProgressMeter, Stream
 
 
 def biharmonic(

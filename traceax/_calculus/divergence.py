@@ -5,16 +5,16 @@ from __future__ import annotations
 import lineax as lx
 from jaxtyping import PRNGKeyArray, PyTree
 
-from traceax._calculus.point import Field, Point, checked_point
+from traceax._calculus.sampled import Field, Point, checked_point
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_same_structure,
 )
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_TRACE
-from traceax._probes.choice import for_mean
-from traceax._probes.meters import ProgressMeter
+from traceax._probes.draw import for_mean
 from traceax._probes.samplers import Sampler
+from traceax._probes.stream import ProgressMeter
 
 
 def divergence(

@@ -18,8 +18,7 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import PyTree
 
-from traceax._calculus.hessian import hessian
-from traceax._calculus.point import Field, Point, differentiable_point
+from traceax._calculus.sampled import Field, Point, differentiable_point, hessian
 from traceax._core.function_checks import check_loss, check_outputs
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 
-from traceax._calculus.hessian import hessian
-from traceax._calculus.point import Field, Point, checked_point
+from traceax._calculus.sampled import Field, Point, checked_point, hessian
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import (
     check_scalar_values,
@@ -14,8 +13,8 @@ from traceax._core.function_checks import (
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
 from traceax._estimators.xdiag import xdiag
-from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler
+from traceax._probes.stream import ProgressMeter
 
 # From here on sketches have less error on Hessians of networks, at first by little.
 SKETCHED = 10

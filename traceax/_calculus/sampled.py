@@ -1,4 +1,8 @@
-"""Means over probes of what a function's derivatives are along them."""
+"""Means over probes of what a function's derivatives are along them.
+
+The point where they are taken is checked here, too. `Curvature` are second derivatives
+along probes, `hessian` is the operator of them.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,76 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_batch_size
+from traceax._calculus.taylor import second_derivatives_sum
+from traceax._core.checks import check_batch_size, check_count, check_key
 from traceax._core.estimate import Estimate
-from traceax._core.operator import Structure, working_dtype
+from traceax._core.function_checks import (
+    check_field,
+)
+from traceax._core.operator import (
+    Structure,
+    common_dtype,
+    flatten,
+    size,
+    unflatten,
+    working_dtype,
+)
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Batches, exactly
 from traceax._linalg.columns import mean
-from traceax._probes.choice import for_mean
-from traceax._probes.meters import ProgressMeter, checked_meter
-from traceax._probes.plan import Plan, plan_and_draw
+from traceax._probes.draw import for_mean
 from traceax._probes.samplers import Sampler
-from traceax._probes.stream import Stream
+from traceax._probes.stream import (
+    Plan,
+    ProgressMeter,
+    Stream,
+    checked_meter,
+    plan_and_draw,
+    unit_vectors,
+)
+
+Point = PyTree[Inexact[Array, "..."]]
+Field = Callable[[Any, Any], Any]
+
+
+def checked_point(
+    name: str, fn: object, x: PyTree, key: PRNGKeyArray, num_matvecs: object
+) -> Point:
+    """x as strongly typed arrays of floats, the arguments of an estimator checked."""
+    point = differentiable_point(name, fn, x)
+    check_key(name, key)
+    check_count(name, "num_matvecs", num_matvecs, 1)
+    return point
+
+
+def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
+    """x as strongly typed arrays of floats, function and point checked."""
+    check_field(name, fn, x)
+
+    def inexact(leaf: Any) -> Array:
+        dtype = jnp.result_type(leaf)
+        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+        return jax.lax.convert_element_type(leaf, dtype)
+
+    return jax.tree.map(inexact, x)
+
+
+def hessian(fn: Field, x: Point, args: PyTree) -> lx.AbstractLinearOperator:
+    """Products with it forwards over one backward pass."""
+
+    def gradient(x: Point, args: PyTree) -> Point:
+        return jax.grad(fn)(x, args)
+
+    return lx.JacobianLinearOperator(gradient, x, args, tags=lx.symmetric_tag)
+
+
+def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
+    """Whether JAX goes through it backwards; a loop that ends when it likes it does not."""
+    try:
+        eqx.filter_eval_shape(jax.grad(fn), x, args)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 class AlongProbes(eqx.Module):
@@ -99,3 +162,22 @@ def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Arra
     leaves = jax.tree.leaves((subject.x, subject.result))
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
     return 4 * eps * mean(jnp.abs(samples))
+
+
+class Curvature(AlongProbes):
+    @property
+    def space(self) -> lx.AbstractLinearOperator:
+        return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
+
+    def basis(self, batch_size: int | None) -> Stream:
+        n = size(self.space)
+        return unit_vectors(n, working_dtype(self.space), batch_size or n)
+
+    def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+        structure = self.space.in_structure()
+        cut = jax.vmap(partial(unflatten, structure=structure), in_axes=1)
+        total = second_derivatives_sum(lambda x: self.fn(x, self.args), self.x, cut(block))
+        return flatten(total, common_dtype(total))
+
+    def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
+        return jax.vmap(lambda column: self.along(column[:, None]), 1, 1)(block)

@@ -24,10 +24,10 @@ A new thing has one place, and one of its kind stands there to look at:
     another target of estimates       `_estimators.readouts`
     of f(A), a likelihood             a module of _functions: `slq`; _quadrature has engines
     a differential operator           a module of _calculus: `divergence`
-    a sampler                         a module of _probes: `hadamard`; what `traits` knows
+    a sampler                         a module of _probes: `hadamard`; what `draw` knows
     a Krylov engine for f(A)          a module of _quadrature: `block_arnoldi`
     a factorisation, an error bar     a module of _linalg: `nystrom`, `jackknife`
-    how estimates print, combine      `_core.words`, `_core.pool`
+    how estimates print, combine      `_core.estimate`, `_core.pool`
     a question to lineax              `_core.operator`
     a message to the user             the `checks` of its subject: an operator, a key, a
                                       budget, a shift, in `_core.checks`; a user's function

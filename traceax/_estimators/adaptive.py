@@ -53,11 +53,9 @@ from traceax._estimators.xnystrace import xnystrace_of
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots
-from traceax._probes.choice import for_sketch
-from traceax._probes.draw import draw
-from traceax._probes.meters import ProgressMeter, checked_meter
+from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
 from traceax._probes.samplers import Sampler
-from traceax._probes.traits import check_independent, is_rotation_invariant
+from traceax._probes.stream import ProgressMeter, checked_meter
 
 # The first sketch: the fewest probes whose jackknife can be relied on.
 FIRST = 8

@@ -43,8 +43,8 @@ from traceax._estimators.xdiag import XDIAG
 from traceax._estimators.xnysdiag import XNYSDIAG
 from traceax._estimators.xnystrace import XNYSTRACE
 from traceax._estimators.xtrace import XTRACE
-from traceax._probes.choice import check_pattern, for_pattern
-from traceax._probes.meters import SILENT
+from traceax._probes.draw import check_pattern, for_pattern
+from traceax._probes.stream import SILENT
 
 
 def trace(

@@ -65,11 +65,9 @@ from traceax._estimators.hutchinson import hutchinson_trace
 from traceax._estimators.readouts import TRACE, Pairs
 from traceax._estimators.xtrace import xtrace
 from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
-from traceax._probes.draw import check_sampler
-from traceax._probes.meters import SILENT
-from traceax._probes.plan import stream
+from traceax._probes.draw import check_independent, check_sampler
 from traceax._probes.samplers import Sampler, sphere
-from traceax._probes.traits import check_independent
+from traceax._probes.stream import SILENT, stream
 
 
 class Tracked(NamedTuple):

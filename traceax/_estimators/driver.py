@@ -23,14 +23,10 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
 from traceax._estimators.readouts import Target, cost_of_exact
-from traceax._probes.choice import for_sketch
-from traceax._probes.draw import draw
-from traceax._probes.meters import ProgressMeter, checked_meter
-from traceax._probes.plan import Plan, plan_and_draw
+from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
+from traceax._probes.probing import Witnesses, witnesses_of
 from traceax._probes.samplers import Sampler
-from traceax._probes.stream import Stream
-from traceax._probes.traits import check_independent, is_rotation_invariant
-from traceax._probes.witnesses import Witnesses, witnesses_of
+from traceax._probes.stream import Plan, ProgressMeter, Stream, checked_meter, plan_and_draw
 
 # Up to this dimension a batch of n applications is as quick as one of a few.
 SMALL = 64

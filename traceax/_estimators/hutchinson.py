@@ -33,10 +33,9 @@ from traceax._linalg.jackknife import (
     length,
 )
 from traceax._linalg.moments import Moments, moments
-from traceax._probes.meters import ProgressMeter
-from traceax._probes.plan import Plan
+from traceax._probes.probing import DEGREES, account, pooled
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.witnesses import DEGREES, account, pooled
+from traceax._probes.stream import Plan, ProgressMeter
 
 
 def hutchinson_trace(

@@ -41,8 +41,7 @@ from traceax._linalg.columns import (
     row_norms_squared,
     squared_modulus,
 )
-from traceax._probes.meters import SILENT, ProgressMeter
-from traceax._probes.stream import Stream, unit_vectors
+from traceax._probes.stream import SILENT, ProgressMeter, Stream, unit_vectors
 
 Rows = Inexact[Array, "n ..."]
 

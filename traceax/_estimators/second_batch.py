@@ -123,9 +123,8 @@ from traceax._linalg.jackknife import (
     standard_error,
     unevenness,
 )
-from traceax._probes.draw import draw
+from traceax._probes.draw import draw, is_rotation_invariant
 from traceax._probes.samplers import rademacher
-from traceax._probes.traits import is_rotation_invariant
 
 FEWEST = 12
 

@@ -19,9 +19,8 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_general_trace
-from traceax._probes.draw import draw
+from traceax._probes.draw import check_independent, draw, is_known
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.traits import check_independent, is_known
 from traceax._quadrature.block_arnoldi import block_arnoldi
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 

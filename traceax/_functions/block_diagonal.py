@@ -53,8 +53,7 @@ from traceax._linalg.jackknife import both_errors, quadrature_error, shared_erro
 from traceax._linalg.krylov import BlockKrylov, block_krylov
 from traceax._linalg.left_out import LeftOut
 from traceax._quadrature.block_quadrature import defined, is_unfinished, levels
-from traceax._quadrature.dense import Eigen
-from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.dense import Eigen, FunctionOfOperator
 from traceax._quadrature.nodes import at_nodes
 from traceax._quadrature.scalar import MatrixFunction
 

@@ -10,8 +10,8 @@ from traceax._core.checks import check_function_request, check_grid, check_posit
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
 from traceax._functions.slq import Plan, planned_slq_trace, real_dtype
-from traceax._probes.meters import ProgressMeter
 from traceax._probes.samplers import Sampler, sphere
+from traceax._probes.stream import ProgressMeter
 
 _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."
 

@@ -26,12 +26,10 @@ from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
-from traceax._probes.draw import draw
+from traceax._probes.draw import check_independent, draw, probes_a_sample
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.traits import check_independent, probes_a_sample
 from traceax._quadrature.block_quadrature import Shape
-from traceax._quadrature.dense import columns, decompose
-from traceax._quadrature.function_operator import FunctionOfOperator
+from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
 # How many probes see the quadrature error of colours.

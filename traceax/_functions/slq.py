@@ -32,11 +32,9 @@ from traceax._linalg.jackknife import (
     standard_error,
 )
 from traceax._linalg.krylov import by_levels, lanczos
-from traceax._probes.meters import ProgressMeter, checked_meter
-from traceax._probes.plan import stream
+from traceax._probes.draw import check_independent
 from traceax._probes.samplers import Sampler, sphere
-from traceax._probes.stream import Stream
-from traceax._probes.traits import check_independent
+from traceax._probes.stream import ProgressMeter, Stream, checked_meter, stream
 from traceax._quadrature.combination import (
     bounds_through,
     combination,

@@ -1,18 +1,275 @@
-"""Colourings: which dimensions may share a probe."""
+"""Colourings: which dimensions may share a probe.
+
+All of it is made on the host, and nothing is random. First stands the graph of a pattern,
+and which dimensions are within so many steps of each other in it.
+
+*Grids* are coloured by lattices (Korobov's, who took them for quadrature): dimension
+(i, j, k) has the colour (i + s j + s^2 k) mod c.
+
+A grid is recognised by its pattern alone: its strides are offsets of diagonals, and each
+step between neighbours occurs as often as in a grid, open or closed (a torus) on each axis.
+
+*Any graph* is coloured greedily; colours to spare then lower the disturbance.
+
+`improved` moves one dimension at a time to the colour that disturbs it least. How much two
+dimensions disturb each other is the graph's to say: by the square of an entry of
+
+    sum over k <= depth of (d T)^k,    T_ab = 1 / sqrt(degree of a, degree of b),
+
+a resolvent of the graph, cut off. Pairs that must not share a colour weigh more than all
+others together.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jax.core import Tracer
+from jaxtyping import Float, Int
 
-from traceax._probes.graph import Sparse, graph, keeps_apart, one_further, within
-from traceax._probes.greedy import disturbance, fewest, improved
-from traceax._probes.lattices import as_grid, best_lattice
+# A sparse n x n matrix of SciPy, which is imported where it is needed: that takes longer
+# than importing all of traceax.
+Sparse = Any
+
+# Products that make the entries of one power of a pattern: seconds.
+_MOST_PRODUCTS = 100_000_000
+
+
+def graph(name: str, pattern: Any) -> Sparse:
+    """Symmetric, boolean, with a full diagonal, so that powers include shorter walks."""
+    import scipy.sparse  # noqa: PLC0415
+    from jax.experimental.sparse import BCOO  # noqa: PLC0415
+
+    indices: Any
+    shape: Any
+    if isinstance(pattern, BCOO):
+        _check_concrete(name, pattern.indices)
+        indices = np.asarray(pattern.indices).reshape(-1, pattern.indices.shape[-1])
+        shape = pattern.shape
+    else:
+        _check_concrete(name, pattern)
+        matrix: Any = scipy.sparse.coo_array(pattern)
+        indices, shape = np.stack(matrix.coords, axis=-1), matrix.shape
+    if len(shape) != 2 or shape[0] != shape[1] or indices.shape[-1] != 2:
+        raise ValueError(
+            f"traceax.{name}(pattern=...) must be a square matrix, because its rows and "
+            f"columns are the dimensions to colour, but got shape {shape}. Of a "
+            "rectangular B take that of B.T @ B or B @ B.T; of a BCOO one with n_batch=0 "
+            "and n_dense=0."
+        )
+    n = shape[0]
+    indices = indices[np.all(indices < n, axis=1)]  # a BCOO pads with out-of-bounds ones
+    rows = np.concatenate([indices[:, 0], indices[:, 1], np.arange(n)])
+    columns = np.concatenate([indices[:, 1], indices[:, 0], np.arange(n)])
+    ones = np.ones(rows.size, bool)
+    return scipy.sparse.csr_array((ones, (rows, columns)), shape=(n, n))
+
+
+def _check_concrete(name: str, pattern: Any) -> None:
+    if isinstance(pattern, Tracer):
+        raise TypeError(
+            f"traceax.{name}(pattern=...) must be concrete, because it is coloured "
+            "on the host, but got a traced array. Colour it outside of jax.jit."
+        )
+
+
+def within(step: Sparse, power: int) -> Sparse:
+    """Who is within so many steps of whom."""
+    reached = step
+    for _ in range(power - 1):
+        further = reached @ step
+        if further.nnz == reached.nnz:
+            break
+        reached = further
+    return reached
+
+
+def one_further(reached: Sparse, step: Sparse) -> Sparse | None:
+    """Who is within one step more; `None` where that is too much to work out."""
+    products = np.sum(np.diff(step.indptr)[reached.indices], dtype=float)
+    return None if products > _MOST_PRODUCTS else reached @ step
+
+
+def neighbours(reached: Sparse, node: int) -> Int[np.ndarray, " _"]:
+    """Itself among them."""
+    return reached.indices[reached.indptr[node] : reached.indptr[node + 1]]
+
+
+def keeps_apart(colours: Int[np.ndarray, " n"], reached: Sparse) -> bool:
+    """Whether those within reach of each other differ."""
+    rows, columns = reached.tocoo().coords
+    return np.count_nonzero(colours[rows] == colours[columns]) == colours.size
+
+
+_MOST_OFFSETS = 130  # of diagonals: a stencil that reaches five steps in a plane
+_MOST_IN_BOX, _MOST_WORK = 40_000, 400_000_000
+
+
+class Grid(NamedTuple):
+    """Its sides, slowest first, and the steps from a dimension to its neighbours."""
+
+    sides: tuple[int, ...]
+    stencil: Int[np.ndarray, "steps axes"]
+
+
+def as_grid(step: Sparse) -> Grid | None:
+    """The grid that a pattern is, if it is one of at most three axes."""
+    n, edges = step.shape[0], np.stack(step.tocoo().coords)
+    edges = edges[:, edges[0] != edges[1]]
+    offsets = np.unique(np.abs(edges[1] - edges[0]))
+    if not 0 < offsets.size <= _MOST_OFFSETS:
+        return None
+    near = np.unique([offsets, offsets + 1]).tolist()  # a closed axis has m - 1, too
+    strides = [s for s in near if 1 < s < n and n % s == 0]
+    for chosen in (c for axes in range(3) for c in itertools.combinations(strides, axes)):
+        pairs = list(itertools.pairwise((1, *chosen, n)))
+        if all(b % a == 0 for a, b in pairs):
+            sides = tuple(b // a for a, b in pairs)[::-1]
+            stencil = _stencil(sides, edges)
+            if stencil is not None:
+                return Grid(sides, stencil)
+    return None
+
+
+def _stencil(sides: tuple[int, ...], edges: Int[np.ndarray, "2 e"]) -> Any:
+    """The steps that all edges are, if each occurs wherever it can and is short."""
+    side, (rows, columns) = np.array(sides)[:, None], edges
+    steps = np.stack(np.unravel_index(columns, sides)) - np.unravel_index(rows, sides)
+    closed = np.max(np.abs(steps), axis=1, keepdims=True) > side / 2
+    steps = np.where(closed, (steps + side // 2) % side - side // 2, steps)
+    kinds, counts = np.unique(steps, axis=1, return_counts=True)
+    room = np.prod(np.where(closed, side, side - np.abs(kinds)), axis=0)
+    fits = np.all(4 * np.abs(kinds) <= side) and np.array_equal(room, counts)
+    return kinds.T if fits else None
+
+
+def best_lattice(grid: Grid, counts: range, power: int) -> tuple[Any, int] | None:
+    """Colours, and how many steps they keep apart: of lattices of so many colours that keep
+    `power` steps apart, and at most one less than any other, the one whose colours share
+    the least of the box's weights."""
+    differences, distances, weights = _box(grid, counts[0])
+    axes, most, found = len(grid.sides), counts[0] // 2 if len(grid.sides) > 1 else 1, []
+    for count in counts[: max(1, _MOST_WORK // (weights.size * max(1, most)))]:
+        for slope in range(1, max(1, min(most, count // 2)) + 1):
+            generator = np.array([pow(slope, axis, count) for axis in range(axes)])
+            same = differences @ generator % count == 0
+            kept = int(np.min(distances[same], initial=np.max(distances) + 1)) - 1
+            found.append((kept, np.sum(weights[same]), generator, count))
+    power = max(power, max(kept for kept, *_ in found) - 1)
+    fitting = [lattice for lattice in found if lattice[0] >= power]
+    if not fitting:
+        return None
+    kept, _, generator, count = min(fitting, key=lambda lattice: lattice[1])
+    return generator @ np.indices(grid.sides).reshape(axes, -1) % count, kept
+
+
+def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
+    """Differences of places in an endless grid, within twice the distance of neighbours in
+    a lattice, their steps, and the squares of a resolvent that reaches a third of it."""
+    axes, spacing = len(grid.sides), num_colours ** (1 / len(grid.sides))
+    most = int((_MOST_IN_BOX ** (1 / axes) - 1) / 2)
+    side = 2 * max(2, min(math.ceil(2.2 * spacing), most)) + 1
+    kernel, reached = np.zeros((2, *(side,) * axes))
+    kernel[tuple(grid.stencil.T % side)] = 1 / len(grid.stencil)
+    kernel, reached[(0,) * axes] = np.fft.fftn(kernel), 1
+    reach = np.mean(grid.stencil**2) / 2 * (3 / spacing) ** 2
+    green = np.fft.ifftn(1 / (1 + reach - kernel.real)).real.ravel()
+    steps = np.zeros(reached.shape, int)
+    for _ in range(side * axes):
+        steps += reached == 0
+        reached = (np.fft.ifftn(np.fft.fftn(reached) * (1 + kernel)).real > 1e-6) * 1.0
+        if np.all(reached):
+            break
+    places = np.indices(steps.shape).reshape(axes, -1).T
+    differences = np.where(places > side // 2, places - side, places)
+    return differences[1:], steps.ravel()[1:], green[1:] ** 2
+
 
 Colours = Int[np.ndarray, " n"]
+
+_ROUNDS = 6
+_SWEEPS = 8
+_DAMPING = 0.9
+
+
+def fewest(reached: Sparse) -> Colours:
+    """The best of some greedy colourings: in the order of the dimensions, those with many
+    neighbours first, and again by the classes of the best so far, which never takes more
+    (Culberson 1992, Iterated greedy graph colouring and the difficulty landscape)."""
+    best = _first_fit(reached, range(reached.shape[0]))
+    other = _first_fit(reached, np.argsort(-np.diff(reached.indptr), kind="stable"))
+    best = min(best, other, key=np.max)
+    found = best
+    for i in range(_ROUNDS):
+        sizes = np.bincount(best)[best]
+        first = (-best, -sizes, sizes)[i % 3]
+        best = _first_fit(reached, np.lexsort((best, first)))
+        found = min(found, best, key=np.max)
+    return found
+
+
+def _first_fit(reached: Sparse, order: Iterable[int]) -> Colours:
+    """The first colour that nobody within reach has."""
+    colours = np.full(reached.shape[0], -1)
+    for node in order:
+        taken = set(colours[neighbours(reached, node)].tolist())
+        colours[node] = next(c for c in itertools.count() if c not in taken)
+    return colours
+
+
+def disturbance(step: Sparse, forbidden: Sparse, reached: Sparse) -> Sparse:
+    """By how much two dimensions of one colour disturb each other, a sparse matrix of the
+    pattern `reached`."""
+    import scipy.sparse  # noqa: PLC0415
+
+    n, degrees = step.shape[0], np.maximum(np.diff(step.indptr) - 1.0, 1)
+    scale = scipy.sparse.diags_array(np.sqrt(_DAMPING / degrees))
+    hop = scale @ (step.astype(float) - scipy.sparse.eye_array(n)) @ scale
+    hop, total = hop.tocsr(), scipy.sparse.eye_array(n, format="csr")
+    while total.nnz < reached.nnz:
+        before = total.nnz
+        total = (hop @ total + scipy.sparse.eye_array(n, format="csr")).tocsr()
+        if total.nnz == before:
+            break
+    weights = total.multiply(total).tocsr()
+    weights.setdiag(0)
+    most = 1 + np.max(weights.sum(axis=1))
+    weights = weights + most * (forbidden.astype(float) - scipy.sparse.eye_array(n))
+    weights = weights.tocsr()
+    weights.eliminate_zeros()
+    return weights
+
+
+def crowding(colours: Colours, weights: Sparse, count: int) -> Float[np.ndarray, "n c"]:
+    """By how much each dimension would be disturbed in each of `count` colours."""
+    import scipy.sparse  # noqa: PLC0415
+
+    n = colours.size
+    members = (np.ones(n), (np.arange(n), colours))
+    return (weights @ scipy.sparse.csr_array(members, shape=(n, count))).toarray()
+
+
+def improved(colours: Colours, weights: Sparse, count: int) -> Colours:
+    colours, cost = colours.copy(), crowding(colours, weights, count)
+    for _ in range(_SWEEPS):
+        moved = False
+        own = np.take_along_axis(cost, colours[:, None], axis=1)[:, 0]
+        for node in np.argsort(-own, kind="stable"):
+            best, now = int(np.argmin(cost[node])), colours[node]
+            if cost[node, best] >= cost[node, now] * (1 - 1e-9):
+                continue
+            row = slice(weights.indptr[node], weights.indptr[node + 1])
+            cost[weights.indices[row], now] -= weights.data[row]
+            cost[weights.indices[row], best] += weights.data[row]
+            colours[node], moved = best, True
+        if not moved:
+            break
+    return colours
+
 
 # Steps beyond the last that is kept apart, which colours to spare are spent on.
 _FURTHER = 2

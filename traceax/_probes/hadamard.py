@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.operator import Structure, cut
-from traceax._probes.space import space
+from traceax._probes.samplers import space
 
 
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:

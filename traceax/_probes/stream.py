@@ -5,20 +5,83 @@ time is one batch, its images, and the sums. A gradient would bring everything b
 probes and whatever the applications leave for their transposes; so each batch is a
 `jax.checkpoint`: drawn and applied again where its derivative is taken. Each sample is
 drawn with a key of its own: the numbers are the same in batches of any size.
+
+A `Plan` says how a budget becomes probes, and how these make independent samples. The
+progress meters that show how far along the batches are have the methods of diffrax's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
 
-from traceax._probes.meters import SILENT, ProgressMeter
+from traceax._core.canonical import compiled
+from traceax._core.checks import check_batch_size, check_samples
+from traceax._core.operator import size
+from traceax._linalg.columns import mean
+from traceax._linalg.jackknife import (
+    independent_degrees_of_freedom,
+    standard_error_of_parts,
+)
+from traceax._probes.draw import (
+    Samples,
+    comes_in_samples,
+    draw,
+    population,
+    probes_a_sample,
+)
+from traceax._probes.samplers import Sampler
+
+
+class ProgressMeter(Protocol):
+    """What diffrax's progress meters do."""
+
+    def init(self) -> Any: ...
+    def step(self, state: Any, progress: Any) -> Any: ...
+    def close(self, state: Any) -> Any: ...
+
+
+class Silent:
+    """No progress is shown."""
+
+    def init(self) -> Any:
+        return None
+
+    def step(self, state: Any, progress: Any) -> Any:
+        del progress
+        return state
+
+    def close(self, state: Any) -> Any:
+        del state
+
+
+SILENT = Silent()
+
+
+def checked_meter(name: str, progress_meter: ProgressMeter | None) -> ProgressMeter:
+    meter = SILENT if progress_meter is None else progress_meter
+    _check(name, meter)
+    return meter
+
+
+def _check(name: str, progress_meter: object) -> None:
+    parts = ("init", "step", "close")
+    is_class = isinstance(progress_meter, type)
+    if is_class or not all(callable(getattr(progress_meter, p, None)) for p in parts):
+        raise TypeError(
+            f"traceax.{name}(progress_meter=...) must be a progress meter of diffrax, or "
+            "an object with its methods init, step and close, but got "
+            f"{'a class' if is_class else type(progress_meter).__name__}. Pass "
+            "diffrax.TextProgressMeter(), say."
+        )
+
 
 T = TypeVar("T")
 Columns = Array
@@ -125,3 +188,88 @@ def _side_by_side(pieces: Array) -> Array:
 
 def _append(pieces: Array, piece: Array) -> Array:
     return jnp.concatenate([pieces, piece], axis=-1)
+
+
+class Plan(NamedTuple):
+    """Probes come as samples of a number of probes each; `shrink` is the factor by which
+    samples that exclude each other bring down the standard error of their mean.
+
+    The probes of one sample are independent, too, but of different means, one for each
+    colour: of a sum over them each colour has a spread of its own."""
+
+    num_samples: int
+    num_probes: int
+    shrink: float
+
+    @property
+    def group(self) -> int:
+        """Probes a sample."""
+        return self.num_probes // self.num_samples
+
+    @property
+    def degrees_of_freedom(self) -> float:
+        """Of the interval of a mean of quadratic forms."""
+        return self.group * independent_degrees_of_freedom(self.num_samples)
+
+    def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
+        return jnp.sum(self._by_sample(by_probe), axis=-1)
+
+    def _by_sample(self, by_probe: Inexact[Array, "*values k"]) -> Array:
+        return by_probe.reshape((*by_probe.shape[:-1], -1, self.group))
+
+    def error_of_mean(
+        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+    ) -> Float[Array, "*values"]:
+        return self.mean_and_error(by_probe, rounding)[1]
+
+    def mean_and_error(
+        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
+    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
+        samples = self.shrink * self._by_sample(by_probe / self.group)
+        return mean(by_probe), standard_error_of_parts(samples, rounding)
+
+
+def plan_and_draw(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    sampler: Sampler,
+    batch_size: int | None = None,
+) -> tuple[Plan, Stream]:
+    group = probes_a_sample(sampler)
+    check_samples(name, num_matvecs, group)
+    num_samples = num_matvecs // group
+    num_probes = num_samples * group
+    # The finite-population correction of a survey of k out of m.
+    shrink = (1 - num_probes / population(sampler, size(operator))) ** 0.5
+    plan = Plan(num_samples, num_probes, shrink)
+    return plan, stream(name, operator, key, num_probes, sampler, batch_size)
+
+
+def stream(
+    name: str,
+    operator: lx.AbstractLinearOperator,
+    key: PRNGKeyArray,
+    num_probes: int,
+    sampler: Sampler,
+    batch_size: int | None,
+) -> Stream:
+    """All probes drawn, if nothing says that they must not live together."""
+    group = probes_a_sample(sampler)
+    check_batch_size(name, batch_size, group)
+    count = num_probes // group
+    batch = count if batch_size is None else batch_size // group
+    if count == 1 or not comes_in_samples(sampler):
+        block = draw(name, sampler, key, operator, num_probes, in_samples=True)
+        return Stream(block, None, count, group, batch)
+    how = Samples.of(name, sampler, operator.in_structure())
+    if batch >= count:
+        return all_at_once(compiled(_at_once, how, key, count), group)
+    return Stream(jax.random.split(key, count), how, count, group, batch)
+
+
+def _at_once(
+    how: Callable[[PRNGKeyArray], Inexact[Array, "n k"]], key: PRNGKeyArray, count: int
+) -> Inexact[Array, "n k"]:
+    return how(jax.random.split(key, count))
