@@ -231,12 +231,12 @@ def _correct(
     probes, before, state = known
     w = linear_map(probes)
     eps = resolution(linear_map.operator)
-    value, error, size = _judge(probes, before, w, state[:3], eps)
+    value, error, size = _value_error_size(probes, before, w, state[:3], eps)
     weight = Pairs(probes / probes.shape[1], probes)
     return Outcome(value, error, weight, report=size)
 
 
-def _judge(
+def _value_error_size(
     probes: Inexact[Array, "n l"],
     before: Inexact[Array, "n l"],
     w: Inexact[Array, "n l"],
