@@ -163,15 +163,25 @@ def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m
     )
 
 
+class Residual(NamedTuple):
+    """What a step of a block Krylov process leaves to the next one, `scale` times `block`;
+    directions of a size of `noise` are rounding."""
+
+    block: Inexact[Array, "n b"]
+    scale: Float[Array, ""]
+    noise: Float[Array, ""]
+
+
 class BlockKrylov(NamedTuple):
-    """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
-    Z_next, the block that would follow. Columns that breakdown left empty are zero. The
+    """The orthonormal columns Z span K(A, block), T = Z* A Z is the projection, and what is
+    left is A Z = Z T + (0 .. 0, residual). Columns that breakdown left empty are zero. The
     block itself is the first of Z times `starts`."""
 
-    basis: Inexact[Array, "n r+b"]
-    projection: Inexact[Array, "r+b r"]
-    filled: Bool[Array, " r+b"]
+    basis: Inexact[Array, "n r"]
+    projection: Inexact[Array, "r r"]
+    filled: Bool[Array, " r"]
     starts: Inexact[Array, "b b"]
+    residual: Residual
 
 
 def block_krylov(
@@ -180,40 +190,50 @@ def block_krylov(
     """With full reorthogonalisation, by depth * b applications: Lanczos' process, with NaN
     if the operator is seen not to be Hermitian, or, if it need not be, Arnoldi's."""
     n, width = block.shape
-    total = (depth + 1) * width
     eps = float(jnp.finfo(block.dtype).eps)
-    factors = orthonormalise(block, linear_map)
-    first = factors.columns
 
-    def without(basis: Array, block: Array) -> tuple[Array, Array]:
-        inside = basis.conj().T @ block
-        return block - basis @ inside, inside
-
-    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], Array]:
-        basis, current, scale = carry
-        basis = jax.lax.dynamic_update_slice(basis, current, (0, j * width))
-        product = linear_map(current)
-        scale = jnp.maximum(scale, magnitude(product))
-        residual, inside = without(basis, product / scale)
-        residual, again = without(basis, residual)
-        following = orthonormalise(residual)
+    def step(carry: tuple[Array, Residual], j: Array) -> tuple[tuple, tuple[Array, Array]]:
+        basis, residual = carry
+        new, factor = following(basis, residual)
+        basis = jax.lax.dynamic_update_slice(basis, new, (0, j * width))
+        product = linear_map(new)
+        scale = jnp.maximum(jnp.where(j > 0, residual.scale, 0), magnitude(product))
+        rest, inside = _without(basis, product / scale)
+        rest, again = _without(basis, rest)
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
         noise = 10 * eps * n**0.5 + eps**0.75 * longest
-        keep = following.sizes * following.scale > noise
-        new, _ = without(basis, jnp.where(keep[None, :], following.columns, 0))
-        lengths = jnp.sqrt(column_norms_squared(new))
-        new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
-        factor = jnp.where(keep[:, None], following.scale * following.factor, 0)
-        column = jax.lax.dynamic_update_slice(inside + again, factor, ((j + 1) * width, 0))
-        return (basis, new, scale), column * scale
+        return (basis, Residual(rest, scale, noise)), (factor, scale * (inside + again))
 
-    start = (jnp.zeros((n, total), block.dtype), first, jnp.zeros((), first.real.dtype))
-    (basis, last, scale), pieces = jax.lax.scan(step, start, jnp.arange(depth))
-    basis = jax.lax.dynamic_update_slice(basis, last, (0, depth * width))
-    projection = jnp.moveaxis(pieces, 0, 1).reshape(total, depth * width)
-    square = projection[: depth * width]
+    one = jnp.ones((), block.real.dtype)
+    # All of the first block is kept, also what is at the level of rounding.
+    carry = jnp.zeros((n, depth * width), block.dtype), Residual(block, one, -one)
+    (basis, residual), (factors, columns) = jax.lax.scan(step, carry, jnp.arange(depth))
+    below = jnp.eye(depth, k=-1, dtype=block.dtype)[:, None, :, None]
+    projection = jnp.moveaxis(columns, 0, 1) + (factors[:, :, None] * below).reshape(
+        -1, depth, width
+    )
+    projection = projection.reshape(-1, depth * width)
     if hermitian:
-        skew = jnp.max(jnp.abs(square - square.conj().T))
-        projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
-    starts = factors.scale * factors.factor
-    return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0), starts)
+        skew = jnp.max(jnp.abs(projection - projection.conj().T))
+        projection = jnp.where(skew > ASYMMETRY * residual.scale, jnp.nan, projection)
+    filled = jnp.any(basis != 0, axis=0)
+    return BlockKrylov(basis, projection, filled, factors[0], residual)
+
+
+def following(
+    basis: Inexact[Array, "n r"], residual: Residual
+) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
+    """The next block of a basis, and what the residual is in it."""
+    columns, factor, _, sizes, size = orthonormalise(residual.block)
+    lost = sizes * size <= residual.noise
+    new, _ = _without(basis, jnp.where(lost[None, :], 0, columns))
+    lengths = jnp.sqrt(column_norms_squared(new))
+    new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
+    return new, jnp.where(lost[:, None], 0, residual.scale * size * factor)
+
+
+def _without(
+    basis: Inexact[Array, "n r"], block: Inexact[Array, "n b"]
+) -> tuple[Inexact[Array, "n b"], Inexact[Array, "r b"]]:
+    inside = basis.conj().T @ block
+    return block - basis @ inside, inside

@@ -133,8 +133,7 @@ def read_off(
 
 def is_unfinished(space: BlockKrylov) -> Bool[Array, ""]:
     """Whether something is left beyond its last block but one."""
-    last = space.starts.shape[1]
-    return jnp.any(space.filled[-2 * last : -last])
+    return jnp.any(space.filled[-space.starts.shape[1] :])
 
 
 def defined(
