@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+import numpy as np
+from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import column_norms_squared, magnitude
@@ -145,7 +146,9 @@ def tridiagonal(
     return diagonal + above + above.T
 
 
-def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m m"]:
+def truncated(
+    projection: Inexact[Array, "m m"], size: int | Int[Array, ""]
+) -> Inexact[Array, "m m"]:
     """T as it was when it had `size` rows, padded as after a breakdown."""
     kept = jnp.arange(projection.shape[0]) < size
     inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
@@ -158,9 +161,8 @@ def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m
     num_steps = projection.shape[1]
     stride = max(1, num_steps // 4)
     sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
-    return jnp.stack(
-        [jax.vmap(partial(truncated, size=size))(projection) for size in sizes]
-    )
+    each = jax.vmap(truncated, in_axes=(0, None))
+    return jax.vmap(partial(each, projection))(jnp.array(sizes))
 
 
 class Residual(NamedTuple):
@@ -192,32 +194,35 @@ def block_krylov(
     n, width = block.shape
     eps = float(jnp.finfo(block.dtype).eps)
 
-    def step(carry: tuple[Array, Residual], j: Array) -> tuple[tuple, tuple[Array, Array]]:
-        basis, residual = carry
+    def step(carry: tuple, places: Array) -> tuple[tuple, None]:
+        (basis, projection, residual), (here, before) = carry, places
         new, factor = following(basis, residual)
-        basis = jax.lax.dynamic_update_slice(basis, new, (0, j * width))
+        basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
+        # Of the first step this lies in the last columns, which are written at last.
+        projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
         product = linear_map(new)
-        scale = jnp.maximum(jnp.where(j > 0, residual.scale, 0), magnitude(product))
+        scale = jnp.maximum(jnp.where(here > 0, residual.scale, 0), magnitude(product))
         rest, inside = _without(basis, product / scale)
         rest, again = _without(basis, rest)
+        column = scale * (inside + again)
+        projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
         noise = 10 * eps * n**0.5 + eps**0.75 * longest
-        return (basis, Residual(rest, scale, noise)), (factor, scale * (inside + again))
+        return (basis, projection, Residual(rest, scale, noise)), None
 
     one = jnp.ones((), block.real.dtype)
     # All of the first block is kept, also what is at the level of rounding.
-    carry = jnp.zeros((n, depth * width), block.dtype), Residual(block, one, -one)
-    (basis, residual), (factors, columns) = jax.lax.scan(step, carry, jnp.arange(depth))
-    below = jnp.eye(depth, k=-1, dtype=block.dtype)[:, None, :, None]
-    projection = jnp.moveaxis(columns, 0, 1) + (factors[:, :, None] * below).reshape(
-        -1, depth, width
-    )
-    projection = projection.reshape(-1, depth * width)
+    empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
+    carry = (*empty, Residual(block, one, -one))
+    places = width * np.arange(depth)
+    places = jnp.array([places, np.roll(places, 1)]).T
+    (basis, projection, residual), _ = jax.lax.scan(step, carry, places)
     if hermitian:
         skew = jnp.max(jnp.abs(projection - projection.conj().T))
         projection = jnp.where(skew > ASYMMETRY * residual.scale, jnp.nan, projection)
     filled = jnp.any(basis != 0, axis=0)
-    return BlockKrylov(basis, projection, filled, factors[0], residual)
+    starts = basis[:, :width].conj().T @ block
+    return BlockKrylov(basis, projection, filled, starts, residual)
 
 
 def following(
