@@ -90,8 +90,7 @@ def test_the_methods_span_the_same_space() -> None:
     block = jnp.asarray((left * np.logspace(0, -6, K)) @ right)
     floor = jnp.asarray(np.finfo(float).eps)
     mine, other = (
-        jax.jit(method)(block, floor)[0]
-        for method in (basis._randomised, basis._direct)
+        jax.jit(method)(block, floor)[0] for method in (basis._randomised, basis._direct)
     )
     close(mine @ (mine.T @ other), other, 1e-8)
 

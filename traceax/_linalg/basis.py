@@ -101,7 +101,7 @@ def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
     return 1 - 2 * (words >> 31).astype(dtype)
 
 
-def _hash(index: Any) -> UInt32[Any, "..."]:
+def _hash(index: Any) -> UInt32[Any, ...]:
     """Odd words, of which each bit depends on every bit of the index."""
     word = index.astype(np.uint32)
     for multiplier in (0x7FEB352D, 0x846CA68B):

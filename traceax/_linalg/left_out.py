@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
@@ -56,7 +57,7 @@ def left_out(
     square = jnp.where(filled.reshape(r), projection / magnitude(projection), 0)
     inside = jnp.pad(starts, ((0, r - k), (0, 0)))
     others = inside[None] * (1 - jnp.eye(k, dtype=inside.dtype)[kept:, None, :])
-    missing, count = jax.vmap(partial(_missing, square, filled))(others)
+    missing, count = jax.lax.map(partial(_missing, square, filled), others)
     own = jnp.einsum("krp,rk->kp", missing.conj(), inside[:, kept:])
     remainder = jnp.einsum("krp,kp->kr", missing, own)
     rank = jnp.sum(filled) - count
@@ -81,28 +82,28 @@ def _missing(
         """What moves each of a columns to its place; -1 is none."""
         return (places[:, None] == index[None, :]).astype(square.dtype)
 
-    def step(carry: tuple[Array, ...], next_block: tuple[Array, Array]) -> tuple:
+    def step(carry: tuple[Array, ...], next_block: tuple[Array, ...]) -> tuple:
         # The first `count` columns of the frame exist: reflections leave the others alone.
         frame, count, new = carry
-        here, filled = next_block
-        places = count + jnp.cumsum(filled) - 1
-        frame = frame + here @ moving(jnp.where(filled, places, -1))
-        count = count + jnp.sum(filled)
+        here, filled, upto = next_block
+        frame = frame + here @ moving(jnp.where(filled, count + upto - 1, -1))
+        count = count + upto[-1]
         turn, triangle = lapack.complete_qr(frame.conj().T @ (new @ mixed))
-        frame = frame @ turn
         sizes = jnp.sqrt(row_norms_squared(triangle))
         longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
         # S_i never is all of K: the last one is its part of w_i.
         known = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
         taken = jnp.min(jnp.where(known, index.size, index))
-        latest = jnp.where(index < taken, frame, 0)[:, :k]
+        latest = frame @ jnp.where(index < taken, turn, 0)[:, :k]
         count = jnp.minimum(count - taken, room)
         left = jnp.where(index < count, index + taken, -1)
-        frame = frame @ moving(left).T
+        frame = frame @ (turn @ moving(left).T)
         return (frame, count, square @ latest), None
 
-    unit = jnp.eye(r, dtype=square.dtype).reshape(r, depth, k)
-    start = jnp.zeros((r, room + k), square.dtype), 0, others / magnitude(others)
-    blocks = jnp.moveaxis(unit, 1, 0), filled
+    unit = jnp.eye(r, dtype=square.dtype).reshape(depth, k, r)
+    # How many of a block there are up to each: by `cumsum` it takes longer to compile.
+    upto = jnp.sum(jnp.where(np.tri(k, dtype=bool), filled[:, None], 0), axis=-1)
+    start = jnp.zeros((r, room + k), square.dtype), jnp.array(0), others / magnitude(others)
+    blocks = jnp.swapaxes(unit, 1, 2), filled, upto
     (frame, count, _), _ = jax.lax.scan(step, start, blocks)
     return frame[:, :room], count
