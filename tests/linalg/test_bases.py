@@ -14,7 +14,7 @@ from traceax._linalg import basis
 from traceax._linalg.basis import downdate, orthonormalise
 
 K = 20
-ROWS = {"householder": 400, "randomised": 2560}
+ROWS = {"direct": 400, "randomised": 2560}
 
 
 def factors(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -53,7 +53,7 @@ def blocks(n: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", blocks(ROWS["householder"]))
+@pytest.mark.parametrize("name", blocks(ROWS["direct"]))
 @pytest.mark.parametrize("method", ROWS)
 def test_a_basis_of_any_block(method: str, name: str) -> None:
     """Orthonormal to 1e-13; gives the block back; and its inverse leaves columns out: the
@@ -90,10 +90,9 @@ def test_the_methods_span_the_same_space() -> None:
     block = jnp.asarray((left * np.logspace(0, -6, K)) @ right)
     floor = jnp.asarray(np.finfo(float).eps)
     mine, other = (
-        jax.jit(method)(block, floor)[0]
-        for method in (basis._randomised, basis._householder)
+        jax.jit(method)(block, floor)[0] for method in (basis._randomised, basis._direct)
     )
-    close(mine @ (mine.T @ other), other, 1e-9)
+    close(mine @ (mine.T @ other), other, 1e-8)
 
 
 def test_nan_and_infinity_stay_visible() -> None:

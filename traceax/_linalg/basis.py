@@ -1,41 +1,38 @@
 """Small dense factors of a tall block: orthonormal bases and their downdates.
 
-A basis comes from Householder's QR decomposition where the block is small. That walks
-through the block column by column, and gathers a block that is spread over devices; so a
-large one has *randomised Cholesky QR*, which is made of products only (Balabanov 2022,
-arXiv:2210.09953; Higgins, Szyld, Boman and Yamazaki 2024, arXiv:2309.05868):
+A block of fewer than 8 k rows has the singular value decomposition. LAPACK's factorisations
+of tall blocks call threads, which wait by spinning, and gather a block that is spread over
+devices; so every other block has *randomised Cholesky QR*, which is made of products and of
+factorisations of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins, Szyld, Boman
+and Yamazaki 2024, arXiv:2309.05868):
 
-    T = R of the QR decomposition of S Y H     S: 3k/2 + 10 rows of random signs,
-    V = Y H T^{-1}                             H: a k x k rotation, fixed at random,
-    L L* = V* V,    Q = V L^{-*},              Y = Q (L* T H*).
+    S Y = U D W*       S: 3k/2 + 10 rows of random signs,
+    V = Y W D^{-1},
+    L L* = V* V,       Q = V L^{-*},       Y = Q (L* D W*).
 
 S keeps the length of every vector of the range to within a factor, so V, of condition
-about 10, loses nothing in V* V. H makes T reveal the rank: its rows fall with the singular
-values, so that V T gives Y back to rounding, and what is below rounding stands last. There
-V has columns of random signs instead: Q is orthonormal whatever the rank. Signs are hashed
-from indices, not drawn: a basis is a function of its block. Measured (rows of S, n =
-200,000, k = 50): dense signs take as long as a sparse S of two entries a column, and need
-no luck with blocks of few nonzero rows; of eight entries, 4 times; trigonometric, 5 times;
-Gaussian, 6 to 8 times.
+about 10, loses nothing in V* V. The singular values D fall, so V D W* gives Y back to
+rounding, and what is below rounding stands last. There V has columns of random signs
+instead: Q is orthonormal whatever the rank. Signs are hashed from indices, not drawn: a
+basis is a function of its block. Measured (rows of S, n = 200,000, k = 50): dense signs
+take as long as a sparse S of two entries a column, and need no luck with blocks of few
+nonzero rows; of eight entries, 4 times; trigonometric, 5 times; Gaussian, 6 to 8 times.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree, UInt32
+from jaxtyping import Array, Float, Inexact, UInt32
 
 from traceax._linalg import lapack
-from traceax._linalg.columns import column_norms_squared, diagonal, magnitude
+from traceax._linalg.columns import column_norms_squared, magnitude
 
-# Beyond so many rows or entries randomised Cholesky QR is faster than Householder's, if
-# there are so many more rows than columns that signs are nearly orthogonal.
-MANY_ROWS, MANY_ENTRIES, TALL = 2000, 150_000, 8
+# Of so many times more rows than columns signs are nearly orthogonal.
+TALL = 8
 
 
 class Basis(NamedTuple):
@@ -52,20 +49,15 @@ class Basis(NamedTuple):
     scale: Float[Array, ""]
 
 
-def orthonormalise(block: Inexact[Array, "n k"], beside: PyTree = None) -> Basis:
+def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     """A basis that is orthonormal whatever the rank, and never divides by zero.
 
     Sizes below rounding are raised to it: a backward perturbation of the block at rounding
-    level, so that identities keep holding to rounding, and the inverse exists. `beside`:
-    arrays by which to tell that the block will be spread over devices, if not by itself.
+    level, so that identities keep holding to rounding, and the inverse exists.
     """
-    return _orthonormalise(block, _may_be_spread((block, beside)))
-
-
-def _orthonormalise(block: Inexact[Array, "n k"], is_spread: bool) -> Basis:
     scale = magnitude(block)
-    floor = _floor(block / scale)
-    return Basis(*_decompose(block / scale, floor, is_spread), scale)
+    block = block / scale
+    return Basis(*_decompose(block, _floor(block)), scale)
 
 
 Factors = tuple[
@@ -73,72 +65,45 @@ Factors = tuple[
 ]
 
 
-def _decompose(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""], is_spread: bool
-) -> Factors:
-    n, k = block.shape
-    is_large = n > MANY_ROWS or n * k > MANY_ENTRIES
-    if n >= TALL * k and (is_large or is_spread):
-        return _randomised(block, floor)
-    return _householder(block, floor)
-
-
-def _may_be_spread(arrays: PyTree) -> bool:
-    """Whether any is computed from arrays on a mesh of devices."""
-    leaves = filter(eqx.is_array, jax.tree.leaves(arrays))
-    return any(jax.typeof(leaf).sharding.mesh.size > 1 for leaf in leaves)
-
-
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
-def _householder(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
-    """The floor is real, because the phase of a subnormal is noise."""
-    columns, triangle = lapack.qr(block)
-    sizes = jnp.abs(diagonal(triangle))
-    short = jnp.diag(sizes < floor)
-    triangle = jnp.where(short, floor, triangle)
-    return columns, triangle, inverse_adjoint(triangle), sizes
+def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+    n, k = block.shape
+    return (_randomised if n >= TALL * k else _direct)(block, floor)
+
+
+def _direct(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+    columns, sizes, right = lapack.svd(block)
+    raised = jnp.maximum(sizes, floor)[:, None]
+    return columns, raised * right, right / raised, sizes
 
 
 def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
     n, k = block.shape
-    mixed = mixing(k, block.real.dtype)
-    triangle = lapack.triangle(_signed_sums(block, 3 * k // 2 + 10) @ mixed)
-    sizes = jnp.abs(diagonal(triangle))
-    margin = 4 * k**0.5 * floor  # rounding of what is no column: up to 4.2 floors at k = 20
-    lost = sizes < margin
-    short = margin * jnp.eye(k, dtype=mixed.dtype)
-    triangle = jnp.where(lost[:, None], short, triangle)
-    inverse = inverse_adjoint(triangle)
-
-    tall = block @ (mixed @ inverse.conj().T)
-    fresh = _signs(n, k, tall.real.dtype) / n**0.5
-    tall = jnp.where(lost[None, :], fresh, tall)
+    count = 3 * k // 2 + 10
+    signs = _signs(n, count, block.real.dtype).astype(block.dtype)
+    _, sizes, right = lapack.svd(signs.T @ block / count**0.5)
+    # Rounding of what is no column: up to 4.2 floors at k = 20.
+    raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
+    tall = block @ (right.conj().T / raised[None, :])
+    tall = jnp.where((raised > sizes)[None, :], signs[:, :k] / n**0.5, tall)
     lower = lapack.cholesky(tall.conj().T @ tall)
-    turn = inverse_adjoint(lower.conj().T)
-    factor = lower.conj().T @ triangle @ mixed.T
-    return tall @ turn.conj().T, factor, turn @ inverse @ mixed.T, sizes
-
-
-def _signed_sums(block: Inexact[Array, "n k"], count: int) -> Inexact[Array, "s k"]:
-    """S Y, every row of S random signs over the square root of their number."""
-    if jnp.iscomplexobj(block):
-        parts = _signed_sums(block.real, count), _signed_sums(block.imag, count)
-        return jax.lax.complex(*parts)
-    return _signs(block.shape[0], count, block.dtype).T @ block / count**0.5
+    turn = _inverse(lower)
+    factor = lower.conj().T @ (raised[:, None] * right)
+    return tall @ turn.conj().T, factor, turn @ (right / raised[:, None]), sizes
 
 
 def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
     """The highest bit of a product of hashes, one of the row and one of the column."""
-    words = _hash(jnp.arange(n))[:, None] * _hash(-1 - jnp.arange(k))[None, :]
+    words = _hash(jnp.arange(n))[:, None] * _hash(-1 - np.arange(k))[None, :]
     return 1 - 2 * (words >> 31).astype(dtype)
 
 
-def _hash(index: Array) -> UInt32[Array, ...]:
+def _hash(index: Any) -> UInt32[Any, ...]:
     """Odd words, of which each bit depends on every bit of the index."""
-    word = index.astype(jnp.uint32)
+    word = index.astype(np.uint32)
     for multiplier in (0x7FEB352D, 0x846CA68B):
         word = (word ^ (word >> 16)) * np.uint32(multiplier)
     return (word ^ (word >> 15)) | 1
@@ -166,15 +131,14 @@ def extend(
     block = block / basis.scale
     floor = jnp.maximum(_floor(basis.factor), _floor(block))
     inside = q.conj().T @ block
-    decompose = partial(_decompose, floor=floor, is_spread=_may_be_spread((q, block)))
-    columns, corner, inverse, sizes = decompose(block - q @ inside)
+    columns, corner, inverse, sizes = _decompose(block - q @ inside, floor)
     for _ in range(2):
         noise = noise - q @ (q.conj().T @ noise)
     grain = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
     for fresh in (noise * grain[None, :], 0):
         missed = q.conj().T @ columns
         inside = inside + missed @ corner
-        columns, turn, turn_inverse, _ = decompose(columns - q @ missed + fresh)
+        columns, turn, turn_inverse, _ = _decompose(columns - q @ missed + fresh, floor)
         corner, inverse = turn @ corner, turn_inverse @ inverse
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
     below = -inverse @ inside.conj().T @ basis.inverse
@@ -187,29 +151,15 @@ def extend(
     )
 
 
-def inverse_adjoint(triangle: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """R^{-*} of an upper triangular R, by doubling the size of inverted diagonal blocks:
-
-        [ A  0 ]^-1     [    A^-1          0   ]
-        [ B  C ]     =  [ -C^-1 B A^-1    C^-1 ]
-
-    in log2(k) rounds of products, each over all blocks at once: as accurate and as fast as
-    substitution, and no `solve_triangular`, of which a batch beside LAPACK calls is among
-    what jax 0.10 waits for (`lapack`).
-    """
-    lower = triangle.conj().T
-    index = jnp.arange(lower.shape[0])
-    is_diagonal = index[:, None] == index[None, :]
-
-    def double(log_width: Array, inverses: Array) -> Array:
-        block = index >> log_width
-        is_pair = (block[:, None] ^ block[None, :]) == 1
-        corners = jnp.where(is_pair & (block[:, None] > block[None, :]), lower, 0)
-        return inverses - inverses @ (corners @ inverses)
-
-    start = jnp.where(is_diagonal, 1 / diagonal(lower)[:, None], 0)
-    rounds = max(index.size - 1, 0).bit_length()
-    return jax.lax.fori_loop(0, rounds, double, start)
+def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
+    """L^{-1} by Newton's method, X <- 2X - X L X, from the diagonal. I - L X is strictly
+    triangular, and squared in each round: log2(k) of them are exact, and one more takes off
+    what rounding has left. No `solve_triangular`, of which a batch beside LAPACK calls is
+    among what jax 0.10 waits for (`lapack`)."""
+    unit = jnp.eye(lower.shape[0], dtype=lower.dtype)
+    start = unit / jnp.sum(unit * lower, axis=0)[None, :]
+    rounds = lower.shape[0].bit_length() + 1
+    return jax.lax.fori_loop(0, rounds, lambda _, x: x + x @ (unit - lower @ x), start)
 
 
 class Downdate(NamedTuple):

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+import numpy as np
+from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import column_norms_squared, magnitude
@@ -145,7 +146,9 @@ def tridiagonal(
     return diagonal + above + above.T
 
 
-def truncated(projection: Inexact[Array, "m m"], size: int) -> Inexact[Array, "m m"]:
+def truncated(
+    projection: Inexact[Array, "m m"], size: int | Int[Array, ""]
+) -> Inexact[Array, "m m"]:
     """T as it was when it had `size` rows, padded as after a breakdown."""
     kept = jnp.arange(projection.shape[0]) < size
     inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
@@ -158,20 +161,29 @@ def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m
     num_steps = projection.shape[1]
     stride = max(1, num_steps // 4)
     sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
-    return jnp.stack(
-        [jax.vmap(partial(truncated, size=size))(projection) for size in sizes]
-    )
+    each = jax.vmap(truncated, in_axes=(0, None))
+    return jax.vmap(partial(each, projection))(jnp.array(sizes))
+
+
+class Residual(NamedTuple):
+    """What a step of a block Krylov process leaves to the next one, `scale` times `block`;
+    directions of a size of `noise` are rounding."""
+
+    block: Inexact[Array, "n b"]
+    scale: Float[Array, ""]
+    noise: Float[Array, ""]
 
 
 class BlockKrylov(NamedTuple):
-    """A Z = Z T + Z_next R E*: the orthonormal columns Z span K(A, block), and with them
-    Z_next, the block that would follow. Columns that breakdown left empty are zero. The
+    """The orthonormal columns Z span K(A, block), T = Z* A Z is the projection, and what is
+    left is A Z = Z T + (0 .. 0, residual). Columns that breakdown left empty are zero. The
     block itself is the first of Z times `starts`."""
 
-    basis: Inexact[Array, "n r+b"]
-    projection: Inexact[Array, "r+b r"]
-    filled: Bool[Array, " r+b"]
+    basis: Inexact[Array, "n r"]
+    projection: Inexact[Array, "r r"]
+    filled: Bool[Array, " r"]
     starts: Inexact[Array, "b b"]
+    residual: Residual
 
 
 def block_krylov(
@@ -180,40 +192,53 @@ def block_krylov(
     """With full reorthogonalisation, by depth * b applications: Lanczos' process, with NaN
     if the operator is seen not to be Hermitian, or, if it need not be, Arnoldi's."""
     n, width = block.shape
-    total = (depth + 1) * width
     eps = float(jnp.finfo(block.dtype).eps)
-    factors = orthonormalise(block, linear_map)
-    first = factors.columns
 
-    def without(basis: Array, block: Array) -> tuple[Array, Array]:
-        inside = basis.conj().T @ block
-        return block - basis @ inside, inside
-
-    def step(carry: tuple[Array, ...], j: Array) -> tuple[tuple[Array, ...], Array]:
-        basis, current, scale = carry
-        basis = jax.lax.dynamic_update_slice(basis, current, (0, j * width))
-        product = linear_map(current)
-        scale = jnp.maximum(scale, magnitude(product))
-        residual, inside = without(basis, product / scale)
-        residual, again = without(basis, residual)
-        following = orthonormalise(residual)
+    def step(carry: tuple, places: Array) -> tuple[tuple, None]:
+        (basis, projection, residual), (here, before) = carry, places
+        new, factor = following(basis, residual)
+        basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
+        # Of the first step this lies in the last columns, which are written at last.
+        projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
+        product = linear_map(new)
+        scale = jnp.maximum(jnp.where(here > 0, residual.scale, 0), magnitude(product))
+        rest, inside = _without(basis, product / scale)
+        rest, again = _without(basis, rest)
+        column = scale * (inside + again)
+        projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
         noise = 10 * eps * n**0.5 + eps**0.75 * longest
-        keep = following.sizes * following.scale > noise
-        new, _ = without(basis, jnp.where(keep[None, :], following.columns, 0))
-        lengths = jnp.sqrt(column_norms_squared(new))
-        new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
-        factor = jnp.where(keep[:, None], following.scale * following.factor, 0)
-        column = jax.lax.dynamic_update_slice(inside + again, factor, ((j + 1) * width, 0))
-        return (basis, new, scale), column * scale
+        return (basis, projection, Residual(rest, scale, noise)), None
 
-    start = (jnp.zeros((n, total), block.dtype), first, jnp.zeros((), first.real.dtype))
-    (basis, last, scale), pieces = jax.lax.scan(step, start, jnp.arange(depth))
-    basis = jax.lax.dynamic_update_slice(basis, last, (0, depth * width))
-    projection = jnp.moveaxis(pieces, 0, 1).reshape(total, depth * width)
-    square = projection[: depth * width]
+    one = jnp.ones((), block.real.dtype)
+    # All of the first block is kept, also what is at the level of rounding.
+    empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
+    carry = (*empty, Residual(block, one, -one))
+    places = width * np.arange(depth)
+    places = jnp.array([places, np.roll(places, 1)]).T
+    (basis, projection, residual), _ = jax.lax.scan(step, carry, places)
     if hermitian:
-        skew = jnp.max(jnp.abs(square - square.conj().T))
-        projection = jnp.where(skew > ASYMMETRY * scale, jnp.nan, projection)
-    starts = factors.scale * factors.factor
-    return BlockKrylov(basis, projection, jnp.any(basis != 0, axis=0), starts)
+        skew = jnp.max(jnp.abs(projection - projection.conj().T))
+        projection = jnp.where(skew > ASYMMETRY * residual.scale, jnp.nan, projection)
+    filled = jnp.any(basis != 0, axis=0)
+    starts = basis[:, :width].conj().T @ block
+    return BlockKrylov(basis, projection, filled, starts, residual)
+
+
+def following(
+    basis: Inexact[Array, "n r"], residual: Residual
+) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
+    """The next block of a basis, and what the residual is in it."""
+    columns, factor, _, sizes, size = orthonormalise(residual.block)
+    lost = sizes * size <= residual.noise
+    new, _ = _without(basis, jnp.where(lost[None, :], 0, columns))
+    lengths = jnp.sqrt(column_norms_squared(new))
+    new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
+    return new, jnp.where(lost[:, None], 0, residual.scale * size * factor)
+
+
+def _without(
+    basis: Inexact[Array, "n r"], block: Inexact[Array, "n b"]
+) -> tuple[Inexact[Array, "n b"], Inexact[Array, "r b"]]:
+    inside = basis.conj().T @ block
+    return block - basis @ inside, inside

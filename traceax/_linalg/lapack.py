@@ -60,9 +60,12 @@ def complete_qr(
 
 
 @_one_by_one
-def triangle(block: Inexact[Array, "n k"]) -> Inexact[Array, "k k"]:
-    """R of the QR decomposition."""
-    return jnp.linalg.qr(block, mode="r")
+def svd(
+    block: Inexact[Array, "n k"],
+) -> tuple[Inexact[Array, "n k"], Float[Array, " k"], Inexact[Array, "k k"]]:
+    """Reduced; singular values fall."""
+    left, sizes, right = jnp.linalg.svd(block, full_matrices=False)
+    return left, sizes, right
 
 
 @_one_by_one

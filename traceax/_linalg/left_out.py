@@ -21,11 +21,13 @@ which does no harm, and knows nothing of w_i.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+import numpy as np
+from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
 from traceax._linalg.basis import mixing
@@ -51,69 +53,57 @@ def left_out(
     of which the first `kept` are never left out; coordinates that are not `filled` are
     none."""
     r, k = projection.shape[0], starts.shape[0]
-    if k == 1:
-        whole = jnp.diag(filled.astype(starts.dtype))
-        first = jnp.pad(starts, ((0, r - k), (0, 0))).T
-        return LeftOut(whole[None], first, jnp.zeros(1, starts.real.dtype))
     filled = filled.reshape(r // k, k)
-    scale = magnitude(projection)
-    square = jnp.where(filled.reshape(r), projection / scale, 0)
+    square = jnp.where(filled.reshape(r), projection / magnitude(projection), 0)
     inside = jnp.pad(starts, ((0, r - k), (0, 0)))
-
-    def one(i: Array) -> LeftOut:
-        others = jnp.delete(inside, i, axis=1, assume_unique_indices=True)
-        missing, used = _missing(square, filled, others)
-        remainder = missing @ (missing.conj().T @ inside[:, i])
-        rank = jnp.sum(filled) - jnp.sum(used)
-        return LeftOut(missing, remainder, rank.astype(square.real.dtype))
-
-    return jax.vmap(one)(jnp.arange(kept, k))
+    others = inside[None] * (1 - jnp.eye(k, dtype=inside.dtype)[kept:, None, :])
+    missing, count = jax.lax.map(partial(_missing, square, filled), others)
+    own = jnp.einsum("krp,rk->kp", missing.conj(), inside[:, kept:])
+    remainder = jnp.einsum("krp,kp->kr", missing, own)
+    rank = jnp.sum(filled) - count
+    return LeftOut(missing, remainder, rank.astype(square.real.dtype))
 
 
 def _missing(
     square: Inexact[Array, "r r"],
     filled: Bool[Array, "q k"],
-    others: Inexact[Array, "r k-1"],
-) -> tuple[Inexact[Array, "r p"], Bool[Array, " p"]]:
-    """N of one start, and which of its columns there are."""
-    depth, k = filled.shape
+    others: Inexact[Array, "r k"],
+) -> tuple[Inexact[Array, "r p"], Int[Array, ""]]:
+    """N of one start, and how many columns it has; the others are zero. `others` are all
+    starts, but zero instead of that one."""
+    (depth, k), r = filled.shape, square.shape[0]
     room = depth + k  # q are enough but where ranks are exhausted
     eps = float(jnp.finfo(square.dtype).eps)
-    noise = 100 * eps * square.shape[0] ** 0.5
-    unit = jnp.eye(square.shape[0], dtype=square.dtype)
-    mixed = mixing(k - 1, square.real.dtype)
+    noise = 100 * eps * r**0.5
+    mixed = mixing(k, square.real.dtype)
+    index = jnp.arange(room + k)
 
-    def step(carry: tuple[Array, ...], block: Array) -> tuple[tuple[Array, ...], None]:
-        missing, used, new = carry
-        here = jax.lax.dynamic_slice_in_dim(unit, block * k, k, axis=1)
-        frame = jnp.concatenate([here, missing], axis=1)
-        exists = jnp.concatenate([filled[block], used])
-        # Those that exist come first: reflections leave the others alone.
-        first = _gathering(exists, exists.size).astype(frame.dtype)
-        frame = frame @ first
-        index, count = jnp.arange(exists.size), jnp.sum(exists)
+    def moving(places: Int[Array, " a"]) -> Float[Array, "a m"]:
+        """What moves each of a columns to its place; -1 is none."""
+        return (places[:, None] == index[None, :]).astype(square.dtype)
+
+    def step(carry: tuple[Array, ...], next_block: tuple[Array, ...]) -> tuple:
+        # The first `count` columns of the frame exist: reflections leave the others alone.
+        frame, count, new = carry
+        here, filled, upto = next_block
+        frame = frame + here @ moving(jnp.where(filled, count + upto - 1, -1))
+        count = count + upto[-1]
         turn, triangle = lapack.complete_qr(frame.conj().T @ (new @ mixed))
         sizes = jnp.sqrt(row_norms_squared(triangle))
         longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
         # S_i never is all of K: the last one is its part of w_i.
-        taken = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
-        exists = index < count
-        frame = frame @ turn
-        latest = jnp.where(taken[None, :], frame, 0)[:, : k - 1]
-        used = jnp.arange(room) < jnp.sum(exists & ~taken)
-        left = jnp.where(used[None, :], _gathering(exists & ~taken, room), 0)
-        missing = frame @ left.astype(frame.dtype)
-        return (missing, used, square @ latest), None
+        known = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
+        taken = jnp.min(jnp.where(known, index.size, index))
+        latest = frame @ jnp.where(index < taken, turn, 0)[:, :k]
+        count = jnp.minimum(count - taken, room)
+        left = jnp.where(index < count, index + taken, -1)
+        frame = frame @ (turn @ moving(left).T)
+        return (frame, count, square @ latest), None
 
-    empty = jnp.zeros((square.shape[0], room), square.dtype)
-    start = (empty, jnp.zeros(room, bool), others / magnitude(others))
-    (missing, used, _), _ = jax.lax.scan(step, start, jnp.arange(depth))
-    return missing, used
-
-
-def _gathering(chosen: Bool[Array, " n"], room: int) -> Float[Array, "n room"]:
-    """What moves the chosen of n columns to the front, and the others behind them as far
-    as there is `room`."""
-    ahead, behind = jnp.cumsum(chosen), jnp.cumsum(~chosen)
-    place = jnp.where(chosen, ahead, ahead[-1] + behind) - 1
-    return (place[:, None] == jnp.arange(room)[None, :]).astype(float)
+    unit = jnp.eye(r, dtype=square.dtype).reshape(depth, k, r)
+    # How many of a block there are up to each: by `cumsum` it takes longer to compile.
+    upto = jnp.sum(jnp.where(np.tri(k, dtype=bool), filled[:, None], 0), axis=-1)
+    start = jnp.zeros((r, room + k), square.dtype), jnp.array(0), others / magnitude(others)
+    blocks = jnp.swapaxes(unit, 1, 2), filled, upto
+    (frame, count, _), _ = jax.lax.scan(step, start, blocks)
+    return frame[:, :room], count

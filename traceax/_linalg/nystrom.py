@@ -86,7 +86,7 @@ def _orthonormal(
         turn = vectors * roots[None, :]
         size = jnp.linalg.norm(images) * jnp.max(roots)
         return _Orthonormal(probes, images, turn, turn.conj().T, size)
-    basis = orthonormalise(probes, images)
+    basis = orthonormalise(probes)
     inverse = basis.inverse / basis.scale
     kept = basis.sizes >= 10 * n**0.5 * eps
     columns = jnp.where(kept[None, :], basis.columns, 0)

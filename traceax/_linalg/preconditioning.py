@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import magnitude
-from traceax._linalg.krylov import BlockKrylov
+from traceax._linalg.krylov import BlockKrylov, following
 
 
 class Preconditioner(eqx.Module):
@@ -47,6 +47,7 @@ class Preconditioner(eqx.Module):
 class Known(eqx.Module):
     """What a Krylov space knows of A + shift I, divided by `scale`."""
 
+    basis: Inexact[Array, "n s"]
     tall: Inexact[Array, "s r"]
     theta: Float[Array, " r"]
     vectors: Inexact[Array, "r r"]
@@ -60,14 +61,18 @@ class Known(eqx.Module):
 
 
 def known_of(space: BlockKrylov, shift: Float[Array, ""]) -> Known:
-    inner = space.projection.shape[1]
-    filled = space.filled[:inner]
-    scale = jnp.maximum(magnitude(space.projection), jnp.abs(shift))
-    tall = jnp.where(filled[None, :], space.projection / scale, 0)
-    square = (tall[:inner] + tall[:inner].conj().T) / 2
+    new, factor = following(space.basis, space.residual)
+    below = jnp.pad(factor, ((0, 0), (space.filled.size - factor.shape[0], 0)))
+    tall = jnp.concatenate([space.projection, below])
+    scale = jnp.maximum(magnitude(tall), jnp.abs(shift))
+    tall = jnp.where(space.filled[None, :], tall / scale, 0)
+    square = tall[: space.filled.size]
+    square = (square + square.conj().T) / 2
     # Columns that breakdown left empty: any Rayleigh quotient will do.
-    theta, vectors = lapack.eigh(jnp.where(jnp.diag(~filled), square[0, 0].real, square))
-    return Known(tall, theta, vectors, shift / scale, scale)
+    empty = jnp.diag(~space.filled)
+    theta, vectors = lapack.eigh(jnp.where(empty, square[0, 0].real, square))
+    basis = jnp.concatenate([space.basis, new], axis=1)
+    return Known(basis, tall, theta, vectors, shift / scale, scale)
 
 
 def preconditioner_of(space: BlockKrylov, known: Known) -> Preconditioner:
@@ -78,13 +83,13 @@ def preconditioner_of(space: BlockKrylov, known: Known) -> Preconditioner:
     level = shift - nu
     half = known.tall @ known.vectors + level * _padded(known.vectors, known.tall)
     half = half / jnp.sqrt(jnp.maximum(theta + level, known.noise))[None, :]
-    half = jnp.where(space.filled[:, None], half, 0)
+    half = jnp.where(jnp.any(known.basis != 0, axis=0)[:, None], half, 0)
     outer = half @ half.conj().T
     values, vectors = lapack.eigh((outer + outer.conj().T) / 2)
     values, largest = jnp.maximum(values, 0), theta[-1] + shift
     scaled = (known.scale * part for part in (values, nu, largest))
     values, nu, largest = scaled
-    return Preconditioner(space.basis, vectors, values, nu, is_below, largest)
+    return Preconditioner(known.basis, vectors, values, nu, is_below, largest)
 
 
 def galerkin(
@@ -92,13 +97,12 @@ def galerkin(
 ) -> tuple[Inexact[Array, "n t"], Inexact[Array, "n t"]]:
     """The solution on the space, and its residual: no application. NaN where the space
     shows an eigenvalue that is not positive."""
-    basis, inner = space.basis, known.theta.shape[0]
-    inside = jnp.where(space.filled[:inner, None], basis[:, :inner].conj().T @ y, 0)
+    inside = jnp.where(space.filled[:, None], space.basis.conj().T @ y, 0)
     values = known.theta + known.shift
     values = jnp.where(values > 0, values, jnp.nan)[:, None]
     inside = known.vectors @ ((known.vectors.conj().T @ inside) / values)
-    image = basis @ (known.tall @ inside + known.shift * _padded(inside, known.tall))
-    return basis[:, :inner] @ inside / known.scale, y - image
+    image = known.basis @ (known.tall @ inside + known.shift * _padded(inside, known.tall))
+    return space.basis @ inside / known.scale, y - image
 
 
 def _padded(small: Inexact[Array, "r t"], like: Inexact[Array, "s r"]) -> Array:

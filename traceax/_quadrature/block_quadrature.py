@@ -135,8 +135,7 @@ def read_off(
 
 def is_unfinished(space: BlockKrylov) -> Bool[Array, ""]:
     """Whether something is left beyond its last block but one."""
-    last = space.starts.shape[1]
-    return jnp.any(space.filled[-2 * last : -last])
+    return jnp.any(space.filled[-space.starts.shape[1] :])
 
 
 def defined(
@@ -187,16 +186,13 @@ def levels(
 ) -> tuple[Eigen, LeftOut]:
     """T decomposed, and T without its last blocks; and what the S_i are in it."""
     k = space.starts.shape[0]
-    total, rank = k * depth, k * inner
-    filled = space.filled[:total]
-    square = space.projection[:total]
-    square = (square + square.conj().T) / 2
+    rank, filled = k * inner, space.filled
+    square = (space.projection + space.projection.conj().T) / 2
     # Columns that breakdown left empty: any Rayleigh quotient will do.
     square = jnp.where(jnp.diag(~filled), square[0, 0], square)
     spaces = left_out(square[:rank, :rank], filled[:rank], space.starts, kept)
-    sizes = [k * (depth - less) for less in (1, 2) if inner <= depth - less]
-    coarser = [truncated(square, size) for size in sizes]
-    return decompose(jnp.stack([square, *coarser])), spaces
+    sizes = [k * (depth - less) for less in range(3) if inner <= depth - less]
+    return decompose(jax.vmap(partial(truncated, square))(jnp.array(sizes))), spaces
 
 
 def outside_of(spaces: LeftOut, n: int) -> Outside:
