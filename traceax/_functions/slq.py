@@ -283,7 +283,7 @@ def _sampled(
 ) -> Sampled:
     return Sampled(
         weighed(weights[:, None], jnp.moveaxis(values, -1, 1)),
-        weighed(weights[0], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
-        weighed(weights[0], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
+        weighed(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
+        weighed(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
         jnp.max(jnp.abs(eigen.values), axis=1),
     )

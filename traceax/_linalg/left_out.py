@@ -102,7 +102,7 @@ def _missing(
 
     unit = jnp.eye(r, dtype=square.dtype).reshape(depth, k, r)
     # How many of a block there are up to each: by `cumsum` it takes longer to compile.
-    upto = jnp.sum(jnp.where(np.tri(k, dtype=bool), filled[:, None], 0), axis=-1)
+    upto = jnp.sum(np.tri(k, dtype=bool)[None] & filled[:, None], axis=-1)
     start = jnp.zeros((r, room + k), square.dtype), jnp.array(0), others / magnitude(others)
     blocks = jnp.swapaxes(unit, 1, 2), filled, upto
     (frame, count, _), _ = jax.lax.scan(step, start, blocks)

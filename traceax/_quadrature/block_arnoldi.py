@@ -187,7 +187,7 @@ def _samples(
     eigenvectors blows up, and the error of quadrature."""
     values = jnp.swapaxes(values, -1, -2)
     levels = weighed(weights[:, None], values[:, :, None])
-    sizes = weighed(jnp.abs(weights[0]), jnp.abs(values[0])[:, None])
+    sizes = weighed(jnp.abs(weights[0])[None], jnp.abs(values[0])[:, None])
     if kind.real:
         # Conjugate eigenvalues have conjugate values, but not across a branch cut.
         crossed = jnp.abs(levels[0].imag) > 1e-3 * sizes

@@ -263,7 +263,7 @@ def _read(
     weights: Float[Array, "k m"], values: Inexact[Array, "p m"]
 ) -> Inexact[Array, "p k"]:
     """f of each sample."""
-    return weighed(weights, values[:, None])
+    return weighed(weights[None], values[:, None])
 
 
 def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:

@@ -103,15 +103,19 @@ def _read_jvp(
     (subject, nodes), (tangent, _) = primals, tangents
     value = read(subject, nodes)
     moved = jnp.zeros_like(value)
+
+    def like_value(part: Array) -> Array:
+        part = part if jnp.iscomplexobj(value) else part.real
+        return part.astype(value.dtype)
+
     if jax.tree.leaves(tangent.fn):
         jacobian, numbers = moving(subject.fn, tangent.fn)
         rates = read(MatrixFunction(subject.linear_map, jacobian), nodes)
-        moved = moved + rates.reshape(value.size, -1) @ numbers.astype(rates.dtype)
+        moved += like_value(rates.reshape(value.size, -1) @ numbers.astype(rates.dtype))
     if jax.tree.leaves(tangent.linear_map):
         pairs = nodes.pairs(subject)
-        moved = moved + _paired(pairs, subject.linear_map, tangent.linear_map)
-    moved = moved if jnp.iscomplexobj(value) else moved.real
-    return value, moved.astype(value.dtype)
+        moved += like_value(_paired(pairs, subject.linear_map, tangent.linear_map))
+    return value, moved
 
 
 def _paired(pairs: Paired, linear_map: LinearMap, tangent: Any) -> Inexact[Array, " p"]:
