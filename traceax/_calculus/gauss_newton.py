@@ -45,8 +45,7 @@ def gauss_newton(
     of it can be differentiated.
 
     **Cost**: an application takes one product with J, forwards, one with its transpose,
-    backwards, and one with H: about four times what `fn` costs. A batch evaluates `fn`
-    once.
+    backwards, and one with H: about four times what `fn` costs.
 
     **Example**
 
@@ -82,8 +81,7 @@ def empirical_fisher(fn: Field, x: Point, args: PyTree = None) -> lx.AbstractLin
     **Arguments** (the others are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns an array or pytree of real numbers, the
-      log-likelihood or loss of each example. For the mean over N examples, divide by
-      N**0.5.
+      log-likelihood or loss of each example. For a mean over N of them, divide by N**0.5.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite, whose
     rank is at most the number of examples. Estimates of it can be differentiated.

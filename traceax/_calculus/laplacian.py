@@ -57,8 +57,7 @@ def laplacian(
     - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
       numbers, real or complex, each of which has a Laplacian.
     - `num_matvecs`: the number of directions, one for each probe, at least 1.
-    - `sampler`, `batch_size`: if one is given, there is no sketch. Default: as
-      `divergence`.
+    - `sampler`, `batch_size`: with one there is no sketch. Default: as in `divergence`.
 
     **Derivatives**: without a sketch exactly those of the value. `fn` must be
     differentiable forwards twice: a `jax.custom_vjp` in it raises JAX's error. If it is not

@@ -81,12 +81,11 @@ def adaptive_trace(
 
     or `max_matvecs` is spent. All probes and products are used again, by `xnystrace` if the
     operator is tagged positive or negative semidefinite, else by `xtrace`. At each size it
-    is unbiased; because the error bar decides where to stop, the result has a small bias.
+    is unbiased; stopping by the error bar leaves a small bias.
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `rtol`, `atol`: the tolerances, of at least 0, which may be traced. Default 0.01
-      and 0.
+    - `rtol`, `atol`: the tolerances, at least 0, may be traced. Default 0.01 and 0.
     - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
       Default 1000. If it reaches n + 8 (or n <= 64), the last size is n, which is exact.
     - `sampler`: independent probes. Default: the sphere, or signs.

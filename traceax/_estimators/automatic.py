@@ -65,8 +65,7 @@ def trace(
        reaches n;
     3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
        are enough to keep three steps apart;
-    4. `xnystrace` for operators tagged positive or negative semidefinite, from 3 matvecs
-       on;
+    4. `xnystrace` if it is tagged positive or negative semidefinite, from 3 matvecs on;
     5. for all others, from 12 matvecs on, `xtrace` if singular values decay and
        `hutchinson_trace` if they do not; half of the budget is spent on this decision,
        which is random where the probes disagree;
@@ -79,9 +78,8 @@ def trace(
     - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
       the operator has entries or, if it is the inverse or another function of a sparse
-      matrix, where that matrix has. Not traced, n x n, as in `colouring`. Where entries
-      hardly decay within the steps that colours keep apart, leave it out: sketches are
-      better. Default `None`.
+      matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
+      decay within the steps that colours keep apart, sketches are better. Default `None`.
 
     **Cost**: that of the estimator chosen; `num_matvecs` of the result tells. A pattern is
     coloured at each call, under `jax.jit` when it is compiled. For many calls make a
@@ -116,8 +114,7 @@ def diagonal(
       if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same products;
     - for all others, from 12 matvecs on, `xdiag` if singular values decay and
       `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
-    - with fewer matvecs, `xnysdiag` from 3 on, `xdiag` from 6 on, else
-      `hutchinson_diagonal`.
+    - with fewer, `xnysdiag` from 3 on, `xdiag` from 6 on, else `hutchinson_diagonal`.
 
     Unbiased: what is chosen for a probe is computed from the other probes only.
 

@@ -70,9 +70,8 @@ def custom_trace(
     **Arguments** (the others are in the guide's conventions)
 
     - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
-      standard_error, (left, right))`. `probes` is n x num_probes; `apply` takes n x k
-      blocks, columns in the operator's flattened space, to n x k blocks. It is traced as by
-      `jax.jit`.
+      standard_error, (left, right))`. `probes` is n x num_probes; `apply` takes blocks n x
+      k of the operator's flattened space to such. It is traced as by `jax.jit`.
     - `num_probes`: the number of probes, a Python int of at least 1.
     - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
 

@@ -132,9 +132,8 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     **Derivatives**: of the `Estimate`, in the new operator, unbiased: those of
     `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen. **Cost**:
     num_matvecs // 2 applications of each operator, no adjoints, in two batches. The state
-    holds copies of all arrays of the operator, data included. From the third update on
-    nothing is compiled, except for lineax's solves and, in loops, derivative rules of your
-    own.
+    holds copies of all arrays of the operator, data included. From the third update on only
+    lineax's solves and, in loops, derivative rules of your own are compiled.
 
     **Example**
 

@@ -44,16 +44,15 @@ def diagpp(
 ) -> Estimate:
     """Estimate diag A of any square operator by Diag++.
 
-    k = num_matvecs // 3 probes sketch the range of A; P projects on it. The part of the
-    diagonal on this range is exact, and l = num_matvecs - 2k fresh probes g_i estimate the
-    rest:
+    k = num_matvecs // 3 probes sketch the range of A; P projects on it. The diagonal on it
+    is exact, and l = num_matvecs - 2k fresh probes g_i estimate the rest:
 
         value = diag(P A + A P - P A P) + 1/l sum_i conj(g_i) o (I - P) A (I - P) g_i
 
-    for operators known to be Hermitian; for others the published, one-sided form diag(P
-    A) + 1/l sum_i conj(g_i) o (I - P) A g_i, which needs the adjoint. Unbiased. Exact (to
-    rounding) if the rank of A is at most k, or if `num_matvecs` reaches n. `xdiag` is more
-    accurate; here the samples of the remainder are independent.
+    for operators known to be Hermitian; for others the published, one-sided form
+    diag(P A) + 1/l sum_i conj(g_i) o (I - P) A g_i, which needs the adjoint. Unbiased.
+    Exact (to rounding) if the rank of A is at most k, or if `num_matvecs` reaches n.
+    `xdiag` is more accurate; here the samples of the remainder are independent.
 
     **Arguments** (the others are in the guide's conventions): `operator`: if it is not
     Hermitian, its transpose must exist. `num_matvecs`: at least 3, or n. `sampler`: default

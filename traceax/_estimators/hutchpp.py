@@ -67,8 +67,7 @@ def hutchpp_trace(
     independent, so the standard error is honest; `xtrace` is more accurate at equal cost.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
-    n. `sampler`: default: the sphere, resphered by c_j = (n - k)/|(I - Q Q*) z_j|^2, or
-    signs.
+    n. `sampler`: default: the sphere, c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
 
     **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs. **Cost**:
     `num_matvecs` applications, no adjoints, in three batches; 2k + 2l columns of length n;
@@ -106,8 +105,7 @@ def na_hutchpp_trace(
 
     in the stable form, in which S is the wider block. Unbiased. Exact (to rounding) if the
     rank of A is at most r, or if `num_matvecs` reaches n. It is meant for operators that
-    are streamed or reached in parallel; if it can be applied in sequence, `xtrace` is
-    better.
+    are streamed or reached in parallel; in sequence, `xtrace` is better.
 
     **Arguments** (the others are in the guide's conventions): `operator`: if it is not
     Hermitian, its transpose must exist. `num_matvecs`: at least 4, or n; 2r of them are

@@ -76,9 +76,9 @@ def xdiag(
         value = 1/k sum_i [ diag(P_i A + A P_i - P_i A P_i)
                             + conj(w_i) o (I - P_i) A (I - P_i) w_i ]
 
-    for operators known to be Hermitian; for others the published, one-sided form diag(P_i
-    A) + conj(w_i) o (I - P_i) A w_i, which needs the adjoint. Unbiased. Exact (to rounding)
-    if the rank of A is below k, or if `num_matvecs` reaches n.
+    for operators known to be Hermitian; for others the published, one-sided form
+    diag(P_i A) + conj(w_i) o (I - P_i) A w_i, which needs the adjoint. Unbiased. Exact (to
+    rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
 
     **Arguments** (the others are in the guide's conventions): `operator`: if it is not
     Hermitian, its transpose must exist. With `lx.symmetric_tag` the error is up to 3 times

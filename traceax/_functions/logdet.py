@@ -53,8 +53,7 @@ def logdet(
     semidefinite, or `shift` is of another space.
 
     **Derivatives**: in the operator and in `shift`, as those of `function_trace`. **Cost**:
-    that of `function_trace`: at most `num_matvecs` applications, and a basis of as many
-    vectors.
+    that of `function_trace`: at most `num_matvecs` applications.
 
     **Example**
 

@@ -52,8 +52,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     """Probes of independent standard normal entries; for complex leaves, E|z|^2 = 1.
 
     Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2 for
-    complex probes. Because their length is random they are never better than `sphere`; they
-    are here for comparison.
+    complex probes. Because their length is random they are never better than `sphere`.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
     see the guide's conventions.
@@ -79,8 +78,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     Their distribution is invariant under rotations, so that estimators may rescale
     projected probes to their expected length ("resphering"). Variance of one quadratic form
-    z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, zero for a multiple of
-    I.
+    z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
     see the guide's conventions.
