@@ -39,7 +39,7 @@ LINKS = {
 VERBATIM = r"```.*?^\s*```|`[^`\n]+`"
 FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
 LINKED_OR_SHOWN = r"<pre.*?</pre>|<(?P<tag>a|autoref|h\d)\b.*?</(?P=tag)>"
-CONVENTIONS = "guide's conventions"
+CONVENTIONS = r"guide's\s+conventions"
 NAME = r"<code>(?:tx\.|traceax\.)?(?P<name>\w+)</code>"
 SCRIPTS_FROM_ELSEWHERE = re.compile(
     r'<script[^>]*\bsrc="https?:.*?</script>'
@@ -99,8 +99,8 @@ def references(html: str) -> str:
     """Public names as links, but for what is a link, a heading or a program; and what
     docstrings call the guide's conventions."""
     names = documented()
-    page = f'<autoref identifier="conventions">{CONVENTIONS}</autoref>'
-    html = html.replace(CONVENTIONS, page)
+    page = r'<autoref identifier="conventions">\g<0></autoref>'
+    html = re.sub(CONVENTIONS, page, html)
 
     def linked(found: re.Match[str]) -> str:
         where = names.get(found["name"] or "")

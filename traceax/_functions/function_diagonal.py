@@ -88,7 +88,7 @@ def function_diagonal(
         >>> ring = jnp.roll(jnp.eye(200), 1, axis=0)
         >>> graph = lx.MatrixLinearOperator(ring + ring.T, lx.symmetric_tag)
         >>> key = jax.random.key(0)
-        >>> sizes = {'num_probes': 24, 'num_steps': 10}
+        >>> sizes = {"num_probes": 24, "num_steps": 10}
         >>> centrality = tx.function_diagonal(graph, jnp.exp, key, **sizes)
         >>> print(centrality.value[:3].round(2))
         [2.28 2.28 2.28]
