@@ -87,7 +87,7 @@ def adaptive_trace(
 
     - `rtol`, `atol`: the tolerances, at least 0, may be traced. Default 0.01 and 0.
     - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
-      Default 1000. If it reaches n + 8 (or n <= 64), the last size is n, which is exact.
+      Default 1000. If it reaches n + 8 (n if n <= 64), the last size is n, and exact.
     - `sampler`: independent probes. Default: the sphere, or signs.
     - `progress_meter`: shows how much of `max_matvecs` is spent.
 
