@@ -87,7 +87,8 @@ def inv_quad_logdet(
       is its square.
 
     **Returns** an `InvQuadLogdet`: two `Estimate`s of shape `()`, real, and the solution.
-    `inv_quad.standard_error` is a bound from the residual of the solution, and rounding.
+    `inv_quad.standard_error` is a bound from the residual of the solution, which also shows
+    a solve that does not reach `rtol` in 10 num_matvecs steps, and rounding.
     The value is at most this much below the truth if A is positive semidefinite and the
     shift positive (as far as the run can see); else the bound uses half the least Ritz
     value. `inv_quad.num_matvecs` counts run and solve, `logdet.num_matvecs` the run. NaN if
