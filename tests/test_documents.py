@@ -25,15 +25,17 @@ TESTING = {name: getattr(testing, name) for name in testing.__all__}
 PUBLIC = {name: value for name, value in vars(tx).items() if not name.startswith("_")}
 PUBLIC = {n: v for n, v in PUBLIC.items() if not inspect.ismodule(v)} | TESTING
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
-SECTIONS = (
-    "**Arguments**",
-    "**Returns**",
-    "**Raises**",
-    "**Derivatives**",
-    "**Cost**",
-    "**Example**",
-    "**Reference**",
-)
+SECTIONS = {
+    "**Arguments**": True,
+    "**Returns**": False,
+    "**Raises**": False,
+    "**Derivatives**": False,
+    "**Cost**": True,
+    "**Example**": True,
+    "**Reference**": True,
+}
+CONVENTIONS = (ROOT / "notebooks/site/docs/guide/conventions.md").read_text()
+TOLD_ONCE = ("operator", "key", "sampler", "batch_size", "progress_meter", "x", "args")
 
 
 def blocks(language: str) -> list[str]:
@@ -42,14 +44,55 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_docstrings_are_complete_and_in_order(name: str) -> None:
+    """What is left out is told on the page of conventions, to which they point."""
     documentation = inspect.getdoc(FUNCTIONS[name])
     assert documentation is not None
-    places = [documentation.find(section) for section in SECTIONS]
-    assert -1 not in places, SECTIONS[places.index(-1)]
-    assert places == sorted(places)
-    arguments = documentation[places[0] : places[1]]
+    summary, blank = documentation.split("\n")[:2]
+    assert summary.endswith(".")
+    assert not blank
+    places = {section: documentation.find(section) for section in SECTIONS}
+    for section, needed in SECTIONS.items():
+        assert not needed or places[section] >= 0, section
+    found = [place for place in places.values() if place >= 0]
+    assert found == sorted(found)
+    arguments = documentation[places["**Arguments**"] : found[1]]
     for parameter in inspect.signature(FUNCTIONS[name]).parameters:
-        assert f"- `{parameter}`:" in arguments
+        if f"`{parameter}`" not in arguments:
+            assert parameter in TOLD_ONCE
+            assert "guide's conventions)" in " ".join(arguments.split())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_of_estimators_say_whether_there_is_a_bias(name: str) -> None:
+    function = FUNCTIONS[name]
+    if "Estimate" in str(inspect.signature(function).return_annotation):
+        assert re.search("[Bb]ias", function.__doc__ or "")
+
+
+def test_docstrings_are_short() -> None:
+    """At most 1,700 lines, methods of classes included, and 70 for each."""
+    classes = [thing for thing in PUBLIC.values() if inspect.isclass(thing)]
+    methods = [
+        member
+        for thing in classes
+        for name, member in vars(thing).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    ]
+    assert tx.Estimate.interval in methods
+    things = [*PUBLIC.values(), *methods]
+    lines = [len((inspect.getdoc(thing) or "").splitlines()) for thing in things]
+    assert max(lines) <= 70
+    assert sum(lines) <= 1700
+
+
+def test_the_page_of_conventions_tells_what_docstrings_leave_out() -> None:
+    headings = re.findall(r"^## (.*)$", CONVENTIONS, re.MULTILINE)
+    assert headings[:5] == ["Operators", "Keys", "Budgets", "Dtypes", "Exactness"]
+    assert headings[5:] == ["Error bars", "Derivatives", "Batches", "Errors"]
+    entries = re.findall(r"^- (`.*?):", CONVENTIONS, re.MULTILINE)
+    told = {name for entry in entries for name in re.findall(r"`(\w+)`", entry)}
+    shared = {"num_matvecs", "num_probes", "num_steps", "structure", "fn"}
+    assert told == {*TOLD_ONCE, *shared}
 
 
 def test_estimate_is_documented() -> None:
@@ -70,13 +113,20 @@ def test_examples_in_docstrings(name: str) -> None:
 
 
 def test_samplers_are_told_what_is_asked_of_their_probes() -> None:
-    """Wherever one may be given, and where one's own are introduced."""
-    takers = [f for f in FUNCTIONS.values() if "sampler" in inspect.signature(f).parameters]
-    assert len(takers) >= 20
-    for function in takers:
-        (_, told) = (function.__doc__ or "").split("- `sampler`: ")
-        told = re.split(r"\n    - |\n\n", told)[0]
-        assert "E[z z*] = I" in " ".join(told.split()), function.__name__
+    """On the page of conventions, which also says what the terms of docstrings mean."""
+    (_, told) = CONVENTIONS.split("- `sampler`: ")
+    assert "E[z z*] = I" in " ".join(told.split("\n- ")[0].split())
+    words = " ".join(CONVENTIONS.split())
+    for term in ("independent probes", "the sphere, or signs"):
+        assert f"**{term}**" in words
+
+
+def test_derivations_that_the_site_shows_are_there() -> None:
+    page = (ROOT / "notebooks/site/docs/background/derivations.md").read_text()
+    shown = re.findall(r"^derivation: ([\w.]+)$", page, re.MULTILINE)
+    assert len(shown) > 20
+    for name in shown:
+        assert (ROOT / "traceax" / (name.replace(".", "/") + ".py")).exists(), name
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -191,7 +241,7 @@ def test_every_public_name_is_in_the_changelog() -> None:
 
 
 def test_names_in_the_readmes_table_exist() -> None:
-    """And every question that the library answers has its front door there."""
+    """And every question that the library answers has its automatic choice there."""
     table = README.split("## Which function?")[1].split("## ")[0]
     named = {name for name in re.findall(r"`(\w+)`", table) if name != "pattern"}
     assert named <= set(PUBLIC)

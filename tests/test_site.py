@@ -146,6 +146,7 @@ def test_docstrings_and_derivations_are_shown(built: Path) -> None:
         "traceax.xtrace",
         "<strong>Arguments</strong>",
         "<strong>Derivatives</strong>",
+        'href="../../guide/conventions/#conventions"',
     ):
         assert words in traces
     assert (

@@ -93,19 +93,16 @@ def operators(
     - `depth`: the largest number of wrappers around an operator. Default 2.
 
     **Returns** a strategy. **Raises** `ValueError` if `kinds` or `spectra` holds an unknown
-    name or nothing to draw. **Derivatives**: the operator's. **Cost**: n applications.
+    name or nothing to draw. **Cost**: n applications.
 
     **Example**
 
-    ```python
-    >>> import hypothesis, traceax.testing
-    >>> @hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
-    ... @hypothesis.given(traceax.testing.operators(sizes=(1, 3), spectra=("flat",)))
-    ... def test_transposing_keeps_the_trace(pair):
-    ...     assert abs(pair[0].T.as_matrix().trace() - pair[1].trace()) < 1e-4
-    >>> test_transposing_keeps_the_trace()
-
-    ```
+        >>> import hypothesis, traceax.testing
+        >>> @hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
+        ... @hypothesis.given(traceax.testing.operators(sizes=(1, 3), spectra=("flat",)))
+        ... def test_transposing_keeps_the_trace(pair):
+        ...     assert abs(pair[0].T.as_matrix().trace() - pair[1].trace()) < 1e-4
+        >>> test_transposing_keeps_the_trace()
 
     **Reference**: MacIver and Hatfield-Dodds (2019), doi:10.21105/joss.01891.
     """
@@ -206,17 +203,13 @@ def check_sampler(
       `True`, as for all samplers of this library; `False` for those that draw leaf by leaf.
     - `num_probes`: how many to draw at a time. Default 3; for `probing`, its colours.
 
-    **Returns** `None`. **Raises** `AssertionError` that lists what is wrong, by how much;
-    `TypeError` if `sampler` is no function or `num_probes` no Python int; `ValueError` if
-    `num_probes` is below 2. **Derivatives**: none. **Cost**: one to five seconds.
+    **Raises** `AssertionError` that lists what is wrong, by how much; `ValueError` if
+    `num_probes` is below 2. **Cost**: one to five seconds.
 
     **Example**
 
-    ```python
-    >>> import traceax.testing
-    >>> traceax.testing.check_sampler(traceax.orthogonal, independent=False)
-
-    ```
+        >>> import traceax.testing
+        >>> traceax.testing.check_sampler(traceax.orthogonal, independent=False)
 
     **Reference**: Hutchinson (1989), doi:10.1080/03610918908812806.
     """
@@ -278,18 +271,15 @@ def check_operator(
     - `rtol`: the relative error that is taken for rounding. Default `None`: eps^0.6 of the
       operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
-    **Returns** `None`. **Raises** `AssertionError` that lists what is wrong, by how much;
-    `TypeError` or `ValueError` for an `operator` or a `key` that no estimator takes, and
-    for arrays spread over several processes. **Derivatives**: none. **Cost**: 110 matvecs.
+    **Raises** `AssertionError` that lists what is wrong, by how much; `TypeError` or
+    `ValueError` for an `operator` or a `key` that no estimator takes, and for arrays spread
+    over several processes. **Cost**: 110 matvecs.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax.testing
-    >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(3), lx.unit_diagonal_tag)
-    >>> traceax.testing.check_operator(operator, jax.random.key(0))
-
-    ```
+        >>> import jax, lineax as lx, traceax.testing
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(3), lx.unit_diagonal_tag)
+        >>> traceax.testing.check_operator(operator, jax.random.key(0))
 
     **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
     """
@@ -416,16 +406,12 @@ def check_estimator(
     - `euler`: whether the derivative along the operator is the value. Default `True`.
     - `num_keys`: the number of runs. Default 400; more runs find smaller biases.
 
-    **Returns** `None`. **Raises** `AssertionError` that lists what is wrong, by how much;
-    `TypeError` if `estimator` is no function. **Derivatives**: none. **Cost**: seconds.
+    **Raises** `AssertionError` that lists what is wrong, by how much. **Cost**: seconds.
 
     **Example**
 
-    ```python
-    >>> import traceax.testing
-    >>> traceax.testing.check_estimator(traceax.hutchinson_trace, num_keys=100)
-
-    ```
+        >>> import traceax.testing
+        >>> traceax.testing.check_estimator(traceax.hutchinson_trace, num_keys=100)
 
     **Reference**: none; the identities are those of the rule in `traceax/_core/rule.py`.
     """

@@ -39,6 +39,7 @@ LINKS = {
 VERBATIM = r"```.*?^\s*```|`[^`\n]+`"
 FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
 LINKED_OR_SHOWN = r"<pre.*?</pre>|<(?P<tag>a|autoref|h\d)\b.*?</(?P=tag)>"
+CONVENTIONS = r"guide's\s+conventions"
 NAME = r"<code>(?:tx\.|traceax\.)?(?P<name>\w+)</code>"
 SCRIPTS_FROM_ELSEWHERE = re.compile(
     r'<script[^>]*\bsrc="https?:.*?</script>'
@@ -95,8 +96,11 @@ def documented() -> dict[str, str]:
 
 
 def references(html: str) -> str:
-    """Public names as links, but for what is a link, a heading or a program."""
+    """Public names as links, but for what is a link, a heading or a program; and what
+    docstrings call the guide's conventions."""
     names = documented()
+    page = r'<autoref identifier="conventions">\g<0></autoref>'
+    html = re.sub(CONVENTIONS, page, html)
 
     def linked(found: re.Match[str]) -> str:
         where = names.get(found["name"] or "")

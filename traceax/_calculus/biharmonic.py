@@ -48,56 +48,31 @@ def biharmonic(
 
         value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
 
-    with pairs of independent probes v_i, w_i of random signs. Unbiased; the error bar is
-    that of independent samples, where that of one `laplacian` of another knows nothing of
-    the inner one's error. Exact if `num_matvecs` reaches n (n + 1) / 2, n the number of
-    entries of x. On networks the error is 0.4 to 0.95 times that of the same number of
-    fourth derivatives along normal probes, divided by 3 (Hu et al.), at equal time.
+    with pairs of independent probes v_i, w_i of random signs. Unbiased. Exact if
+    `num_matvecs` reaches n (n + 1) / 2 for n entries of x. The error bar is that of
+    independent samples; the one of `laplacian` of a `laplacian` does not contain the error
+    of the inner one. For networks the error is 0.4 to 0.95 times that of as many fourth
+    derivatives along normal probes, divided by 3 (Hu et al.), at equal time.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `fn`: a function `fn(x, args)` of one number; or of an array or pytree of numbers,
-      real or complex. Whatever it depends on may be in `args`, in `fn` itself if it is an
-      `eqx.Module`, or closed over.
-    - `x`: one point, a pytree of real arrays. Use `jax.vmap` for a batch, with a key for
-      each point.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many fourth derivatives, one a pair of probes, a Python int of at
-      least 1. From n (n + 1) / 2 on, so many are spent.
-    - `args`: passed on to `fn`. Default `None`.
-    - `batch_size`: how many pairs live at a time, a Python int of at least 1. Default
-      `None`, all. The numbers are the same.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
+    - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
+      numbers, real or complex.
+    - `num_matvecs`: the number of fourth derivatives, one for each pair, at least 1.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
-    `standard_error` is that of a mean of independent samples; `inf` for one; 0 where the
-    value is exact.
-
-    **Raises** `TypeError` if `fn` is not callable or returns other than floats, x has
-    leaves that are not real numbers, `key` is not a random key, `num_matvecs` or
-    `batch_size` not a Python int, `progress_meter` no progress meter; `ValueError` if x is
-    empty, if `key` is an array of keys, if `num_matvecs` or `batch_size` is below 1.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
-    `fn` closes over: exactly those of the value. `fn` must be differentiable forwards four
-    times: a `jax.custom_vjp` in it raises JAX's error.
-
-    **Cost**: some nine forward passes of `fn` for each pair.
+    **Derivatives**: exactly those of the value. `fn` must be differentiable forwards four
+    times: a `jax.custom_vjp` in it raises JAX's error. **Cost**: about nine forward passes
+    of `fn` for each pair.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, traceax as tx
-    >>> fn = lambda x, args: x[0] ** 2 * x[1] ** 2 + x[2] ** 4
-    >>> print(tx.biharmonic(fn, jnp.ones(3), jax.random.key(0), 6).value)
-    32.0
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> fn = lambda x, args: x[0] ** 2 * x[1] ** 2 + x[2] ** 4
+        >>> print(tx.biharmonic(fn, jnp.ones(3), jax.random.key(0), 6).value)
+        32.0
 
-    ```
-
-    **Reference**: Hu et al. (2024), Hutchinson trace estimation for high-dimensional and
-    high-order physics-informed neural networks, arXiv:2312.14499, section 3.3.
+    **Reference**: Hu et al. (2024), Hutchinson trace estimation, arXiv:2312.14499, section
+    3.3.
     """
     x = checked_point("biharmonic", fn, x, key, num_matvecs)
     check_inexact_values("biharmonic", eqx.filter_eval_shape(fn, x, args))

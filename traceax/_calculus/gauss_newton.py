@@ -29,50 +29,37 @@ def gauss_newton(
 
         v -> J* H J v
 
-    J is the Jacobian of `fn` at x, H the Hessian of `loss` in what `fn` returns. For
-    `trace`, `diagonal`, `leaf_traces`, `logdet` (with the prior's precision as `shift`, a
-    Laplace approximation's), and lineax's solvers.
+    J is the Jacobian of `fn` at x, H the Hessian of `loss` in what `fn` returns. It is
+    meant for `trace`, `diagonal`, `leaf_traces`, `logdet` (for a Laplace approximation,
+    with the precision of the prior as `shift`), and for lineax's solvers.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `fn`: a function `fn(x, args)`, a model, that returns an array or pytree of real
-      numbers: what it puts out for all examples.
-    - `loss`: a function `loss(outputs, args)` of what `fn` returns, one real number; convex
-      in the outputs, or the tag of the result is a lie.
-    - `x`: one point, a pytree of real arrays: the parameters.
-    - `args`: passed on to both: the data. Default `None`.
+    - `fn`: a model `fn(x, args)` that returns its outputs for all examples, an array or
+      pytree of real numbers.
+    - `loss`: a function `loss(outputs, args)` that returns one real number. It must be
+      convex in the outputs, or the tag of the result is wrong.
 
-    **Returns** a lineax operator on the space of x, tagged positive semidefinite.
+    **Returns** a lineax operator on the space of x, tagged positive semidefinite. Estimates
+    of it can be differentiated.
 
-    **Raises** `TypeError` if `fn` or `loss` are not callable, x has leaves that are not
-    real numbers, `fn` returns anything but real numbers, or `loss` anything but one;
-    `ValueError` if x is empty.
-
-    **Derivatives**: of whatever is estimated of it, in x, `args`, and whatever `fn` and
-    `loss` close over.
-
-    **Cost**: an application is one product with J, forwards, one with its transpose,
-    backwards, and one with H: some four times what `fn` costs. A batch of them evaluates
-    `fn` once.
+    **Cost**: an application takes one product with J, forwards, one with its transpose,
+    backwards, and one with H: about four times what `fn` costs.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, traceax as tx
-    >>> inputs, targets = jnp.arange(4.0), jnp.ones(4)
-    >>> model = lambda w, data: jnp.tanh(w["slope"] * data[0] + w["offset"])
-    >>> loss = lambda outputs, data: jnp.sum((outputs - data[1]) ** 2) / 2
-    >>> weights = {"offset": jnp.array(0.5), "slope": jnp.array(-0.2)}
-    >>> operator = tx.gauss_newton(model, loss, weights, (inputs, targets))
-    >>> print(tx.trace(operator, jax.random.key(0)).value.round(1))
-    17.0
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> inputs, targets = jnp.arange(4.0), jnp.ones(4)
+        >>> model = lambda w, data: jnp.tanh(w["slope"] * data[0] + w["offset"])
+        >>> loss = lambda outputs, data: jnp.sum((outputs - data[1]) ** 2) / 2
+        >>> weights = {"offset": jnp.array(0.5), "slope": jnp.array(-0.2)}
+        >>> operator = tx.gauss_newton(model, loss, weights, (inputs, targets))
+        >>> print(tx.trace(operator, jax.random.key(0)).value.round(1))
+        17.0
 
-    ```
-
-    **Reference**: Schraudolph (2002), Fast curvature matrix-vector products for
-    second-order gradient descent, Neural Computation 14(7), doi:10.1162/08997660260028683;
-    Martens (2020), New insights and perspectives on the natural gradient method, Journal of
-    Machine Learning Research 21(146).
+    **Reference**: Schraudolph (2002), Fast curvature matrix-vector products,
+    doi:10.1162/08997660260028683; Martens (2020), Journal of Machine Learning Research
+    21(146).
     """
     x = differentiable_point("gauss_newton", fn, x)
     check_outputs("gauss_newton", eqx.filter_eval_shape(fn, x, args))
@@ -86,44 +73,32 @@ def gauss_newton(
 def empirical_fisher(fn: Field, x: Point, args: PyTree = None) -> lx.AbstractLinearOperator:
     """The empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
 
-    g_i is the gradient in x of example i's log-likelihood (or loss). Unlike Fisher's
-    information matrix, which averages over what the model predicts, it has the labels of
-    the data in it; see `gauss_newton` for that.
+    g_i is the gradient in x of the log-likelihood (or loss) of example i. Fisher's
+    information matrix averages over what the model predicts (`gauss_newton`); this matrix
+    contains the labels of the data.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `fn`: a function `fn(x, args)` that returns an array or pytree of real numbers, one an
-      example: its log-likelihood or loss. For the mean over N examples, divide by
-      N**0.5.
-    - `x`: one point, a pytree of real arrays: the parameters.
-    - `args`: passed on to `fn`: the data. Default `None`.
+    - `fn`: a function `fn(x, args)` that returns an array or pytree of real numbers, the
+      log-likelihood or loss of each example. For a mean over N of them, divide by N**0.5.
 
-    **Returns** a lineax operator on the space of x, tagged positive semidefinite, of rank
-    at most the number of examples.
+    **Returns** a lineax operator on the space of x, tagged positive semidefinite, whose
+    rank is at most the number of examples. Estimates of it can be differentiated.
 
-    **Raises** `TypeError` if `fn` is not callable, x has leaves that are not real numbers,
-    or `fn` returns anything but real numbers; `ValueError` if x is empty.
-
-    **Derivatives**: of whatever is estimated of it, in x, `args`, and whatever `fn` closes
-    over.
-
-    **Cost**: an application is one product with the Jacobian of `fn`, forwards, and one
-    with its transpose, backwards: some four times what `fn` costs.
+    **Cost**: an application takes one product with the Jacobian of `fn`, forwards, and one
+    with its transpose, backwards: about four times what `fn` costs.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, traceax as tx
-    >>> fn = lambda w, data: -((w @ data.T) ** 2) / 2
-    >>> data = jnp.array([[1.0, 0.0], [1.0, 2.0], [0.0, 1.0]])
-    >>> operator = tx.empirical_fisher(fn, jnp.ones(2), data)
-    >>> print(tx.diagonal(operator, jax.random.key(0)).value)
-    [10. 37.]
-
-    ```
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> fn = lambda w, data: -((w @ data.T) ** 2) / 2
+        >>> data = jnp.array([[1.0, 0.0], [1.0, 2.0], [0.0, 1.0]])
+        >>> operator = tx.empirical_fisher(fn, jnp.ones(2), data)
+        >>> print(tx.diagonal(operator, jax.random.key(0)).value)
+        [10. 37.]
 
     **Reference**: Kunstner, Balles and Hennig (2019), Limitations of the empirical Fisher
-    approximation for natural gradient descent, arXiv:1905.12558.
+    approximation, arXiv:1905.12558.
     """
     x = differentiable_point("empirical_fisher", fn, x)
     check_outputs("empirical_fisher", eqx.filter_eval_shape(fn, x, args))

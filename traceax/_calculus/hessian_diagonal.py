@@ -31,64 +31,34 @@ def hessian_diagonal(
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
-    """Estimate the diagonal of a function's Hessian at x: d2 fn/dx_a2 for every entry a.
+    """Estimate the diagonal of the Hessian of a function at x: d2 fn/dx_a2 for all a.
 
-    By a sketch of the Hessian (`xdiag`) from 10 products on; with fewer, or where
-    `batch_size` or `sampler` are given, by Hessian-vector products with probes of random
-    sign, compared entry by entry with the probes (`hutchinson_diagonal`), which is exact
-    if the Hessian is diagonal. Unbiased. Exact if `num_matvecs` reaches the number n of
-    entries of x. On networks the sketch has 1.0 to 2 times less error with 14 products, 5
-    and more with 100.
+    From 10 products on a sketch of the Hessian estimates it (`xdiag`). With fewer products,
+    or where `batch_size` or `sampler` are given, probes are compared entry by entry with
+    their Hessian-vector products (`hutchinson_diagonal`), which is exact if the Hessian is
+    diagonal. Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. For
+    networks the error of the sketch is 1 to 2 times smaller with 14 products, and 5 times
+    or more with 100.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `fn`: a function `fn(x, args)` that returns one real number. Whatever it depends on
-      may be in `args`, in `fn` itself if it is an `eqx.Module`, or closed over.
-    - `x`: one point, a pytree of real arrays: a network's parameters, say.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many Hessian-vector products, one a probe, a Python int of at
-      least 1. From n on, n are spent.
-    - `args`: passed on to `fn`. Default `None`.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `None`, `rademacher`.
-    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours). Default `None`, all. For a `sampler` that is given
-      the numbers are the same; they are drawn and the Hessian applied again in a gradient
-      rather than stored. `orthogonal` and samplers of your own still draw all probes
-      together.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
-
-    **Returns** an `Estimate` with the structure of x (leaves of at least 32 bits).
-    `standard_error` is, entry by entry, that of `xdiag`, or of a mean of independent
-    samples; `inf` for one; 0 where n products were spent. Where `fn` is an estimate itself,
-    its probes are the same for all of these, and what it is wrong by is not in the bar.
-
-    **Raises** `TypeError` if `fn` is not callable or returns anything but one real number,
-    x has leaves that are not real numbers, `key` is not a random key, `num_matvecs` or
-    `batch_size` not a Python int, the sampler not a function, `progress_meter` no progress
-    meter; `ValueError` if x is empty, if `key` is an array of keys, if `num_matvecs` or
-    `batch_size` is below 1.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
-    `fn` closes over.
+    - `fn`: a function `fn(x, args)` that returns one real number.
+    - `num_matvecs`: the number of Hessian-vector products, at least 1.
+    - `sampler`: default `rademacher`.
 
     **Cost**: `num_matvecs` Hessian-vector products, forwards over one backward pass, in one
-    batch: about four times what `fn` costs, each. A sketch holds some 4 blocks of n x
-    `num_matvecs` / 2; with `batch_size`, one of n x `batch_size`.
+    batch; each costs about four times what `fn` does. Memory: about 4 blocks of n x
+    `num_matvecs` / 2; with `batch_size` one of n x `batch_size`.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, traceax as tx
-    >>> fn = lambda x, args: jnp.sum(x**3)
-    >>> print(tx.hessian_diagonal(fn, jnp.arange(3.0), jax.random.key(0), 1).value)
-    [ 0.  6. 12.]
-
-    ```
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> fn = lambda x, args: jnp.sum(x**3)
+        >>> print(tx.hessian_diagonal(fn, jnp.arange(3.0), jax.random.key(0), 1).value)
+        [ 0.  6. 12.]
 
     **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
-    matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
+    matrix, doi:10.1016/j.apnum.2007.01.003.
     """
     x = checked_point("hessian_diagonal", fn, x, key, num_matvecs)
     check_scalar_values("hessian_diagonal", eqx.filter_eval_shape(fn, x, args))

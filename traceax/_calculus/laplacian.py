@@ -68,73 +68,39 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. Computed forwards
-    in collapsed Taylor mode: one sweep for all probes together, which carries a first
-    derivative for each probe, but the sum of the second ones only. Of a residual's square
-    in a loss use `unbiased_square`; of the Laplacian of a Laplacian, `biharmonic`.
+    Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. It is computed
+    forwards in collapsed Taylor mode: one sweep carries a first derivative for each probe,
+    and one second derivative, the sum over the probes. For squares of residuals in a loss
+    there is `unbiased_square`, for the Laplacian of a Laplacian `biharmonic`.
 
-    From 10 directions on, of a function of one real number, a sixth of them are spent on a
-    sketch of the Hessian. What few directions dominate is then exact, and probes estimate
-    the rest: for trained networks in 50 and 100 dimensions with 16 directions the error is
-    7 to 40 times smaller; before training, where nothing dominates, 0.9 to 1.15 times.
-    Value and gradient take 0.7 to 0.9 of the time of as many probes, for the gradient does
-    not go through the sketch; the value alone 2 to 4 times, most of it small
-    decompositions at each point.
+    From 10 directions on, for a function of one real number, a sixth of the directions is
+    spent on a sketch of the Hessian. The trace on the range of the sketch is exact, and
+    probes estimate the rest. For trained networks in 50 and 100 dimensions, with 16
+    directions, the error is 7 to 40 times smaller; where no directions dominate it is 0.9
+    to 1.15 times that of probes. Value and gradient together take 0.7 to 0.9 of the time of
+    as many probes, the value alone 2 to 4 times as long.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `fn`: a function `fn(x, args)` of one number; or of an array or pytree of numbers,
-      real or complex, each of which has a Laplacian. Whatever it depends on may be in
-      `args`, in `fn` itself if it is an `eqx.Module`, or closed over.
-    - `x`: one point, a pytree of real arrays. Use `jax.vmap` for a batch, with a key for
-      each point.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many directions, one a probe, a Python int of at least 1. From n
-      on, n are spent.
-    - `args`: passed on to `fn`. Default `None`.
-    - `sampler`: draws the probes, with E[z z*] = I, and there is no sketch. Default `None`:
-      signs, blind to the Hessian's diagonal, `rademacher`, or `hadamard` where there are
-      probes for an eighth of the dimensions.
-    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours), and there is no sketch. Default `None`, all. For
-      independent probes the numbers are the same as without sketch; they are drawn and
-      pushed forwards again in a gradient rather than stored. `orthogonal`, `hadamard` and
-      samplers of your own still draw all probes together.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
+    - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
+      numbers, real or complex, each of which has a Laplacian.
+    - `num_matvecs`: the number of directions, one for each probe, at least 1.
+    - `sampler`, `batch_size`: with one there is no sketch. Default: as in `divergence`.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns (at least 32 bits).
-    `standard_error` is that of a mean of independent samples; `inf` for one; 0 where n
-    directions were spent. Where `fn` is an estimate itself (the Laplacian of a Laplacian),
-    its probes are the same for all of these, and what it is wrong by is not in the bar.
-
-    **Raises** `TypeError` if `fn` is not callable or returns other than floats, x has
-    leaves that are not real numbers, `key` is not a random key, `num_matvecs` or
-    `batch_size` not a Python int, the sampler not a function, `progress_meter` no progress
-    meter; `ValueError` if x is empty, if `key` is an array of keys, if `num_matvecs` or
-    `batch_size` is below 1.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, in x, `args`, and whatever
-    `fn` closes over; without a sketch exactly those of the value. `fn` must be
+    **Derivatives**: without a sketch exactly those of the value. `fn` must be
     differentiable forwards twice: a `jax.custom_vjp` in it raises JAX's error. If it is not
-    backwards, as a `jax.lax.while_loop` is not, there is no sketch.
-
-    **Cost**: that of k + 1 forward passes of `fn` for k = `num_matvecs`, where k
-    Hessian-vector products cost 2k and a backward pass; with a sketch a sixth more, and two
-    QR decompositions. The standard error needs up to 2k passes of its own: under `jax.jit`
-    they are made only if it is used.
+    differentiable backwards, as a `jax.lax.while_loop` is not, there is no sketch.
+    **Cost**: about k + 1 forward passes of `fn` for k = `num_matvecs`; k Hessian-vector
+    products would cost 2k and a backward pass. A sketch costs a sixth more, and two QR
+    decompositions. The standard error needs up to 2k passes if it is used.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, traceax as tx
-    >>> x = jnp.ones(3)
-    >>> estimate = tx.laplacian(lambda x, args: jnp.sum(x**3), x, jax.random.key(0), 3)
-    >>> print(estimate.value)
-    18.0
-
-    ```
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> x = jnp.ones(3)
+        >>> estimate = tx.laplacian(lambda x, args: jnp.sum(x**3), x, jax.random.key(0), 3)
+        >>> print(estimate.value)
+        18.0
 
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Dangel et al.
     (2025), Collapsing Taylor mode automatic differentiation, arXiv:2505.13644; for the

@@ -26,49 +26,39 @@ def unbiased_square(
 
         value = Re conj(a) b,    a and b estimates of t with independent keys
 
-    The square of one estimate is too large on average by its variance, so a network that
-    is trained on squares of estimated residuals learns to make its estimator's variance
-    small, too, at the cost of its residual: it converges to something else. The product of
-    two independent estimates has the mean t^2, and its gradient the mean of that of t^2.
+    The mean of the square of one estimate is too large by the variance of the estimate. A
+    network that is trained on such squares also makes this variance small, and converges to
+    something else than the minimum of t^2. The product of two independent estimates has the
+    mean t^2, and its gradient has the mean of the gradient of t^2.
 
-    **Arguments**
+    **Arguments** (`key` and errors are in the guide's conventions)
 
     - `estimate_fn`: a function of a key that returns an `Estimate`, or an array or pytree
-      of arrays made from one, such as the residual
-      `lambda key: tx.laplacian(u, x, key, 1).value - f(x)`. Called once, on a batch of two
-      keys.
-    - `key`: a JAX random key; `estimate_fn` gets two made of it.
+      of arrays made from one, such as the residual `lambda key: tx.laplacian(u, x, key,
+      1).value - f(x)`. It is called once, on a batch of two keys.
 
     **Returns** the square, entry by entry, real: an `Estimate` if `estimate_fn` returns
-    one, else arrays. Single values may be negative. `standard_error` is that of a product;
-    of two estimates with one probe each, which cannot tell on their own, it is made of
-    their difference.
+    one, else arrays. It may be negative. `standard_error` is that of a product. For two
+    estimates of one probe each, which have no error of their own, it is computed from their
+    difference.
 
-    **Raises** `TypeError` if `estimate_fn` is not callable, `key` not a random key;
-    `ValueError` if `key` is an array of keys.
-
-    **Derivatives**: as those of `estimate_fn`: unbiased where its are.
-
-    **Cost**: twice that of `estimate_fn`. At equal cost one estimate with twice the probes
-    has the same spread where t dominates, and a bias.
+    **Derivatives**: those of `estimate_fn`, unbiased if it has unbiased ones. **Cost**:
+    twice that of `estimate_fn`. At equal cost one estimate with twice the probes has the
+    same spread where t dominates, and a bias.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jnp.array([[1.0, 2.0], [2.0, 3.0]]))
-    >>> once = lambda key: tx.hutchinson_trace(operator, key, 1).value
-    >>> keys = jax.random.split(jax.random.key(0), 10_000)
-    >>> squares = jax.vmap(lambda key: tx.unbiased_square(once, key))(keys)
-    >>> bool(abs(squares.mean() - 4.0**2) < 1.0)  # the mean of once(key)**2 is 32
-    True
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> operator = lx.MatrixLinearOperator(jnp.array([[1.0, 2.0], [2.0, 3.0]]))
+        >>> once = lambda key: tx.hutchinson_trace(operator, key, 1).value
+        >>> keys = jax.random.split(jax.random.key(0), 10_000)
+        >>> squares = jax.vmap(lambda key: tx.unbiased_square(once, key))(keys)
+        >>> bool(abs(squares.mean() - 4.0**2) < 1.0)  # the mean of once(key)**2 is 32
+        True
 
-    ```
-
-    **Reference**: the two independent samples of Baird (1995), Residual algorithms:
-    reinforcement learning with function approximation, ICML; for residuals of differential
-    equations, Hu et al. (2024), Hutchinson trace estimation for high-dimensional and
-    high-order physics-informed neural networks, arXiv:2312.14499.
+    **Reference**: Baird (1995), Residual algorithms: reinforcement learning with function
+    approximation, ICML, for two independent samples; Hu et al. (2024), arXiv:2312.14499,
+    for residuals of differential equations.
     """
     check_estimate_fn("unbiased_square", estimate_fn)
     check_key("unbiased_square", key)

@@ -132,35 +132,29 @@ class Estimate(eqx.Module):
 
     It is a pytree: return it from `jax.jit`, batch it with `jax.vmap`, stack it with
     `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits of its
-    error, `96.6 ± 3.1 (50 matvecs)`, a format like `f"{estimate:.3f}"` as you wish; arrays
-    of more than ten numbers by their shapes and relative errors, traced ones by their
-    types.
+    error, `96.6 ± 3.1 (50 matvecs)`, and formats like `f"{estimate:.3f}"` work.
 
-    **Attributes**
+    **Attributes** (more on error bars is in the guide's conventions)
 
-    - `value`: the estimate. An array of shape `()` for a trace; for a diagonal, a pytree
-      with the operator's input structure.
-    - `standard_error`: real, same structure as `value`: the standard deviation of `value`,
-      estimated from the same probes, with a floor at the rounding error of the operator's
-      dtype. `inf` if a single probe cannot tell; `0` if `value` is exact. Reverse-mode
-      differentiation through it raises an error that says so; its forward-mode tangent is
-      infinite (of a diagonal that is stored, 0). Wrap it in `jax.lax.stop_gradient` to
-      weight a loss.
+    - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
+      operator's input structure.
+    - `standard_error`: real, with the structure of `value`: the standard deviation of
+      `value`, estimated from the same probes, at least the rounding error of the operator's
+      dtype. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
+      mode raises an error, the tangent in forward mode is infinite (0 for a stored
+      diagonal). To weight a loss by it, use `jax.lax.stop_gradient`.
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
-    - `degrees_of_freedom`: of Student's distribution in `interval`: how well the probes
-      determine `standard_error`. Fewer than their number less one where samples are skewed.
+    - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
+      `standard_error`. At most their number less one, and fewer where samples are skewed.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.DiagonalLinearOperator(jax.numpy.arange(1.0, 101.0))
-    >>> estimate = tx.xtrace(operator, jax.random.key(0), 40)
-    >>> low, high = estimate.interval(0.95)
-    >>> bool(low < 5050.0 < high)
-    True
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> operator = lx.DiagonalLinearOperator(jax.numpy.arange(1.0, 101.0))
+        >>> estimate = tx.xtrace(operator, jax.random.key(0), 40)
+        >>> low, high = estimate.interval(0.95)
+        >>> bool(low < 5050.0 < high)
+        True
     """
 
     value: PyTree[Inexact[Array, ...]]
@@ -182,16 +176,13 @@ class Estimate(eqx.Module):
 
         **Arguments**
 
-        - `level`: the probability, strictly between 0 and 1, with which the interval is
-          meant to hold the exact value. Default 0.95.
+        - `level`: the probability, strictly between 0 and 1, that the interval contains the
+          exact value. Default 0.95.
 
-        **Returns** `(low, high)`, each with the structure and shape of `value`.
-
-        **Raises** `ValueError` if `level` is not between 0 and 1; `TypeError` if it is no
-        number, or if `value` is complex, because a complex number has no low and high end:
-        take the interval of an `Estimate` of its real part.
-
-        **Derivatives**: none; the ends depend on `standard_error`, which refuses.
+        **Returns** `(low, high)`, each with the structure and shape of `value`; they cannot
+        be differentiated. **Raises** `ValueError` if `level` is not between 0 and 1;
+        `TypeError` if it is not a number, or if `value` is complex: take the interval of an
+        `Estimate` of its real part.
 
         **Cost**: no operator applications.
         """

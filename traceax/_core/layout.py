@@ -46,31 +46,29 @@ _SCATTERS = {"gather", "scatter", "scatter-add", "scatter_add", "bcoo_dot_genera
 
 
 class Layout(enum.Enum):
-    """How a block of vectors goes through an operator, given to it among its tags.
+    """How a block of vectors goes through an operator: one of the operator's tags.
 
-    Where nothing is said traceax chooses, by what an application does, its size and the
-    platform, and is rarely wrong by much. Numbers do not depend on it, but for rounding.
+    Without a tag traceax chooses by what an application does, its size and the platform,
+    and is rarely wrong by much. Values do not depend on it, except for rounding.
 
     - `COLUMNS`: `jax.vmap` over the last axis.
     - `ROWS`: `jax.vmap` over the first.
     - `LOOP`: `jax.lax.map`, one vector after the other.
 
-    Transposed and composed operators are operators of their own, which know nothing of it:
-    tag them, too, if they need it, by `lx.TaggedLinearOperator`.
+    Transposed and composed operators do not inherit it: tag them by
+    `lx.TaggedLinearOperator`.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((500,), jax.numpy.float32)
-    >>> def second_difference(v):
-    ...     return 2 * v - jax.numpy.roll(v, 1) - jax.numpy.roll(v, -1)
-    >>> tags = (lx.positive_semidefinite_tag, tx.Layout.LOOP)
-    >>> operator = lx.FunctionLinearOperator(second_difference, structure, tags)
-    >>> bool(abs(tx.hutchinson_trace(operator, jax.random.key(0), 30).value - 1000) < 60)
-    True
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((500,), jax.numpy.float32)
+        >>> def second_difference(v):
+        ...     return 2 * v - jax.numpy.roll(v, 1) - jax.numpy.roll(v, -1)
+        >>> tags = (lx.positive_semidefinite_tag, tx.Layout.LOOP)
+        >>> operator = lx.FunctionLinearOperator(second_difference, structure, tags)
+        >>> estimate = tx.hutchinson_trace(operator, jax.random.key(0), 30)
+        >>> bool(abs(estimate.value - 1000) < 60)
+        True
     """
 
     COLUMNS = "columns"

@@ -16,39 +16,36 @@ from traceax._core.rule import refusing
 
 
 def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
-    """One estimate of several of the same quantity, made with independent keys.
+    """Combine several estimates of the same quantity, made with independent keys, into one.
 
-    Their mean, weighted by the applications spent: unbiased where they are.
+        value = sum_j m_j value_j / sum_j m_j,    m_j the applications spent on estimate j
+
+    Unbiased if the estimates are.
 
     **Arguments**
 
     - `estimates`: a sequence, or one `Estimate` of which every leaf has a leading axis of
-      runs, as from `jax.vmap`. Nothing can tell that two of them had the *same* key.
+      runs, as from `jax.vmap`. Two estimates with the *same* key cannot be detected.
 
-    **Returns** an `Estimate` like the parts. `standard_error` is theirs, added in squares,
-    or that of their spread if it is larger, or if runs have one probe each, whose error is
-    unknown. `num_matvecs` is the sum.
+    **Returns** an `Estimate` like the parts. `standard_error` comes from theirs, added in
+    squares, or from their spread, if this is larger or if each has one probe only.
+    `num_matvecs` is the sum. **Raises** `TypeError` if `estimates` is no Estimate and no
+    sequence of them; `ValueError` if there are none, they differ in structure, or a single
+    one is no batch.
 
-    **Raises** `TypeError` if `estimates` is no Estimate and no sequence of them;
-    `ValueError` if there are none, they differ in structure, or a single one is no batch.
-
-    **Derivatives**: those of the weighted mean.
-
-    **Cost**: no applications.
+    **Derivatives**: those of the weighted mean. **Cost**: no applications.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jax.random.normal(jax.random.key(0), (200, 200)))
-    >>> keys = jax.random.split(jax.random.key(1), 4)
-    >>> print(tx.pool([tx.hutchinson_trace(operator, key, 50) for key in keys]).num_matvecs)
-    200
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 200))
+        >>> operator = lx.MatrixLinearOperator(matrix)
+        >>> keys = jax.random.split(jax.random.key(1), 4)
+        >>> estimates = [tx.hutchinson_trace(operator, key, 50) for key in keys]
+        >>> print(tx.pool(estimates).num_matvecs)
+        200
 
-    ```
-
-    **Reference**: Welch (1947), The generalization of Student's problem when several
-    different population variances are involved, Biometrika 34.
+    **Reference**: Welch (1947), The generalization of Student's problem, Biometrika 34.
     """
     if isinstance(estimates, Estimate):
         _check_batch("pool", estimates)

@@ -71,66 +71,45 @@ def adaptive_trace(
     sampler: Sampler | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> AdaptiveEstimate:
-    """Estimate tr A to a tolerance: spend as few applications as it takes.
+    """Estimate tr A to a tolerance, with as few applications as it takes.
 
-    A sketch of 8 probes is doubled until two standard errors fit the tolerance,
+    A sketch of 8 probes is doubled until two standard errors are within the tolerance,
 
         2 * standard_error <= atol + rtol * |value|,
 
-    or `max_matvecs` is spent: the last size takes what it leaves. All probes and products
-    are used again, by `xnystrace` if the operator is tagged positive or negative
-    semidefinite, else by `xtrace`. Works under `jax.jit`, `jax.vmap` and in loops.
+    or `max_matvecs` is spent. All probes and products are used again, by `xnystrace` if the
+    operator is tagged positive or negative semidefinite, else by `xtrace`. At each size it
+    is unbiased; stopping by the error bar leaves a small bias.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
-    - `key`: a JAX random key.
-    - `rtol`: the relative tolerance, a number of at least 0, or an array of shape `()`,
-      which may be traced. Default 0.01.
-    - `atol`: the absolute tolerance, likewise. Default 0.
+    - `rtol`, `atol`: the tolerances, at least 0, may be traced. Default 0.01 and 0.
     - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
-      Default 1000. If it reaches n + 8, the last size is all of n, and exact; for n <= 64,
-      at once.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `None`: `sphere`, and from 100,000 dimensions on `rademacher`, cheaper to draw.
-    - `progress_meter`: shows how much of `max_matvecs` is spent: one of diffrax's progress
-      meters, `diffrax.TextProgressMeter()`, say, or any object with their methods. Default
-      `None`.
+      Default 1000. If it reaches n + 8 (n if n <= 64), the last size is n, and exact.
+    - `sampler`: independent probes. Default: the sphere, or signs.
+    - `progress_meter`: shows how much of `max_matvecs` is spent.
 
-    **Returns** an `Estimate` of shape `()` with one field more, `converged`: whether the
-    tolerance was met. `num_matvecs` is an array, decided at run time. NaN ends at once, and
-    never counts as converged; a tolerance of 0 ends where `max_matvecs` ends.
+    **Returns** an `Estimate` of shape `()` with a field `converged`: whether the tolerance
+    was met. `num_matvecs` is an array, decided at run time. NaN ends at once and is never
+    converged; with a tolerance of 0 all of `max_matvecs` is spent.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `max_matvecs` not a Python int, a tolerance not a real number, the sampler not a
-    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
-    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
-    `max_matvecs` is below 2 and n, a tolerance negative or an array of several; if the
-    sampler's probes are dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, those of the estimator at the size
-    that was reached; the choice of the size is frozen.
-
-    **Cost**: `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced
-    program every size is compiled, and memory is that of the largest: 6 blocks of n x k,
-    or of n x n if it is exact; under `jax.vmap` every size is run.
+    **Derivatives**: those of the estimator at the size that was reached; the choice of the
+    size is frozen. **Cost**: `num_matvecs` of the result; about 12 n k^2 flops for k
+    probes. In a traced program every size is compiled, and memory is that of the largest: 6
+    blocks of n x k, or of n x n if it is exact. Under `jax.vmap` every size is run.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jnp.diag(0.9 ** jnp.arange(500.0)))
-    >>> estimate = tx.adaptive_trace(operator, jax.random.key(0), rtol=1e-2)
-    >>> bool(estimate.converged), bool(abs(estimate.value - 10) < 0.1)
-    (True, True)
-    >>> print(estimate.num_matvecs)
-    128
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> operator = lx.MatrixLinearOperator(jnp.diag(0.9 ** jnp.arange(500.0)))
+        >>> estimate = tx.adaptive_trace(operator, jax.random.key(0), rtol=1e-2)
+        >>> bool(estimate.converged), bool(abs(estimate.value - 10) < 0.1)
+        (True, True)
+        >>> print(estimate.num_matvecs)
+        128
 
-    ```
-
-    **Reference**: doubling as in Epperly, Tropp and Webber (2024), XTrace: Making the most
-    of every sample in stochastic trace estimation, SIAM Journal on Matrix Analysis and
-    Applications 45(1), doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for
+    doubling.
     """
     name = "adaptive_trace"
     operator = check_operator(name, operator)

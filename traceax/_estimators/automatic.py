@@ -54,69 +54,46 @@ def trace(
     *,
     pattern: Any = None,
 ) -> Estimate:
-    """The trace of any square operator, by the best means there is for it.
+    """Estimate the trace of any square operator by an automatic choice of estimator.
 
     The choice depends on structure, tags and budget:
 
-    1. exact and free for operators that store their diagonal (matrices, pytrees of
+    1. exact without products if the operator stores its diagonal (matrices, pytrees of
        matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
-       exact from one application for those tagged diagonal;
-    2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
+       exact from one application if it is tagged diagonal;
+    2. exact from n applications if n <= 64, whatever the budget, or if `num_matvecs`
        reaches n;
-    3. `hutchinson_trace` with `probing` where a `pattern` is given of which as many
-       colours as matvecs, or fewer, keep at least three steps apart;
-    4. `xnystrace` for operators tagged positive or negative semidefinite, from 3 matvecs;
-    5. for all others, from 12 matvecs, `xtrace` where singular values decay and
-       `hutchinson_trace` where they do not, half of the budget being spent on finding out;
-       each probe is left out of its own choice, so that no estimate chooses itself, and
-       where they disagree the key decides;
-    6. `xtrace` from 6 matvecs, `hutchinson_trace` for smaller budgets.
+    3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
+       are enough to keep three steps apart;
+    4. `xnystrace` if it is tagged positive or negative semidefinite, from 3 matvecs on;
+    5. for all others, from 12 matvecs on, `xtrace` if singular values decay and
+       `hutchinson_trace` if they do not; half of the budget is spent on this decision,
+       which is random where the probes disagree;
+    6. with fewer matvecs, `xtrace` from 6 on, else `hutchinson_trace`.
 
-    Unbiased.
+    Unbiased: what is chosen for a probe is computed from the other probes only.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
-      least 1. Default 100.
+    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
-      it has entries or, if it is the inverse or another function of a sparse matrix, where
-      that one has. As for `colouring`: concrete, n x n, a sparse
-      `jax.experimental.sparse.BCOO` or anything that `scipy.sparse.coo_array` takes. Where
-      hardly anything decays within the steps that colours keep apart, sketches are better:
-      leave it out. Default `None`.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is 0 where the value
-    is exact.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `pattern` traced; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
-    keys; if `num_matvecs` is below 1; if `pattern` is not a square matrix of the operator's
-    dimension.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; exact where the value is.
+      the operator has entries or, if it is the inverse or another function of a sparse
+      matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
+      decay within the steps that colours keep apart, sketches are better. Default `None`.
 
     **Cost**: that of the estimator chosen; `num_matvecs` of the result tells. A pattern is
-    coloured at each call, under `jax.jit` when it is compiled; for many calls outside of it
-    make a sampler, `probing(pattern, num_colours=num_matvecs)`, once.
+    coloured at each call, under `jax.jit` when it is compiled. For many calls make a
+    sampler once, `probing(pattern, num_colours=num_matvecs)`.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((1000,), jax.numpy.float32)
-    >>> operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
-    >>> print(tx.trace(operator, jax.random.key(0)).value.round())
-    2000.0
+        >>> import jax, lineax as lx, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((1000,), jax.numpy.float32)
+        >>> operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
+        >>> print(tx.trace(operator, jax.random.key(0)).value.round())
+        2000.0
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323.
     """
     return _automatic("trace", FOR_TRACES, operator, key, num_matvecs, pattern)
 
@@ -128,75 +105,41 @@ def diagonal(
     *,
     pattern: Any = None,
 ) -> Estimate:
-    """The diagonal of any square operator, by the best means there is for it.
+    """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
-    The choice depends on structure, tags and budget:
+    The choice is that of `trace`, with other estimators: exact where `trace` is; with a
+    `pattern`, `hutchinson_diagonal` with `probing`; else
 
-    1. exact and free for operators that store their diagonal (matrices, pytrees of
-       matrices, diagonal, tridiagonal and identity operators, their sums and multiples),
-       exact from one application for those tagged diagonal;
-    2. exact from n applications for n <= 64, whatever the budget, and where `num_matvecs`
-       reaches n;
-    3. `hutchinson_diagonal` with `probing` where a `pattern` is given of which as many
-       colours as matvecs, or fewer, keep at least three steps apart;
-    4. for operators tagged positive or negative semidefinite, from 6 matvecs, `xnysdiag`
-       where eigenvalues decay and `hutchinson_diagonal` where they do not, both made of the
-       same products;
-    5. for all others, from 12 matvecs, `xdiag` where singular values decay and
-       `hutchinson_diagonal` where they do not, half of the budget being spent on finding
-       out; where the probes disagree the key decides;
-    6. below, `xnysdiag` from 3 matvecs, `xdiag` from 6, `hutchinson_diagonal` for less.
+    - for operators tagged positive or negative semidefinite, from 6 matvecs on, `xnysdiag`
+      if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same products;
+    - for all others, from 12 matvecs on, `xdiag` if singular values decay and
+      `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
+    - with fewer, `xnysdiag` from 3 on, `xdiag` from 6 on, else `hutchinson_diagonal`.
 
-    Each probe is left out of its own choice, so that no estimate chooses itself: unbiased.
+    Unbiased: what is chosen for a probe is computed from the other probes only.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
-      least 1. Default 100.
-    - `pattern`: a graph in which the entries of the operator decay with the distance: where
-      it has entries or, if it is the inverse or another function of a sparse matrix, where
-      that one has. As for `colouring`: concrete, n x n, a sparse
-      `jax.experimental.sparse.BCOO` or anything that `scipy.sparse.coo_array` takes. Where
-      hardly anything decays within the steps that colours keep apart, sketches are better:
-      leave it out. Default `None`.
+    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
+    - `pattern`: as in `trace`.
 
-    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
-    bits; real if the operator is known to be Hermitian). `standard_error` is 0 where the
-    value is exact.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, `pattern` traced; `ValueError` if `operator` is not
-    square, mixes real and complex leaves, or has no dimension; if `key` is an array of
-    keys; if `num_matvecs` is below 1; if `pattern` is not a square matrix of the operator's
-    dimension.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; exact where the value is.
-
-    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells. A pattern is
-    coloured at each call, under `jax.jit` when it is compiled; for many calls outside of it
-    make a sampler, `probing(pattern, num_colours=num_matvecs)`, once.
+    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> points = jnp.linspace(0, 1, 200)
-    >>> kernel = jnp.exp(-50 * (points[:, None] - points) ** 2)
-    >>> precision = lx.MatrixLinearOperator(
-    ...     jnp.eye(200) + kernel, lx.positive_semidefinite_tag
-    ... )
-    >>> estimate = tx.diagonal(lx.invert(precision, lx.Cholesky()), jax.random.key(0))
-    >>> truth = jnp.diag(jnp.linalg.inv(precision.matrix))
-    >>> bool(jnp.mean(abs(estimate.value - truth) < 2 * estimate.standard_error) > 0.9)
-    True
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> points = jnp.linspace(0, 1, 200)
+        >>> kernel = jnp.exp(-50 * (points[:, None] - points) ** 2)
+        >>> precision = lx.MatrixLinearOperator(
+        ...     jnp.eye(200) + kernel, lx.positive_semidefinite_tag
+        ... )
+        >>> estimate = tx.diagonal(lx.invert(precision, lx.Cholesky()), jax.random.key(0))
+        >>> truth = jnp.diag(jnp.linalg.inv(precision.matrix))
+        >>> bool(jnp.mean(abs(estimate.value - truth) < 2 * estimate.standard_error) > 0.9)
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    section 6.1, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
+    doi:10.1137/23M1548323.
     """
     return _automatic("diagonal", FOR_DIAGONALS, operator, key, num_matvecs, pattern)
 
@@ -204,55 +147,38 @@ def diagonal(
 def leaf_traces(
     operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int = 100
 ) -> Estimate:
-    """The traces of the blocks of an operator that belong to each leaf of its space.
+    """Estimate the traces of the diagonal blocks of an operator, one for each leaf.
 
         value[leaf] = sum of diag A over the entries of the leaf
 
-    How the curvature of a network, a Gauss-Newton matrix or a Fisher matrix is spread over
-    its layers, say. One sketch serves all leaves: Nyström's of operators tagged
-    semidefinite, XDiag's of others, plain probes for few matvecs; exact where structure
-    gives it, or n is at most 64 or `num_matvecs`. Unbiased. For the sum of all use `trace`,
+    It tells how the curvature of a network is distributed over its layers, say. One sketch
+    serves all leaves: that of `xnysdiag` for operators tagged semidefinite, that of `xdiag`
+    for others; for small budgets, plain probes. Unbiased. Exact if the operator stores its
+    diagonal, or n is at most 64 or `num_matvecs`. For the sum over all leaves use `trace`,
     whose error bar is that of the sum.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: if it is neither
+    Hermitian nor semidefinite, its transpose must exist. `num_matvecs`: the budget if n >
+    64, at least 1. Default 100.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees; if it
-      is neither Hermitian nor semidefinite, its transpose must exist.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
-      least 1. Default 100.
+    **Returns** an `Estimate` with the operator's input structure, one number for each leaf.
 
-    **Returns** an `Estimate` with the operator's input structure, one number a leaf (of at
-    least 32 bits; real if the operator is known to be Hermitian). `standard_error` is each
-    sum's own; `inf` for one probe; 0 where the value is exact.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int; `ValueError` if `operator` is not square, mixes real and
-    complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs` is
-    below 1.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by the rule of the
-    diagonal; exact where the value is.
-
-    **Cost**: that of `diagonal`; for semidefinite operators 10 n k^2 flops more.
+    **Derivatives**: by the rule of the diagonal; exact where the value is. **Cost**: that
+    of `diagonal`; for semidefinite operators 10 n k^2 flops more.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> layer = {"bias": jnp.ones(10), "weight": jnp.ones((10, 20)) / 4}
-    >>> fn = lambda p, x: jax.numpy.sin(p["weight"] @ x + p["bias"])
-    >>> operator = tx.empirical_fisher(fn, layer, jnp.ones(20))
-    >>> estimate = tx.leaf_traces(operator, jax.random.key(0), 40)
-    >>> ratio = estimate.value["weight"] / estimate.value["bias"]
-    >>> bool(abs(ratio - 20) < 1e-3)
-    True
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> layer = {"bias": jnp.ones(10), "weight": jnp.ones((10, 20)) / 4}
+        >>> fn = lambda p, x: jax.numpy.sin(p["weight"] @ x + p["bias"])
+        >>> operator = tx.empirical_fisher(fn, layer, jnp.ones(20))
+        >>> estimate = tx.leaf_traces(operator, jax.random.key(0), 40)
+        >>> ratio = estimate.value["weight"] / estimate.value["bias"]
+        >>> bool(abs(ratio - 20) < 1e-3)
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    section 6.1, doi:10.1137/23M1548323, for the diagonal.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
+    doi:10.1137/23M1548323, for the diagonal.
     """
     return _automatic("leaf_traces", FOR_LEAVES, operator, key, num_matvecs, None)
 

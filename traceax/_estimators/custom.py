@@ -51,24 +51,15 @@ def custom_trace(
 ) -> Estimate:
     """Estimate tr A of any square operator by an algorithm of your own.
 
-    It gets its derivative, its batches and its checks from the library. What it owes is a
-    resolution of the identity: besides its value it returns the two blocks L, R with
-    E[L R*] = I through which it read the operator, value = sum conj(L) o (A R), and they
-    are read again for the derivative, sum conj(L) o (dA R).
+    The library adds the derivative, batches and checks. The algorithm returns, besides its
+    value, the two blocks L, R with E[L R*] = I (a resolution of the identity) from which it
+    is computed, value = sum conj(L) o (A R). The derivative is sum conj(L) o (dA R).
+    Unbiased if the algorithm is.
 
-    Hutchinson's estimator is the mean of k forms z* A z. E[z z*] = I, so L = Z/k, R = Z:
-
-    ```python
-    def hutchinson(apply, probes):
-        k = probes.shape[1]
-        samples = jnp.sum(probes.conj() * apply(probes), axis=0)
-        error = jnp.std(samples, ddof=1) / k**0.5
-        return jnp.mean(samples), error, (probes / k, probes)
-    ```
-
-    Hutch++ sketches with one half of the probes. With Q an orthonormal basis of A S and
-    P = I - Q Q*, I = Q Q* + P, and E[P z z* P] = P for a z that Q does not know. So
-    L = [Q, P Z/l], R = [Q, P Z]:
+    Hutchinson's estimator (the example) is the mean of k forms z* A z. E[z z*] = I, so L =
+    Z/k, R = Z. Hutch++ makes a sketch from one half of the probes. With Q an orthonormal
+    basis of A S and P = I - Q Q*, I = Q Q* + P, and E[P z z* P] = P for a z that is
+    independent of Q. So L = [Q, P Z/l], R = [Q, P Z]:
 
     ```python
     def hutchpp(apply, probes):
@@ -82,61 +73,39 @@ def custom_trace(
         return value, error, (jnp.hstack([q, rest / l]), jnp.hstack([q, rest]))
     ```
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
     - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
-      standard_error, (left, right))`. `probes` is n x num_probes, columns in the operator's
-      flattened space; `apply` maps n x k blocks to n x k blocks, and is all that is to be
-      seen of the operator. It is traced as by `jax.jit`, so it may not branch on numbers;
-      it may close over anything, also over what is being differentiated or batched.
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. Blocks
-      of float16 and bfloat16 operators are float32.
-    - `key`: a JAX random key.
-    - `num_probes`: how many probes to draw, a Python int of at least 1.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `sphere`. One of your own may
-      draw its probes in groups that the algorithm then splits.
+      standard_error, (left, right))`. `probes` is n x num_probes; `apply` takes blocks n x
+      k of the operator's flattened space to such. It is traced as by `jax.jit`.
+    - `num_probes`: the number of probes, a Python int of at least 1.
+    - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
 
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian), with the algorithm's `standard_error`.
-    `num_matvecs` counts the columns that were applied (of a choice of branches those of the
-    dearest; a complex block of a real operator counts twice); `degrees_of_freedom` is
-    num_probes - 1, at least 1.
+    **Returns** an `Estimate` of shape `()`. `num_matvecs` counts the columns that were
+    applied (of several branches the dearest; complex blocks of real operators count twice).
+    **Raises** `TypeError` if `algorithm` returns anything else; `ValueError` if the blocks
+    are not n x r both, or if `apply` is never called, or in a loop of unknown length.
 
-    **Raises** `TypeError` if `algorithm` is no function or returns anything else, if
-    `operator` is not a lineax operator, `key` not a random key, `num_probes` not a Python
-    int, the sampler not a function; `ValueError` if `operator` is not square, mixes real
-    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_probes`
-    is below 1; if the sampler is `probing`, or its probes are of the wrong shape; if
-    `value` or `standard_error` is not a number, the blocks are not n x r both, `apply` is
-    given anything but n x k, is never called, or is called in a loop of unknown length.
-
-    **Derivatives**: forward and reverse, to any order, unbiased if E[L R*] = I whatever
-    operator the blocks were made of; they are frozen. So is what the algorithm closes over:
-    the trace does not depend on it, and derivatives in it are zero. A gradient costs r
-    matvec-VJPs.
-
-    **Cost**: the algorithm's.
+    **Derivatives**: unbiased if E[L R*] = I for every operator from which the blocks could
+    be computed. What the algorithm closes over is frozen too. A gradient costs r
+    matvec-VJPs. **Cost**: the algorithm's.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> def hutchinson(apply, probes):
-    ...     k = probes.shape[1]
-    ...     samples = jnp.sum(probes.conj() * apply(probes), axis=0)
-    ...     error = jnp.std(samples, ddof=1) / k**0.5
-    ...     return jnp.mean(samples), error, (probes / k, probes)
-    >>> operator = lx.MatrixLinearOperator(jnp.diag(jnp.arange(300.0)))
-    >>> key = jax.random.key(0)
-    >>> estimate = tx.custom_trace(hutchinson, operator, key, 10, sampler=tx.rademacher)
-    >>> print(estimate.value, estimate.num_matvecs)
-    44850.0 10
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> def hutchinson(apply, probes):
+        ...     k = probes.shape[1]
+        ...     samples = jnp.sum(probes.conj() * apply(probes), axis=0)
+        ...     error = jnp.std(samples, ddof=1) / k**0.5
+        ...     return jnp.mean(samples), error, (probes / k, probes)
+        >>> operator = lx.MatrixLinearOperator(jnp.diag(jnp.arange(300.0)))
+        >>> key = jax.random.key(0)
+        >>> estimate = tx.custom_trace(hutchinson, operator, key, 10, sampler=tx.rademacher)
+        >>> print(estimate.value, estimate.num_matvecs)
+        44850.0 10
 
-    ```
-
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++: Optimal stochastic
-    trace estimation, SIAM Symposium on Simplicity in Algorithms,
-    doi:10.1137/1.9781611976496.16, for the second example; the rule is the library's own.
+    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++,
+    doi:10.1137/1.9781611976496.16; the rule is the library's own.
     """
     check_algorithm("custom_trace", algorithm)
     operator = check_function_request(

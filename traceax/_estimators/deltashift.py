@@ -102,63 +102,49 @@ class DeltaShift(NamedTuple):
 def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShift:
     """Follow the trace of a slowly changing operator: the curvature of a network, say.
 
-    In optax's manner: a pair of pure functions and a state, which is a pytree of arrays and
-    may be carried through `jax.lax.scan` or a training loop:
+    As in optax, it is a pair of pure functions and a state, a pytree of arrays that may be
+    carried through `jax.lax.scan` or a training loop:
 
         state = tracker.init(operator, key)
         estimate, state = tracker.update(operator, state, key)
 
-    Each update applies the new operator and the one before to the same fresh probes, and
-    corrects the estimate that it has by what has changed. What an old estimate is worth is
-    computed at every step: where the operator jumps, it is forgotten.
+    Each update applies the new operator and the previous one to the same fresh probes, and
+    corrects the previous estimate by the difference. The weight of the previous estimate is
+    computed at every step; after a jump of the operator it is small.
 
-    **Arguments**
-
-    - `num_matvecs`: how many applications an update may spend, a Python int of at least 4,
-      or n: half of them are of the operator before. From n on, updates are exact.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`.
+    **Arguments** (operators, keys and errors are in the guide's conventions):
+    `num_matvecs`: what an update may spend, at least 4, or n: half of it on the previous
+    operator. From n on, updates are exact. `sampler`: independent probes. Default `sphere`.
 
     **Returns** the pair `(init, update)`.
 
-    - `init(operator, key)` takes any square lineax operator and spends `num_matvecs` on a
-      first estimate by `xtrace` (below 6 by `hutchinson_trace`): `state.value`,
-      `state.standard_error`.
-    - `update(operator, state, key)` takes the same operator with other arrays in it (what
-      else changes, a Python float in a closure, say, is an error if it can be seen), and
-      gives an `Estimate` and the next state. `standard_error` is that of the whole chain of
-      estimates, too large for operators that are not symmetric. An estimate or an operator
-      before that was not finite is forgotten.
+    - `init(operator, key)` spends `num_matvecs` on a first estimate by `xtrace` (below 6 by
+      `hutchinson_trace`): `state.value`, `state.standard_error`.
+    - `update(operator, state, key)` takes the same operator with other arrays in it, and
+      returns an `Estimate` and the next state. `standard_error` is that of the whole chain
+      of estimates, too large for operators that are not symmetric. What was not finite
+      before is ignored. **Raises** `ValueError` if `update` gets another operator than
+      before (also another Python float in a closure, if it can be seen), or one that has no
+      arrays.
 
-    **Raises** `TypeError` if `num_matvecs` is not a Python int, an operator not a lineax
-    operator, a key not a random key, the sampler not a function, a state none; `ValueError`
-    if `num_matvecs` is below 4 and n, an operator not square, the sampler's probes
-    dependent; if `update` gets another operator than before, or one that holds no arrays.
-
-    **Derivatives**: of the `Estimate`, forward and reverse, to any order, in the new
-    operator, unbiased: those of `hutchinson_trace` with num_matvecs // 2 probes, of which
-    what is remembered takes no part. The state is frozen.
-
-    **Cost**: num_matvecs // 2 applications of each operator, no adjoints, in two batches;
-    the state holds copies of all arrays that the operator is made of, data included. From
-    the third update on nothing is compiled, though the operator's functions are made anew
-    each time, but for solves by lineax and rules for derivatives of your own in loops.
+    **Derivatives**: of the `Estimate`, in the new operator, unbiased: those of
+    `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen. **Cost**:
+    num_matvecs // 2 applications of each operator, no adjoints, in two batches. The state
+    holds copies of all arrays of the operator, data included. From the third update on only
+    lineax's solves and, in loops, derivative rules of your own are compiled.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (100, 100))
-    >>> operators = [lx.MatrixLinearOperator(matrix + j * 0.01) for j in range(20)]
-    >>> tracker = tx.deltashift(num_matvecs=20)
-    >>> state = tracker.init(operators[0], jax.random.key(1))
-    >>> for j, operator in enumerate(operators[1:]):
-    ...     estimate, state = tracker.update(operator, state, jax.random.key(2 + j))
-    >>> low, high = estimate.interval()
-    >>> bool(low < jnp.trace(operators[-1].matrix) < high)
-    True
-
-    ```
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (100, 100))
+        >>> operators = [lx.MatrixLinearOperator(matrix + j * 0.01) for j in range(20)]
+        >>> tracker = tx.deltashift(num_matvecs=20)
+        >>> state = tracker.init(operators[0], jax.random.key(1))
+        >>> for j, operator in enumerate(operators[1:]):
+        ...     estimate, state = tracker.update(operator, state, jax.random.key(2 + j))
+        >>> low, high = estimate.interval()
+        >>> bool(low < jnp.trace(operators[-1].matrix) < high)
+        True
 
     **Reference**: Dharangutte and Musco (2021), Dynamic trace estimation, NeurIPS,
     arXiv:2110.13752.

@@ -44,8 +44,8 @@ def diagpp(
 ) -> Estimate:
     """Estimate diag A of any square operator by Diag++.
 
-    k = num_matvecs // 3 probes sketch the range of A; P projects on it. What it determines
-    of the diagonal is exact, and l = num_matvecs - 2k fresh probes g_i estimate the rest:
+    k = num_matvecs // 3 probes sketch the range of A; P projects on it. The diagonal on it
+    is exact, and l = num_matvecs - 2k fresh probes g_i estimate the rest:
 
         value = diag(P A + A P - P A P) + 1/l sum_i conj(g_i) o (I - P) A (I - P) g_i
 
@@ -54,49 +54,26 @@ def diagpp(
     Exact (to rounding) if the rank of A is at most k, or if `num_matvecs` reaches n.
     `xdiag` is more accurate; here the samples of the remainder are independent.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: if it is not
+    Hermitian, its transpose must exist. `num_matvecs`: at least 3, or n. `sampler`: default
+    `rademacher`.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees; if it
-      is not Hermitian, its transpose must exist. float16 and bfloat16 operators are
-      sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications are spent, a Python int of at least 3, or n. From
-      n on, n are spent.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
-
-    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
-    bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
-    entry, that of the mean of l independent samples; `inf` for one; 0 where n applications
-    were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 3 and n; if the sampler is `probing`, or its probes
-    are of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
-    sketch is frozen. A gradient costs k + l matvec-VJPs if the operator is known to be
-    Hermitian, 2k + l (k of them of the adjoint) if not.
-
-    **Cost**: 2k + l applications, of which k are of the adjoint if the operator is not
-    known to be Hermitian, in three batches; 5 blocks of n x k; about 14 n k^2 flops.
+    **Derivatives**: by the two-sided form; the sketch is frozen. A gradient costs k + l
+    matvec-VJPs for Hermitian operators, 2k + l (k of them of the adjoint) for others.
+    **Cost**: 2k + l applications in three batches, k of them of the adjoint if the operator
+    is not known to be Hermitian; 5 blocks of n x k; about 14 n k^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-    >>> estimate = tx.diagpp(operator, jax.random.key(1), 45)
-    >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
+        >>> estimate = tx.diagpp(operator, jax.random.key(1), 45)
+        >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
+        True
 
-    ```
-
-    **Reference**: Baston and Nakatsukasa (2022), Stochastic diagonal estimation:
-    probabilistic bounds and an improved algorithm, arXiv:2201.10684, for the one-sided
-    form.
+    **Reference**: Baston and Nakatsukasa (2022), Stochastic diagonal estimation,
+    arXiv:2201.10684, for the one-sided form.
     """
     return estimate(DIAGPP, operator, key, num_matvecs, sampler=sampler)
 

@@ -51,55 +51,24 @@ def hutchinson_trace(
 
     Unbiased. Exact for diagonal operators with `rademacher` probes, for multiples of I with
     `sphere` probes, and if `num_matvecs` reaches n. The method of choice for flat spectra
-    and for operators that are nearly diagonal; its error falls only as
-    num_matvecs^(-1/2), so on decaying spectra `xtrace` needs far fewer applications.
+    and for operators that are nearly diagonal; the error falls only as num_matvecs^(-1/2),
+    so on decaying spectra `xtrace` needs far fewer applications.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
+    probes, at least 1. `sampler`: default `rademacher`, which is exact for diagonal
+    operators. `orthogonal` helps if the budget is a good part of n, `probing` if entries
+    decay with the distance in a graph.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are averaged in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, which is
-      blind to the diagonal; `orthogonal` helps if the budget is a good part of n,
-      `probing` (which spends a multiple of its number of colours) if entries decay with
-      distance in a graph.
-    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
-      are drawn and the operator applied again in a gradient rather than stored.
-      `orthogonal`, `hadamard` and samplers of your own still draw all probes together.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is that of a mean of
-    independent samples (for `probing`, repeats); `inf` for one, but for `probing` of a
-    pattern; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` or `batch_size` not a Python int, the sampler not a function,
-    `progress_meter` no progress meter; `ValueError` if `operator` is not square, mixes real
-    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs`
-    or `batch_size` is below 1, or below the number of colours; if the sampler's probes are
-    of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
-    value. A gradient costs one matvec-VJP a probe.
-
-    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
-    n x batch_size); 2 n k flops.
+    **Derivatives**: exactly those of the value. A gradient costs one matvec-VJP for each
+    probe. **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x
+    k (of n x batch_size); 2 n k flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
-    >>> print(tx.hutchinson_trace(operator, jax.random.key(0), 10).value)
-    44850.0
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
+        >>> print(tx.hutchinson_trace(operator, jax.random.key(0), 10).value)
+        44850.0
 
     **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
@@ -129,60 +98,29 @@ def hutchinson_diagonal(
         value = sum_i conj(z_i) o A z_i  /  sum_i |z_i|^2        (entry by entry)
 
     Unbiased for probes with entries of random sign or phase. Exact for diagonal operators,
-    and if `num_matvecs` reaches n. The error of entry a is that of reading the other
-    entries of row a as noise, (sum over b != a of |A_ab|^2 / num_matvecs)^(1/2): the
-    method of choice for diagonally dominant operators, and with `probing` for sparse ones
-    and their functions; elsewhere `xdiag` and `xnysdiag` remove most of it.
+    and if `num_matvecs` reaches n. The error of entry a comes from the other entries of its
+    row: (sum over b != a of |A_ab|^2 / num_matvecs)^(1/2). So it is the method of choice
+    for diagonally dominant operators, and with `probing` for sparse ones and their
+    functions; elsewhere `xdiag` and `xnysdiag` remove most of this error.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
+    probes, at least 1. `sampler`: default `rademacher`, which has the least variance of all
+    that do not use the structure of the operator; `probing` uses it.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are averaged in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, one a probe, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`, as no other
-      has less variance that knows nothing of the operator; `probing` does, and spends a
-      multiple of its number of colours.
-    - `batch_size`: how many probes live at a time, a Python int of at least 1 (for
-      `probing`, its number of colours). Default `None`, all. The numbers are the same; they
-      are drawn and the operator applied again in a gradient rather than stored.
-      `orthogonal`, `hadamard` and samplers of your own still draw all probes together.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
-
-    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
-    bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
-    entry, that of a mean of independent samples (for `probing`, repeats); `inf` for one,
-    but for `probing` of a pattern; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` or `batch_size` not a Python int, the sampler not a function,
-    `progress_meter` no progress meter; `ValueError` if `operator` is not square, mixes real
-    and complex leaves, or has no dimension; if `key` is an array of keys; if `num_matvecs`
-    or `batch_size` is below 1, or below the number of colours; if the sampler's probes are
-    of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, exactly those of the
-    value. A gradient costs one matvec-VJP a probe.
-
-    **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x k (of
-    n x batch_size); 4 n k flops.
+    **Derivatives**: exactly those of the value. A gradient costs one matvec-VJP for each
+    probe. **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x
+    k (of n x batch_size); 4 n k flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
-    >>> estimate = tx.hutchinson_diagonal(operator, jax.random.key(0), 10)
-    >>> bool(jax.numpy.allclose(estimate.value, jax.numpy.arange(300.0)))
-    True
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
+        >>> estimate = tx.hutchinson_diagonal(operator, jax.random.key(0), 10)
+        >>> bool(jax.numpy.allclose(estimate.value, jax.numpy.arange(300.0)))
+        True
 
     **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
-    matrix, Applied Numerical Mathematics 57(11-12), doi:10.1016/j.apnum.2007.01.003.
+    matrix, doi:10.1016/j.apnum.2007.01.003.
     """
     return estimate(
         HUTCHINSON_DIAGONAL,

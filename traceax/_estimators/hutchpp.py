@@ -63,52 +63,26 @@ def hutchpp_trace(
         value = tr(Q* A Q) + 1/l sum_j c_j z_j* (I - Q Q*) A (I - Q Q*) z_j
 
     Unbiased. Exact (to rounding) if the rank of A is at most k, if A is a multiple of I
-    (and probes are resphered), or if `num_matvecs` reaches n. Given Q, its samples are
-    independent, so its standard error is honest without further ado; `xtrace` is the more
-    accurate at equal cost.
+    (and probes are resphered), or if `num_matvecs` reaches n. Given Q its samples are
+    independent, so the standard error is honest; `xtrace` is more accurate at equal cost.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
+    n. `sampler`: default: the sphere, c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, a Python int of at least 3, or n. From n on, n
-      are spent.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `None`: `sphere`, whose
-      projections can be resphered, c_j = (n - k)/|(I - Q Q*) z_j|^2 (so can those of
-      `normal`; for others c_j = 1), and from 100,000 dimensions on `rademacher`, as good
-      there and ten times cheaper to draw.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is that of the mean
-    over the l probes; `inf` for l = 1; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 3 and n; if the sampler is `probing`, or its probes
-    are of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
-    gradient costs k + l matvec-VJPs.
-
-    **Cost**: `num_matvecs` applications, no adjoints, in three batches; 2k + 2l columns of
-    length n; about 8 n k^2 flops.
+    **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs. **Cost**:
+    `num_matvecs` applications, no adjoints, in three batches; 2k + 2l columns of length n;
+    about 8 n k^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-    >>> estimate = tx.hutchpp_trace(operator, jax.random.key(1), 40)
-    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
+        >>> estimate = tx.hutchpp_trace(operator, jax.random.key(1), 40)
+        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+        True
 
-    ```
-
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++: Optimal stochastic
-    trace estimation, SIAM Symposium on Simplicity in Algorithms, Algorithm 1,
+    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++, Algorithm 1,
     doi:10.1137/1.9781611976496.16.
     """
     return estimate(HUTCHPP, operator, key, num_matvecs, sampler=sampler)
@@ -123,57 +97,35 @@ def na_hutchpp_trace(
 ) -> Estimate:
     """Estimate tr A by the non-adaptive Hutch++: every application can be issued at once.
 
-    r = num_matvecs // 4 probes R and 2r probes S make an approximation
-    Q (S* Q)^+ (A* S)* of A, with Q an orthonormal basis of A R; the l = num_matvecs - 3r
-    other probes z_j estimate what it misses:
+    r = num_matvecs // 4 probes R and 2r probes S make an approximation Q (S* Q)^+ (A* S)*
+    of A, with Q an orthonormal basis of A R; the l = num_matvecs - 3r other probes z_j
+    estimate the remainder:
 
         value = tr(Pi S* A Q) + 1/l sum_j z_j* (A - Q Pi S* A) z_j,      Pi = (S* Q)^+
 
-    in the stable form with S the wider one. Unbiased. Exact (to rounding) if the rank of A
-    is at most r, or if `num_matvecs` reaches n. For operators that are streamed or reached
-    in parallel; one that can be applied in sequence is better served by `xtrace`.
+    in the stable form, in which S is the wider block. Unbiased. Exact (to rounding) if the
+    rank of A is at most r, or if `num_matvecs` reaches n. It is meant for operators that
+    are streamed or reached in parallel; in sequence, `xtrace` is better.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: if it is not
+    Hermitian, its transpose must exist. `num_matvecs`: at least 4, or n; 2r of them are
+    applications of the adjoint. `sampler`: default `rademacher`.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees, with an
-      adjoint, `lx.conj(operator).transpose()`, unless known to be Hermitian. float16 and
-      bfloat16 operators are sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications, 2r of them of the adjoint, a Python int of at
-      least 4, or n. From n on, n are spent.
-    - `sampler`: draws the probes, with E[z z*] = I. Default `rademacher`.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits;
-    real if the operator is known to be Hermitian). `standard_error` is that of the mean
-    over the l probes; `inf` for l = 1; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 4 and n; if the sampler is `probing`, or its probes
-    are of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by Hutch++'s frozen weight
-    on the same sketch: more accurate than the oblique one of the value. A gradient costs
-    r + l matvec-VJPs.
-
-    **Cost**: `num_matvecs` applications in one batch for each of R, S and z; 3r + 2l
-    columns of length n; about 16 n r^2 flops.
+    **Derivatives**: those of Hutch++ on the same sketch, which is frozen: more accurate
+    than the oblique projection of the value. A gradient costs r + l matvec-VJPs. **Cost**:
+    `num_matvecs` applications in one batch for each of R, S and z; 3r + 2l columns of
+    length n; about 16 n r^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-    >>> estimate = tx.na_hutchpp_trace(operator, jax.random.key(1), 48)
-    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
+        >>> estimate = tx.na_hutchpp_trace(operator, jax.random.key(1), 48)
+        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+        True
 
-    ```
-
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++: Optimal stochastic
-    trace estimation, SIAM Symposium on Simplicity in Algorithms, Algorithm 2,
+    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++, Algorithm 2,
     doi:10.1137/1.9781611976496.16.
     """
     return estimate(NA_HUTCHPP, operator, key, num_matvecs, sampler=sampler)

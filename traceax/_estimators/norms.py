@@ -71,52 +71,35 @@ def row_norms_squared(
     Unbiased. Exact (to rounding) if the rank of B is below k, or if `num_matvecs` reaches n
     or p. For column norms, transpose the operator.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any lineax operator, square or not, real or complex, of arrays or pytrees;
-      if it is not Hermitian, its transpose must exist. float16 and bfloat16 operators are
-      sketched in float32; norms must be in range.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 3, or
-      n or p, of which the largest multiple of 3 is; of 2 if the operator is known to be
-      Hermitian. From n or p on, the smaller, as many are spent.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `rademacher`, blind to rows of one entry; `sphere` and `normal` are resphered (for
-      others c_i = 1), which gains little here and costs much on nearly diagonal
-      operators.
+    - `operator`: any lineax operator, square or not; if it is not Hermitian, its transpose
+      must exist. Squared norms must be in the range of its dtype.
+    - `num_matvecs`: at least 3, or n or p. The largest multiple of 3 up to it is spent, of
+      2 if the operator is known to be Hermitian.
+    - `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
+      entry; `sphere` and `normal` are resphered, which gains little here and costs much on
+      nearly diagonal operators.
 
-    **Returns** an `Estimate` with the operator's output structure (real leaves of at least
-    32 bits). `standard_error` is, row by row, the jackknife's: conservative (of two probes
-    the spread, which is not); `inf` for k = 1; 0 where n or p applications were spent.
+    **Returns** an `Estimate` with the operator's output structure, real.
 
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
-    `num_matvecs` is below 3 (2 if Hermitian), n and p; if the sampler's probes are
-    dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
-    gradient costs 2k matvec-VJPs.
-
-    **Cost**: 2k applications and k of the adjoint (none if the operator is known to be
-    Hermitian), in three batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
+    **Derivatives**: the sketch is frozen. A gradient costs 2k matvec-VJPs. **Cost**: 2k
+    applications and k of the adjoint (none if the operator is known to be Hermitian), in
+    three batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> left = jax.random.normal(jax.random.key(0), (300, 10))
-    >>> right = jax.random.normal(jax.random.key(1), (10, 200))
-    >>> operator = lx.MatrixLinearOperator(left @ right)
-    >>> estimate = tx.row_norms_squared(operator, jax.random.key(2), 60)
-    >>> truth = ((left @ right) ** 2).sum(1)
-    >>> bool(jax.numpy.allclose(estimate.value, truth, rtol=1e-3))
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> left = jax.random.normal(jax.random.key(0), (300, 10))
+        >>> right = jax.random.normal(jax.random.key(1), (10, 200))
+        >>> operator = lx.MatrixLinearOperator(left @ right)
+        >>> estimate = tx.row_norms_squared(operator, jax.random.key(2), 60)
+        >>> truth = ((left @ right) ** 2).sum(1)
+        >>> bool(jax.numpy.allclose(estimate.value, truth, rtol=1e-3))
+        True
 
-    ```
-
-    **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
-    randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
+    **Reference**: Epperly (2025), Make the most of what you have, PhD thesis, Caltech,
+    arXiv:2512.15929.
     """
     operator = check_operator("row_norms_squared", operator, square=False)
     method = ROW_NORMS_OF_HERMITIAN if is_hermitian(operator) else ROW_NORMS_OF_ANY
@@ -130,61 +113,37 @@ def frobenius_norm_squared(
     *,
     sampler: Sampler | None = None,
 ) -> Estimate:
-    """Estimate ||B||_F^2, the sum of the squared moduli of an operator's entries.
+    """Estimate ||B||_F^2, the sum of the squared moduli of the entries of an operator.
 
-    tr B* B, or tr B B* if B has fewer rows than columns, by XNysTrace (see `xnystrace`)
-    from k = num_matvecs // 2 probes. Unbiased. Exact (to rounding) if the rank of B is
-    below k, if B* B is a multiple of I (and probes are resphered), or if `num_matvecs`
-    reaches the smaller of B's dimensions. On flat spectra the mean of |B w|^2, one
-    application a probe, has up to 1.5 times less error.
+    It is tr B* B, or tr B B* if B has fewer rows than columns, estimated by XNysTrace (see
+    `xnystrace`) from k = num_matvecs // 2 probes. Unbiased. Exact (to rounding) if the rank
+    of B is below k, if B* B is a multiple of I (and probes are resphered), or if
+    `num_matvecs` reaches the smaller dimension of B. On flat spectra the mean of |B w|^2,
+    which takes one application for each probe, has up to 1.5 times less error.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: any lineax
+    operator B, p x n, square or not; if it is not Hermitian, its transpose must exist. B* B
+    w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p; the largest
+    even number up to it is spent. `sampler`: independent probes. Default: the sphere, or
+    signs, by the smaller dimension.
 
-    - `operator`: any lineax operator B, p x n, square or not, real or complex, of arrays or
-      pytrees; if it is not Hermitian, its transpose must exist. float16 and bfloat16
-      operators are sketched in float32, but B* B w must be in their range.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
-      n or p; the largest even number up to it is. From n or p on, the smaller, as many are
-      spent.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `None`: `sphere`, whose remainders can be resphered (so can those of `normal`), and
-      from 100,000 dimensions on (of the smaller space, where it draws) `rademacher`,
-      cheaper to draw.
-
-    **Returns** an `Estimate` of shape `()`, real, of at least 32 bits. `standard_error` is
-    the jackknife's: conservative (of two probes the spread, which is not); `inf` for k = 1;
-    0 where n or p applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if
-    `num_matvecs` is below 2, n and p; if the sampler's probes are dependent or of the wrong
-    shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
-    gradient costs 4k matvec-VJPs.
-
-    **Cost**: k applications and k of the adjoint, in two batches; 3 blocks of n x k; about
-    8 n k^2 flops.
+    **Derivatives**: the sketch is frozen. A gradient costs 4k matvec-VJPs. **Cost**: k
+    applications and k of the adjoint, in two batches; 3 blocks of n x k; about 8 n k^2
+    flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> left = jax.random.normal(jax.random.key(0), (300, 10))
-    >>> right = jax.random.normal(jax.random.key(1), (10, 200))
-    >>> operator = lx.MatrixLinearOperator(left @ right)
-    >>> estimate = tx.frobenius_norm_squared(operator, jax.random.key(2), 60)
-    >>> truth = ((left @ right) ** 2).sum()
-    >>> bool(abs(estimate.value - truth) < 1e-3 * truth)
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> left = jax.random.normal(jax.random.key(0), (300, 10))
+        >>> right = jax.random.normal(jax.random.key(1), (10, 200))
+        >>> operator = lx.MatrixLinearOperator(left @ right)
+        >>> estimate = tx.frobenius_norm_squared(operator, jax.random.key(2), 60)
+        >>> truth = ((left @ right) ** 2).sum()
+        >>> bool(abs(estimate.value - truth) < 1e-3 * truth)
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    Algorithm 2.2, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.2,
+    doi:10.1137/23M1548323.
     """
     return estimate(FROBENIUS, operator, key, num_matvecs, sampler=sampler)
 

@@ -70,8 +70,8 @@ def xdiag(
     """Estimate diag A of any square operator by XDiag: sketch and remainder share probes.
 
     k = num_matvecs // 2 probes w_i make a sketch A w_1, ..., A w_k. Each in turn is left
-    out; what the range of the others determines of the diagonal is exact, and the probe
-    left out estimates the rest:
+    out; the part of the diagonal on the range of the others is exact, and the probe left
+    out estimates the rest:
 
         value = 1/k sum_i [ diag(P_i A + A P_i - P_i A P_i)
                             + conj(w_i) o (I - P_i) A (I - P_i) w_i ]
@@ -80,51 +80,28 @@ def xdiag(
     diag(P_i A) + conj(w_i) o (I - P_i) A w_i, which needs the adjoint. Unbiased. Exact (to
     rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: if it is not
+    Hermitian, its transpose must exist. With `lx.symmetric_tag` the error is up to 3 times
+    smaller. `num_matvecs`: at least 2, or n; the largest even number up to it is spent.
+    `sampler`: independent probes. Default `rademacher`, which is exact for the diagonal
+    part of the remainder.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees; if it
-      is not Hermitian, its transpose must exist. Tag it `lx.symmetric_tag` if it is
-      symmetric: the error is then up to 3 times smaller, and gradients are cheaper. float16
-      and bfloat16 operators are sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
-      n; the largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `rademacher`, blind to the diagonal of what the sketch misses.
-
-    **Returns** an `Estimate` with the operator's input structure (leaves of at least 32
-    bits; real if the operator is known to be Hermitian). `standard_error` is, entry by
-    entry, the spread of the k estimates with an allowance for the probes that they share:
-    conservative; `inf` for k = 1; 0 where n applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 2 and n; if the sampler's probes are dependent or of
-    the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by the two-sided form; the
-    sketch is frozen. A gradient costs 2k matvec-VJPs if the operator is known to be
-    Hermitian, 3k (k of them of the adjoint) if not.
-
-    **Cost**: 2k applications, of which k are of the adjoint if the operator is not known to
-    be Hermitian, in two batches; 7 blocks of n x k; about 26 n k^2 flops.
+    **Derivatives**: by the two-sided form; the sketch is frozen. A gradient costs 2k
+    matvec-VJPs for operators known to be Hermitian, 3k (k of them of the adjoint) for
+    others. **Cost**: 2k applications in two batches, k of them of the adjoint if the
+    operator is not known to be Hermitian; 7 blocks of n x k; about 26 n k^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, lx.symmetric_tag)
-    >>> estimate = tx.xdiag(operator, jax.random.key(1), 40)
-    >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, lx.symmetric_tag)
+        >>> estimate = tx.xdiag(operator, jax.random.key(1), 40)
+        >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    section 6.1, doi:10.1137/23M1548323, for the one-sided form.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
+    doi:10.1137/23M1548323, for the one-sided form.
     """
     return estimate(XDIAG, operator, key, num_matvecs, sampler=sampler)
 

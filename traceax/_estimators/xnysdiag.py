@@ -52,61 +52,39 @@ def xnysdiag(
     """Estimate diag A of a semidefinite operator by XNysDiag: one application a probe.
 
     k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates what the others miss:
+    out of it, and estimates the remainder of the approximation by the others:
 
         value = 1/k sum_i [ diag A<Omega_-i> + conj(w_i) o (A - A<Omega_-i>) w_i ]
 
     Unbiased. Exact (to rounding) if the rank of A is below k, or if `num_matvecs` reaches
-    n. Of the estimators that know nothing of the operator's entries the most accurate
-    wherever eigenvalues decay; on flat spectra `hutchinson_diagonal` is, by up to 2 times.
+    n. Without knowledge of the operator's entries it is the most accurate estimator where
+    eigenvalues decay; on flat spectra `hutchinson_diagonal` is, by up to 2 times.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: tagged positive
+    or negative semidefinite. `num_matvecs`: at least 1. `sampler`: independent probes.
+    Default `rademacher`, which is exact for the diagonal part of the remainder.
 
-    - `operator`: a square lineax operator tagged positive semidefinite, or negative
-      semidefinite (estimated as minus the diagonal of its negative); real or complex
-      Hermitian, of arrays or pytrees. float16 and bfloat16 operators are sketched in
-      float32. Products of a tagged operator with a scalar may have lost their tag.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `rademacher`, blind to the diagonal of what the sketch misses.
+    **Returns** an `Estimate` with the operator's input structure, real. `standard_error` is
+    conservative. If the operator is semidefinite only up to noise, it grows by the modulus
+    of the most negative eigenvalue found. If this is above a hundredth of the largest
+    eigenvalue, the tag was wrong: both are NaN.
 
-    **Returns** an `Estimate` with the operator's input structure (real leaves of at least
-    32 bits). `standard_error` is, entry by entry, the spread of the k estimates with an
-    allowance for the probes that they share: conservative; `inf` for one probe; 0 where n
-    applications were spent; wider by the depth of the most negative eigenvalue found, if
-    the operator is semidefinite only up to noise. NaN, both, if that is deeper than a
-    hundredth of the largest: then the tag was wrong.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, not tagged semidefinite, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if `num_matvecs` is below 1; if the sampler's
-    probes are dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by XDiag's frozen weight
-    on the same sketch, for tangents that need not be semidefinite. A gradient costs 2k
-    matvec-VJPs.
-
-    **Cost**: k applications, no adjoints, in one batch; 5 blocks of n x k; about 10 n k^2
-    flops.
+    **Derivatives**: by XDiag's rule on the same sketch, which is frozen, for tangents that
+    need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k applications, no
+    adjoints, in one batch; 5 blocks of n x k; about 10 n k^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> tag = lx.positive_semidefinite_tag
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
-    >>> estimate = tx.xnysdiag(operator, jax.random.key(1), 20)
-    >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> tag = lx.positive_semidefinite_tag
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
+        >>> estimate = tx.xnysdiag(operator, jax.random.key(1), 20)
+        >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
+        True
 
-    ```
-
-    **Reference**: Epperly (2025), Make the most of what you have: resource-efficient
-    randomized algorithms for matrix computations, PhD thesis, Caltech, arXiv:2512.15929.
+    **Reference**: Epperly (2025), Make the most of what you have, PhD thesis, Caltech,
+    arXiv:2512.15929.
     """
     return estimate(XNYSDIAG, operator, key, num_matvecs, sampler=sampler)
 

@@ -59,7 +59,7 @@ def xnystrace(
     """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
 
     k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates what the others miss:
+    out of it, and estimates the remainder of the approximation by the others:
 
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 
@@ -67,56 +67,32 @@ def xnystrace(
     probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
     estimators wherever it applies.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `operator`: tagged positive
+    or negative semidefinite. `num_matvecs`: at least 1. `sampler`: independent probes.
+    Default: the sphere, resphered by c_i, or signs.
 
-    - `operator`: a square lineax operator tagged positive semidefinite, or negative
-      semidefinite (estimated as minus the trace of its negative); real or complex
-      Hermitian, of arrays or pytrees. float16 and bfloat16 operators are sketched in
-      float32. Products of a tagged operator with a scalar may have lost their tag.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 1. From n
-      on, n are spent.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `None`: `sphere`, whose remainders can be resphered (so can those of `normal`; for
-      others c_i = 1), and from 100,000 dimensions on `rademacher`, as good there and ten
-      times cheaper to draw.
+    **Returns** an `Estimate` of shape `()`, real. `standard_error` is the jackknife's,
+    conservative. If the operator is semidefinite only up to noise, it grows by n times the
+    modulus of the most negative eigenvalue found. If this modulus is above a hundredth of
+    the largest eigenvalue, the tag was wrong: both are NaN.
 
-    **Returns** an `Estimate` of shape `()`, real, in the operator's precision (at least 32
-    bits). `standard_error` is the jackknife's: conservative (of two probes the spread,
-    which is not); `inf` for one probe; 0 where n applications were spent; wider by n times
-    the depth of the most negative eigenvalue found, if the operator is semidefinite only up
-    to noise. NaN, both, if that is deeper than a hundredth of the largest: then the tag was
-    wrong.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, not tagged semidefinite, mixes real and complex leaves, or has no
-    dimension; if `key` is an array of keys; if `num_matvecs` is below 1; if the sampler's
-    probes are dependent or of the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased, by XTrace's frozen weight
-    on the same sketch: exact for a multiple of I, and for a tangent that need not be
-    semidefinite. A gradient costs 2k matvec-VJPs.
-
-    **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k; about 8 n k^2
-    flops.
+    **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
+    multiple of I, and for tangents that need not be semidefinite. A gradient costs 2k
+    matvec-VJPs. **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k;
+    about 8 n k^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> tag = lx.positive_semidefinite_tag
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
-    >>> estimate = tx.xnystrace(operator, jax.random.key(1), 20)
-    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> tag = lx.positive_semidefinite_tag
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
+        >>> estimate = tx.xnystrace(operator, jax.random.key(1), 20)
+        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    Algorithm 2.2, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.2,
+    doi:10.1137/23M1548323.
     """
     return estimate(XNYSTRACE, operator, key, num_matvecs, sampler=sampler)
 

@@ -75,50 +75,25 @@ def xtrace(
     probes are resphered), or if `num_matvecs` reaches n. Never much worse than
     `hutchinson_trace`, and better by orders of magnitude where singular values decay.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 2, or
+    n; the largest even number up to it is spent. `sampler`: independent probes. Default:
+    the sphere, resphered by c_i, or signs.
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees. float16
-      and bfloat16 operators are sketched in float32.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 2, or
-      n; the largest even number up to it is. From n on, n are spent.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `None`: `sphere`, whose projections can be resphered (so can those of `normal`; for
-      others c_i = 1), and from 100,000 dimensions on `rademacher`, as good there and ten
-      times cheaper to draw.
-
-    **Returns** an `Estimate` of shape `()`, in the operator's dtype (at least 32 bits; real
-    if the operator is known to be Hermitian). `standard_error` is the jackknife's:
-    conservative (of two probes the spread, which is not); `inf` for k = 1; 0 where n
-    applications were spent.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `num_matvecs` not a Python int, the sampler not a function; `ValueError` if `operator`
-    is not square, mixes real and complex leaves, or has no dimension; if `key` is an array
-    of keys; if `num_matvecs` is below 2 and n; if the sampler's probes are dependent or of
-    the wrong shape.
-
-    **Derivatives**: forward and reverse, to any order, unbiased; the sketch is frozen. A
-    gradient costs one matvec-VJP for each application of the value.
-
-    **Cost**: 2k applications, no adjoints, in two batches; 4 blocks of n x k; about
-    17 n k^2 flops (12 on up to 2000 dimensions).
+    **Derivatives**: the sketch is frozen. A gradient costs one matvec-VJP for each
+    application of the value. **Cost**: 2k applications, no adjoints, in two batches; 4
+    blocks of n x k; about 17 n k^2 flops (12 on up to 2000 dimensions).
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-    >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-    >>> estimate = tx.xtrace(operator, jax.random.key(1), 40)
-    >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-    True
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
+        >>> estimate = tx.xtrace(operator, jax.random.key(1), 40)
+        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace: Making the most of every sample
-    in stochastic trace estimation, SIAM Journal on Matrix Analysis and Applications 45(1),
-    Algorithm 2.1, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.1,
+    doi:10.1137/23M1548323.
     """
     return estimate(XTRACE, operator, key, num_matvecs, sampler=sampler)
 

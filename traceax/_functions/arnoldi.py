@@ -36,71 +36,53 @@ def arnoldi_trace(
 ) -> Estimate:
     """Estimate tr f(A) of any square operator by Arnoldi's process, symmetry not needed.
 
-    One block Krylov run of k probes w_i, read in two ways. As in `function_trace`, each
-    probe measures what the space S_i of the others leaves, P_i being its projector, which
-    is best where few directions have most of the sum; and each measures all of it, which
-    is best where signs see nothing (a diagonal, what is skew):
+    One block Krylov run of k probes w_i is read in two ways. As in `function_trace`, each
+    probe measures the part of f(A) outside of the space S_i of the other probes, P_i being
+    its projector, which is best if few directions have most of the sum; and each probe
+    measures all of f(A), which is best if the samples of signs are exact (diagonal or skew
+    operators):
 
         tr(P_i f(A) P_i) + c_i r_i* f(A) r_i,   r_i = (I - P_i) w_i;       w_i* f(A) w_i.
 
-    The value is the mean of both by inverse variances, as their spreads show them. For
-    Hermitian operators `function_trace` and `slq_trace` are more accurate and better
-    differentiated. Exact, by all eigenvalues, where num_probes * num_steps reaches n.
+    The value is the mean of both, weighted by inverse variances that are estimated from
+    their spreads. This choice leaves a bias, a fraction of the standard error. For
+    Hermitian operators `function_trace` and `slq_trace` are more accurate and have better
+    derivatives. Exact, by all eigenvalues, if num_probes * num_steps reaches n.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any square lineax operator, real or complex, of arrays or pytrees.
-    - `fn`: a function of a *complex* scalar, analytic, made of JAX operations, that returns
-      an array or a pytree of arrays: each entry is another trace from the same run. It may
-      close over parameters, or be an `eqx.Module`.
-    - `key`: a JAX random key.
-    - `num_probes`: how many probes, a Python int of at least 1.
-    - `num_steps`: how many applications for each, a Python int of at least 1.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `rademacher`, with which a diagonal costs nothing. With one of your own c_i is 1,
-      else (n - dim S_i)/|r_i|^2.
+    - `fn`: an analytic function of a *complex* scalar, else as in `function_trace`.
+    - `num_probes`, `num_steps`: how many probes, and how many applications for each.
+    - `sampler`: independent probes. Default `rademacher`, which is exact for diagonal
+      operators. c_i is (n - dim S_i)/|r_i|^2, and 1 for samplers of your own.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns; real where the
-    operator is, and `fn` of a real number is; then NaN where eigenvalues on a branch cut of
-    `fn` (negative ones under log) make the sum complex by a thousandth of it or more.
-    `standard_error` covers sampling, quadrature (by comparison with fewer steps) and the
-    conditioning of eigenvectors, which cost digits where it is bad; `inf` for one probe or
-    one step; 0 where the value is exact. Choosing between the two readings by their spread
-    leaves a bias, a fraction of it.
+    **Returns** an `Estimate` with the structure of what `fn` returns; real if the operator
+    is, and `fn` of a real number is. Then it is NaN if eigenvalues on a branch cut of `fn`
+    give the sum an imaginary part of a thousandth of it or more. `standard_error` also
+    covers the conditioning of eigenvectors.
 
-    **Raises** what `slq_trace` raises of the arguments that it shares;
-    `NotImplementedError` if differentiated twice in the operator.
-
-    **Derivatives**: first ones, forward and reverse, in the operator and in whatever `fn`
-    depends on, by the same readings of tr(f'(A) dA), their shares frozen: about
-    0.8 num_probes * num_steps matvec-VJPs for each entry of the value. Where the value is
-    exact so are they, tr f'(A) dA by n matvec-VJPs; a matrix without a basis of
-    eigenvectors costs half of their digits.
-
-    **Cost**: m = num_probes * num_steps applications, none of the adjoint, in num_steps
-    blocks; 4 n m^2 flops for an orthonormal basis of as many vectors, which is what has to
-    fit; three decompositions of m x m matrices (in all 0.1 s at m = 240). Where the value
-    is exact, n applications, none of operators that store their matrix. Eigenvalues of
-    non-symmetric matrices, on which it stands, exist on the CPU; on other devices as far as
-    JAX has them there.
+    **Derivatives**: first ones, in the operator and in whatever `fn` depends on, by the
+    same two readings of tr(f'(A) dA), with frozen weights: about 0.8 num_probes * num_steps
+    matvec-VJPs for each entry of the value. If the value is exact they are exact too, with
+    half of the digits for a matrix without a basis of eigenvectors. Second ones in the
+    operator raise `NotImplementedError`. **Cost**: m = num_probes * num_steps applications,
+    no adjoints, in num_steps blocks; 4 n m^2 flops for an orthonormal basis of m vectors,
+    which must fit in memory; three decompositions of m x m matrices, on the CPU (other
+    devices: as far as JAX has them).
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> rotation = jnp.kron(jnp.eye(200), jnp.array([[0.0, -1.0], [1.0, 0.0]]))
-    >>> operator = lx.MatrixLinearOperator(rotation)
-    >>> key = jax.random.key(0)
-    >>> trace = tx.arnoldi_trace(operator, jnp.exp, key, num_probes=20, num_steps=4)
-    >>> bool(abs(trace.value - 400 * jnp.cos(1.0)) < 0.5)
-    True
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> rotation = jnp.kron(jnp.eye(200), jnp.array([[0.0, -1.0], [1.0, 0.0]]))
+        >>> operator = lx.MatrixLinearOperator(rotation)
+        >>> key = jax.random.key(0)
+        >>> trace = tx.arnoldi_trace(operator, jnp.exp, key, num_probes=20, num_steps=4)
+        >>> bool(abs(trace.value - 400 * jnp.cos(1.0)) < 0.5)
+        True
 
-    ```
-
-    **Reference**: derived in `traceax/_quadrature/block_arnoldi.py`. Compare Epperly,
-    Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Arnoldi
-    (1951), Quarterly of Applied Mathematics 9(1); Saad (1992), Analysis of some Krylov
-    subspace approximations to the matrix exponential operator, SIAM Journal on Numerical
+    **Reference**: derived in `traceax/_quadrature/block_arnoldi.py`. Compare Epperly, Tropp
+    and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Arnoldi
+    (1951), Quarterly of Applied Mathematics 9(1); Saad (1992), SIAM Journal on Numerical
     Analysis 29(1), doi:10.1137/0729014.
     """
     name = "arnoldi_trace"

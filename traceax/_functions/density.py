@@ -33,58 +33,42 @@ def spectral_density(
 
         phi(t) = 1/n sum_i N(t; lambda_i, width^2)
 
-    by `slq_trace` of a Gaussian about each point of the grid, all from one run. It is a
-    probability density: its integral over the line is 1. Eigenvalues apart from the rest
-    are found exactly; within the bulk, m steps resolve about its m-th part.
+    by `slq_trace` of a Gaussian about each point of the grid, from one run; unbiased but
+    for quadrature. It is a probability density: its integral over the line is 1.
+    Eigenvalues that are separated from the rest are found exactly; within the bulk, m steps
+    resolve about its m-th part. Exact if num_probes * num_steps reaches n^2.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
-      are not needed.
+    - `operator`: Hermitian (real: symmetric); tags are not needed.
     - `grid`: where to evaluate it, a vector of real numbers, in the units of the
       eigenvalues.
-    - `key`: a JAX random key.
-    - `num_probes`: how many probes, a Python int of at least 1.
-    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
-      n are taken.
-    - `width`: the standard deviation of the Gaussians, in the units of the grid. Default:
-      twice the span of the grid over `num_steps`, which half of the steps resolve: below
-      that the error bar grows wide.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`.
+    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
+    - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
+      Default: twice the span of the grid over `num_steps`, which half of the steps resolve;
+      for smaller widths the error bar grows.
+    - `sampler`: independent probes. Default `sphere`.
     - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
-    - `batch_size`: as in `slq_trace`.
-    - `progress_meter`: as in `slq_trace`.
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
-    `standard_error`, point by point, covers sampling and quadrature; `inf` for one probe or
-    one step; 0 where the value is exact: where num_probes * num_steps reaches n^2.
+    **Raises** `ValueError` if `grid` is not a real vector or is empty, or if `width` is not
+    positive, or `None` for a grid of one point.
 
-    **Raises** what `slq_trace` raises; `TypeError` if `width` is not a number; `ValueError`
-    if `grid` is not a real vector or has no points, or if `width` is not positive, or
-    `None` for a grid of one point.
-
-    **Derivatives**: as of `slq_trace`: one matvec-VJP for each probe and point of the grid,
-    so differentiate on coarse grids.
-
-    **Cost**: num_probes * num_steps applications; where the value is exact n, or none of
-    operators that store their matrix.
+    **Derivatives**: as those of `slq_trace`: one matvec-VJP for each probe and point of the
+    grid, so use coarse grids. **Cost**: num_probes * num_steps applications.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> operator = lx.DiagonalLinearOperator(jnp.linspace(0.0, 1.0, 400))
-    >>> grid = jnp.linspace(-0.5, 1.5, 201)
-    >>> key = jax.random.key(0)
-    >>> density = tx.spectral_density(operator, grid, key, num_probes=10, num_steps=20)
-    >>> bool(abs(density.value.sum() * 0.01 - 1) < 1e-3)
-    True
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> operator = lx.DiagonalLinearOperator(jnp.linspace(0.0, 1.0, 400))
+        >>> grid = jnp.linspace(-0.5, 1.5, 201)
+        >>> key = jax.random.key(0)
+        >>> density = tx.spectral_density(operator, grid, key, num_probes=10, num_steps=20)
+        >>> bool(abs(density.value.sum() * 0.01 - 1) < 1e-3)
+        True
 
-    ```
-
-    **Reference**: Lin, Saad and Yang (2016), Approximating spectral densities of large
-    matrices, SIAM Review 58(1), doi:10.1137/130934283.
+    **Reference**: Lin, Saad and Yang (2016), Approximating spectral densities,
+    doi:10.1137/130934283.
     """
     name = "spectral_density"
     counts = {"num_probes": num_probes, "num_steps": num_steps}

@@ -45,78 +45,55 @@ def function_diagonal(
     num_steps: int,
     sampler: Sampler = rademacher,
 ) -> Estimate:
-    """Estimate the diagonal of f(A), A Hermitian: subgraph centralities (exp), leverages,
-    densities of Fermi and Dirac, variances (1/x).
+    """Estimate the diagonal of f(A), A Hermitian.
 
-    One block Krylov run of `num_probes` probes w_i, `num_steps` blocks deep. The space S_i
-    of all probes but w_i contains what matters most to smooth functions, and is independent
-    of w_i; so with its projector P_i, and B_i = (I - P_i) f(A) (I - P_i),
+    For subgraph centralities (exp), leverages, Fermi-Dirac densities, variances (1/x). One
+    block Krylov run of `num_probes` probes w_i, `num_steps` blocks deep. The space S_i of
+    all probes but w_i contains the directions that contribute most to smooth functions, and
+    is independent of w_i. So with its projector P_i, and B_i = (I - P_i) f(A) (I - P_i),
 
         diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
 
-    for each i, of which the mean is taken. All of it is read off the one run. Of B_i, a
-    multiple of I that the run chooses is exact. More steps for functions that are not
-    smooth, more probes where many eigenvalues matter alike.
+    for each i; the value is the mean over i, unbiased but for quadrature. More steps help
+    for functions that are not smooth, more probes if many eigenvalues contribute alike.
+    With `probing` (for f(A) that decays along a graph) it is `hutchinson_diagonal` of f(A),
+    which is applied by Lanczos.
 
-    With `probing` probes (for f that decays along a graph) `hutchinson_diagonal` of f(A),
-    which is applied by Lanczos. Exact, by an eigendecomposition, where num_probes *
-    num_steps reaches n, for n <= 64, and for operators that store their matrix up to
-    n = 1024; exact, from one application or none, for diagonal operators.
+    Exact, by an eigendecomposition, if num_probes * num_steps reaches n, for n <= 64, and
+    for operators that store their matrix up to n = 1024; for diagonal ones from one
+    application or none.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
-      are not needed; an operator that shows itself not to be Hermitian gives NaN.
-    - `fn`: a real function of a real scalar, made of JAX operations. It may close over
-      parameters, or be an `eqx.Module`.
-    - `key`: a JAX random key.
-    - `num_probes`: how many probes, a Python int of at least 1; of `probing` a multiple of
-      its number of colours.
-    - `num_steps`: how often A is applied to each, a Python int of at least 1.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I, or by
-      `probing`. Default `rademacher`.
+    - `operator`: Hermitian (real: symmetric); tags are not needed.
+    - `fn`: a real function of a real scalar, else as in `function_trace`.
+    - `num_probes`, `num_steps`: how many probes (for `probing` a multiple of its colours),
+      and how often A is applied to each.
+    - `sampler`: independent probes, or `probing`. Default `rademacher`.
 
-    **Returns** an `Estimate` with the operator's input structure, real. `standard_error`
-    covers, entry by entry, sampling (the spread of the num_probes estimates with an
-    allowance for the probes that they share: conservative) and quadrature (by comparison
-    with fewer steps); `inf` for one probe or one step; 0 where an eigendecomposition made
-    the value. Where fn is not defined at a Ritz value (the log of a negative one), NaN.
-
-    **Raises** what `slq_trace` raises of the arguments that it shares; `TypeError` if `fn`
-    is not a real function of a scalar; `ValueError` if `num_probes` is below the number of
-    colours.
-
-    **Derivatives**: forward and reverse, in the operator and in whatever `fn` depends on,
-    unbiased but for quadrature: those of `xdiag` of f(A), with its two-sided form, by half
-    of the probes and a sketch that the run gives for nothing. f(A) is applied by Lanczos
-    to num_probes vectors (one more if that is odd), and the recurrence differentiated:
-    num_steps applications and as many matvec-VJPs for each of them (half as many again for
-    complex operators). To any order.
-
-    **Cost**: num_probes * num_steps applications, in blocks of num_probes; for an
-    orthonormal basis of as many vectors, which is what has to fit, m of them, 8 n m^2
-    flops, and about (8 + num_probes / num_steps) n m^2 to read it. With `probing`,
-    (num_probes + 6) * num_steps applications, four probes, with all and half of the steps,
-    to see the quadrature error; num_probes blocks of n x num_steps. For n <= 64 n
-    applications.
+    **Derivatives**: in the operator and in whatever `fn` depends on, unbiased but for
+    quadrature: those of `xdiag` of f(A) in its two-sided form, by half of the probes and a
+    sketch from the same run. f(A) is applied by Lanczos to num_probes vectors, which takes
+    num_steps applications and as many matvec-VJPs for each. **Cost**:
+    num_probes * num_steps = m applications, in blocks of num_probes; 8 n m^2 flops for an
+    orthonormal basis of m vectors, which must fit in memory, and about (8 + num_probes /
+    num_steps) n m^2 to read it. With `probing`, (num_probes + 6) * num_steps applications
+    and num_probes blocks of n x num_steps.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> ring = jnp.roll(jnp.eye(200), 1, axis=0)
-    >>> graph = lx.MatrixLinearOperator(ring + ring.T, lx.symmetric_tag)
-    >>> key = jax.random.key(0)
-    >>> centrality = tx.function_diagonal(graph, jnp.exp, key, num_probes=24, num_steps=10)
-    >>> print(centrality.value[:3].round(2))
-    [2.28 2.28 2.28]
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> ring = jnp.roll(jnp.eye(200), 1, axis=0)
+        >>> graph = lx.MatrixLinearOperator(ring + ring.T, lx.symmetric_tag)
+        >>> key = jax.random.key(0)
+        >>> sizes = {"num_probes": 24, "num_steps": 10}
+        >>> centrality = tx.function_diagonal(graph, jnp.exp, key, **sizes)
+        >>> print(centrality.value[:3].round(2))
+        [2.28 2.28 2.28]
 
-    ```
-
-    **Reference**: Estrada and Rodríguez-Velázquez (2005), Subgraph centrality in complex
-    networks, Physical Review E 71, 056103, for what it is for. The estimator is derived in
-    `traceax/_functions/block_diagonal.py`. Compare Epperly, Tropp and Webber (2024),
-    XTrace, doi:10.1137/23M1548323, for leaving probes out.
+    **Reference**: Estrada and Rodríguez-Velázquez (2005), Physical Review E 71, 056103, for
+    its uses. Derived in `traceax/_functions/block_diagonal.py`. Compare Epperly, Tropp and
+    Webber (2024), XTrace, doi:10.1137/23M1548323.
     """
     name = "function_diagonal"
     counts = {"num_probes": num_probes, "num_steps": num_steps}

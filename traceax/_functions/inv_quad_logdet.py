@@ -63,15 +63,12 @@ class InvQuadLogdet(eqx.Module):
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.DiagonalLinearOperator(jax.numpy.array([2.0, 8.0]))
-    >>> y = jax.numpy.array([1.0, 4.0])
-    >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0))
-    >>> print(both.inv_quad.value, both.logdet.value.round(3), both.solution)
-    2.5 2.773 [0.5 0.5]
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> operator = lx.DiagonalLinearOperator(jax.numpy.array([2.0, 8.0]))
+        >>> y = jax.numpy.array([1.0, 4.0])
+        >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0))
+        >>> print(both.inv_quad.value, both.logdet.value.round(3), both.solution)
+        2.5 2.773 [0.5 0.5]
     """
 
     inv_quad: Estimate
@@ -94,75 +91,59 @@ def inv_quad_logdet(
     shift: float | Float[Array, ""] | lx.DiagonalLinearOperator = 0.0,
     rtol: float = 1e-6,
 ) -> InvQuadLogdet:
-    """y* (A + shift I)^-1 y and log det(A + shift I), A + shift I Hermitian positive
-    definite: what likelihoods of Gaussian processes and mixed models are made of.
+    """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
 
-    One block Krylov run, with k probes in its first block, and with y where it takes at
-    most a quarter of that, gives the log-determinant as `logdet` does, Galerkin's solution
-    of (A + shift I) u = y, and a preconditioner with which conjugate gradients go on from
-    there.
+    A + shift I is Hermitian positive definite: the covariance of a Gaussian process, say.
 
-    Exact, by a Cholesky factorisation: without an application for operators that store
-    their matrix, up to n = 2048; from n applications where `num_matvecs` reaches n, and
-    for n <= 64. Exact for diagonal operators: free, or, if they are only tagged, from one
-    application.
+    One block Krylov run gives the log-determinant as `logdet` does, Galerkin's solution of
+    (A + shift I) u = y, and a preconditioner with which conjugate gradients improve this
+    solution. The first block has k probes; y joins it if it has at most a quarter as many
+    columns. The log-determinant is unbiased but for quadrature. Both are exact, by a
+    Cholesky factorisation, where `logdet` is.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
-      are not needed.
+    - `operator`: Hermitian (real: symmetric); tags are not needed.
     - `vector`: y, with the operator's input structure. With one more, leading, axis on
       every leaf it is several right-hand sides.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications the run may spend (beyond n = 64), a Python int
-      of at least 6, or n; the solve comes on top. Default 240.
-    - `shift`: real. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
-      observation say, stands for A + D.
-    - `rtol`: the error, in the energy norm and relative, at which the solve stops, a Python
-      float. Default 1e-6, which is what gradients see; the value's is its square.
+    - `num_matvecs`: the budget of the run if n > 64, at least 6, or n; the solve is not in
+      it. Default 240.
+    - `shift`: real, or an `lx.DiagonalLinearOperator`, as in `logdet`.
+    - `rtol`: the relative error, in the energy norm, at which the solve stops, a Python
+      float between 0 and 1. Default 1e-6. It is the error of gradients; that of the value
+      is its square.
 
     **Returns** an `InvQuadLogdet`: two `Estimate`s of shape `()`, real, and the solution.
-    `inv_quad.standard_error` is what the solution's residual leaves open, and rounding. The
-    value is at most this much below the truth where A is positive semidefinite and shift
-    positive (as far as the run can see); else it is a multiple of it by half the least
-    Ritz value. A solve that does not get to `rtol` within 10 num_matvecs steps shows in
-    it. `inv_quad.num_matvecs` counts run and solve, and is an array where there is a run;
-    `logdet.num_matvecs` counts the run. Where A + shift I shows itself not to be positive
-    definite, NaN.
+    `inv_quad.standard_error` is a bound from the residual of the solution, which also shows
+    a solve that does not reach `rtol` in 10 num_matvecs steps, and rounding.
+    The value is at most this much below the truth if A is positive semidefinite and the
+    shift positive (as far as the run can see); else the bound uses half the least Ritz
+    value. `inv_quad.num_matvecs` counts run and solve, `logdet.num_matvecs` the run. NaN if
+    A + shift I is found not to be positive definite.
 
-    **Raises** what `logdet` raises; `TypeError` if `rtol` is not a number, or `vector`
-    complex where the operator is real; `ValueError` if `vector` is of another space,
-    `shift` an array of several, or `rtol` not between 0 and 1.
-
-    **Derivatives**: forward and reverse, in the operator, `vector` and `shift`, of both
-    estimates, without another solve: about 0.8 num_matvecs matvec-VJPs for the
-    log-determinant, and one for each right-hand side. Those of the solution, and second
-    ones, take a solve each, to the same `rtol`.
-
-    **Cost**: at most `num_matvecs` applications in blocks (or n, for n <= 64), and as many
-    as conjugate gradients take, 10 num_matvecs for each right-hand side at most; an
-    orthonormal basis of `num_matvecs` vectors.
+    **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
+    another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one for
+    each right-hand side. Those of the solution, and second ones, take a solve each.
+    **Cost**: at most `num_matvecs` applications in blocks, and those of conjugate
+    gradients, at most 10 num_matvecs for each right-hand side; an orthonormal basis of
+    `num_matvecs` vectors.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> spectrum = 1 / jnp.arange(1.0, 401.0) ** 2
-    >>> structure = jax.ShapeDtypeStruct((400,), spectrum.dtype)
-    >>> tag = lx.positive_semidefinite_tag
-    >>> operator = lx.FunctionLinearOperator(lambda v: spectrum * v, structure, tag)
-    >>> y = jnp.sin(jnp.arange(400.0))
-    >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0), 120, shift=0.01)
-    >>> nll = (both.inv_quad.value + both.logdet.value + 400 * jnp.log(2 * jnp.pi)) / 2
-    >>> bool(jnp.allclose(both.solution, y / (spectrum + 0.01), rtol=1e-3, atol=1e-3))
-    True
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> spectrum = 1 / jnp.arange(1.0, 401.0) ** 2
+        >>> structure = jax.ShapeDtypeStruct((400,), spectrum.dtype)
+        >>> tag = lx.positive_semidefinite_tag
+        >>> operator = lx.FunctionLinearOperator(lambda v: spectrum * v, structure, tag)
+        >>> y = jnp.sin(jnp.arange(400.0))
+        >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0), 120, shift=0.01)
+        >>> nll = (both.inv_quad.value + both.logdet.value + 400 * jnp.log(2 * jnp.pi)) / 2
+        >>> bool(jnp.allclose(both.solution, y / (spectrum + 0.01), rtol=1e-3, atol=1e-3))
+        True
 
-    ```
-
-    **Reference**: derived in `traceax/_functions/inv_quad_logdet.py` and
-    `traceax/_quadrature/block_quadrature.py`. Compare Gardner, Pleiss, Bindel, Weinberger
-    and Wilson (2018), GPyTorch, arXiv:1809.11165, for both from one run; Wenger, Pleiss,
-    Hennig, Cunningham and Gardner (2022), arXiv:2107.00243, for preconditioners in them.
+    **Reference**: derived in `traceax/_functions/inv_quad_logdet.py`. Compare Gardner et al.
+    (2018), GPyTorch, arXiv:1809.11165, for both from one run; Wenger et al. (2022),
+    arXiv:2107.00243, for preconditioners.
     """
     name = "inv_quad_logdet"
     operator = check_request(name, operator, key, num_matvecs, 6)

@@ -25,65 +25,50 @@ def logdet(
     *,
     shift: float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator = 0.0,
 ) -> Estimate:
-    """log det(A + shift I), A + shift I Hermitian positive definite.
+    """Estimate log det(A + shift I), A + shift I Hermitian positive definite.
 
-    `function_trace` of log(x + shift): one block Krylov run, in which each probe measures
-    what the spaces of the others leave. On kernel matrices the error is smaller than that
-    of `slq_trace` at its best by factors from 3 (spectra that hardly decay) to 10^6, on
-    flat spectra up to 1.6 times larger; no preconditioner is needed, and no known noise.
+    It is `function_trace` of log(x + shift), unbiased but for quadrature. On kernel
+    matrices the error is smaller than that of `slq_trace` at its best by factors from 3
+    (spectra that hardly decay) to 10^6, on flat spectra up to 1.6 times larger. No
+    preconditioner is needed, and the noise need not be known.
 
-    Exact, by a Cholesky factorisation: without an application for operators that store
-    their matrix, up to n = 2048; from n applications where `num_matvecs` reaches n, and
-    for n <= 64. Exact for diagonal operators: free, or, if they are only tagged, from one
-    application.
+    Exact, by a Cholesky factorisation, for operators that store their matrix up to n =
+    2048, if `num_matvecs` reaches n, and for n <= 64; for diagonal ones from one
+    application or none.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
-      are not needed.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent (beyond n = 64), a Python int of at
-      least 6, or n. Default 240.
+    - `operator`: Hermitian (real: symmetric); tags are not needed.
+    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
     - `shift`: real. An array of shifts gives the log-determinants of all of them from one
       run. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
       observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
-    covers sampling, quadrature (compared with fewer blocks) and rounding; 0 where the value
-    is exact. NaN or infinite if A + shift I shows itself not to be positive definite,
-    never an error. In a run eigenvalues that rounding cannot tell from 0 count as rounding,
-    with an error bar that says so, unless it is certain that they are 0 (in double
-    precision, where the Krylov space ends).
+    covers sampling, quadrature (compared with the same run two blocks shorter) and
+    rounding. NaN or infinite if A + shift I is found not to be positive definite.
+    Eigenvalues that are 0 up to rounding widen the error bar, unless they are certainly 0
+    (in double precision, if the Krylov space ends). **Raises** `TypeError` if `shift` is
+    neither real nor a diagonal operator; `ValueError` if `operator` is tagged negative
+    semidefinite, or `shift` is of another space.
 
-    **Raises** what `function_trace` raises; `TypeError` if `shift` is neither real nor a
-    diagonal operator; `ValueError` if `operator` is tagged negative semidefinite, or if
-    `shift` is an operator of another space.
-
-    **Derivatives**: forward and reverse, in the operator and in `shift`, as of
-    `function_trace`: about 0.8 num_matvecs matvec-VJPs. Second derivatives are right too;
-    they differentiate a Lanczos recurrence from each of these, and are NaN where that does
-    not resolve the spectrum.
-
-    **Cost**: at most `num_matvecs` applications, or n, for n <= 64; 8 n num_matvecs^2 flops
-    for an orthonormal basis of as many vectors, which is what has to fit.
+    **Derivatives**: in the operator and in `shift`, as those of `function_trace`. **Cost**:
+    that of `function_trace`: at most `num_matvecs` applications.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> spectrum = 1 / jnp.arange(1.0, 401.0) ** 2
-    >>> structure = jax.ShapeDtypeStruct((400,), spectrum.dtype)
-    >>> tag = lx.positive_semidefinite_tag
-    >>> operator = lx.FunctionLinearOperator(lambda v: spectrum * v, structure, tag)
-    >>> estimate = tx.logdet(operator, jax.random.key(0), 120, shift=0.01)
-    >>> bool(abs(estimate.value - jnp.log(spectrum + 0.01).sum()) < 0.1)
-    True
-
-    ```
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> spectrum = 1 / jnp.arange(1.0, 401.0) ** 2
+        >>> structure = jax.ShapeDtypeStruct((400,), spectrum.dtype)
+        >>> tag = lx.positive_semidefinite_tag
+        >>> operator = lx.FunctionLinearOperator(lambda v: spectrum * v, structure, tag)
+        >>> estimate = tx.logdet(operator, jax.random.key(0), 120, shift=0.01)
+        >>> bool(abs(estimate.value - jnp.log(spectrum + 0.01).sum()) < 0.1)
+        True
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
-    Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for leaving probes out; Chen
-    and Hallman (2023), Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257.
+    Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323; Chen and Hallman (2023),
+    Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257.
     """
     operator = check_request("logdet", operator, key, num_matvecs, 6)
     check_shift("logdet", operator, shift)

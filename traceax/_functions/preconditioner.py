@@ -36,57 +36,46 @@ def preconditioner(
     *,
     shift: float | Float[Array, ""] | lx.DiagonalLinearOperator = 0.0,
 ) -> lx.AbstractLinearOperator:
-    """About (A + shift I)^-1, positive definite: for the solvers of lineax, as
-    `options={"preconditioner": ...}`.
+    """About (A + shift I)^-1, for lineax's solvers as `options={"preconditioner": ...}`.
 
-    The inverse of P = nu I + the Nyström approximation of A + (shift - nu) I from a block
-    Krylov space, which is A + shift I on that space. Conjugate gradients see the rest of
-    the spectrum, over nu: of kernels with noise, next to nothing.
+    It is the inverse of P = nu I + the Nyström approximation of A + (shift - nu) I from a
+    block Krylov space; P is A + shift I on that space. Conjugate gradients then depend on
+    the rest of the spectrum relative to nu, which is small for kernels with noise.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees,
-      positive definite together with `shift`. Tags are not needed.
-    - `key`: a JAX random key.
-    - `num_matvecs`: how many applications may be spent, a Python int of at least 1. Default
-      100.
+    - `operator`: Hermitian (real: symmetric), positive definite together with `shift`; tags
+      are not needed.
+    - `num_matvecs`: at least 1. Default 100.
     - `shift`: real: nu is the shift if it is positive and A positive semidefinite, else
       half the least Ritz value. Or an `lx.DiagonalLinearOperator` D of positive entries,
-      for A + D. Give the operator without it: what is known need not be found.
+      for A + D. The operator itself is given without it.
 
     **Returns** a lineax operator on the same space, tagged positive semidefinite. NaN if
-    A + shift I shows itself not to be positive definite.
+    A + shift I is found not to be positive definite.
 
-    **Raises** what `logdet` raises, `num_matvecs` being at least 1; `ValueError` if `shift`
-    is an array of several.
-
-    **Derivatives**: none: it is a constant, for solutions do not depend on it.
-
+    **Derivatives**: none: it is a constant, because solutions do not depend on it.
     **Cost**: at most `num_matvecs` applications; an orthonormal basis of little more
     vectors. To apply it takes two products with the basis.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> x = jnp.linspace(0.0, 1.0, 300)
-    >>> kernel = jnp.exp(-50 * (x[:, None] - x[None, :]) ** 2)
-    >>> tag = lx.positive_semidefinite_tag
-    >>> noise = 1e-3 * lx.IdentityLinearOperator(jax.ShapeDtypeStruct((300,), x.dtype))
-    >>> noisy = lx.TaggedLinearOperator(lx.MatrixLinearOperator(kernel, tag) + noise, tag)
-    >>> operator = lx.MatrixLinearOperator(kernel, tag)
-    >>> close = tx.preconditioner(operator, jax.random.key(0), 60, shift=1e-3)
-    >>> solver = lx.CG(rtol=1e-4, atol=1e-4)
-    >>> options = {"preconditioner": close}
-    >>> solution = lx.linear_solve(noisy, jnp.cos(x), solver, options=options)
-    >>> bool(solution.stats["num_steps"] <= 5)
-    True
-
-    ```
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> x = jnp.linspace(0.0, 1.0, 300)
+        >>> kernel = jnp.exp(-50 * (x[:, None] - x[None, :]) ** 2)
+        >>> tag = lx.positive_semidefinite_tag
+        >>> noise = 1e-3 * lx.IdentityLinearOperator(jax.ShapeDtypeStruct((300,), x.dtype))
+        >>> operator = lx.MatrixLinearOperator(kernel, tag)
+        >>> noisy = lx.TaggedLinearOperator(operator + noise, tag)
+        >>> close = tx.preconditioner(operator, jax.random.key(0), 60, shift=1e-3)
+        >>> solver = lx.CG(rtol=1e-4, atol=1e-4)
+        >>> options = {"preconditioner": close}
+        >>> solution = lx.linear_solve(noisy, jnp.cos(x), solver, options=options)
+        >>> bool(solution.stats["num_steps"] <= 5)
+        True
 
     **Reference**: derived in `traceax/_linalg/preconditioning.py`. Compare Frangella, Tropp
-    and Udell (2023), Randomized Nyström preconditioning, SIAM Journal on Matrix Analysis
-    and Applications 44(2), doi:10.1137/21M1466244.
+    and Udell (2023), Randomized Nyström preconditioning, doi:10.1137/21M1466244.
     """
     name = "preconditioner"
     operator = check_request(name, operator, key, num_matvecs, 1)

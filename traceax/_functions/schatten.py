@@ -44,57 +44,40 @@ def schatten_norm(
 ) -> Estimate:
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
-    tr |B|^p by the engine of `function_trace`: of x -> |x|^p on B itself where it is tagged
-    semidefinite, else of x -> x^(p/2) on B* B or B B*, whichever is smaller. p = 1 is the
-    nuclear norm, p = 2 the Frobenius norm (of which `frobenius_norm_squared` knows more);
-    large p approach the spectral norm. Not unbiased, because the root is not linear: low by
-    about standard_error^2 (p - 1) / (2 value).
+    It is computed from tr |B|^p as in `function_trace`: of x -> |x|^p on B itself if it is
+    tagged semidefinite, else of x -> x^(p/2) on B* B or B B*, whichever is smaller. p = 1
+    is the nuclear norm, p = 2 the Frobenius norm (for which `frobenius_norm_squared` is
+    more accurate); large p approach the spectral norm. Biased, because the root is not
+    linear: low by about standard_error^2 (p - 1) / (2 value).
 
-    Exact where num_probes * num_steps reaches the smaller dimension or that is at most 64,
-    and for operators that store their matrix up to 1024.
+    Exact if num_probes * num_steps reaches the smaller dimension or that is at most 64, and
+    for operators that store their matrix up to 1024.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any lineax operator, real or complex, of arrays or pytrees, also
-      rectangular. Singular values below sqrt(eps) of the largest are lost, unless it is
-      tagged semidefinite.
-    - `p`: a positive number, or an array of shape `()`.
-    - `key`: a JAX random key.
-    - `num_probes`: how many probes, a Python int of at least 1.
-    - `num_steps`: how many steps of the one block Lanczos run that all of them share, a
-      Python int of at least 1. About as many as probes, or half as many, are best.
+    - `operator`: any lineax operator, square or not. Singular values below sqrt(eps) of the
+      largest are lost, unless it is tagged semidefinite.
+    - `p`: a positive, finite number, or an array of shape `()`.
+    - `num_probes`, `num_steps`: how many probes, and how many steps of the block Lanczos
+      run that they share; half as many steps as probes, or as many, are best.
 
-    **Returns** an `Estimate` of shape `()`, real. `standard_error` is that of the trace,
-    covering sampling and quadrature, carried through the root; `inf` for one probe or one
-    step; 0 where the value is exact.
-
-    **Raises** what `slq_trace` raises of the arguments that it shares, but for operators
-    that are not square; `TypeError` if `p` is not real; `ValueError` if `p` is not positive
-    and finite.
-
-    **Derivatives**: forward and reverse, in the operator and in `p`, as of
-    `function_trace`, of which this is a root. Where singular values are 0 and p < 2, that
-    of the others. NaN at the zero operator, where the norm has none.
-
-    **Cost**: 2 num_probes * num_steps applications (half of them of the adjoint), or half
-    as many if the operator is tagged semidefinite; and one to see its scale. For n <= 64, n
-    of them (2n) instead. An orthonormal basis of num_probes * num_steps vectors.
+    **Derivatives**: in the operator and in `p`, as those of `function_trace`. For p < 2,
+    singular values of 0 do not contribute. NaN at the zero operator. **Cost**: 2
+    num_probes * num_steps applications (half of them of the adjoint), or half as many if
+    the operator is tagged semidefinite, and one to see its scale; an orthonormal basis of
+    num_probes * num_steps vectors.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(300, 200))
-    >>> key = jax.random.key(0)
-    >>> norm = tx.schatten_norm(operator, 1, key, num_probes=5, num_steps=3)
-    >>> print(norm.value.round())
-    200.0
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(300, 200))
+        >>> key = jax.random.key(0)
+        >>> norm = tx.schatten_norm(operator, 1, key, num_probes=5, num_steps=3)
+        >>> print(norm.value.round())
+        200.0
 
     **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
-    Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4), section 6.2,
-    doi:10.1137/16M1104974, for the norm as such a trace.
+    Lanczos quadrature, section 6.2, doi:10.1137/16M1104974, for the norm as such a trace.
     """
     name = "schatten_norm"
     counts = {"num_probes": num_probes, "num_steps": num_steps}

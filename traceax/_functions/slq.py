@@ -71,82 +71,48 @@ def slq_trace(
 
         value = mean over probes v of |v|^2 e_1* f(T) e_1,    T the Lanczos matrix of v
 
-    Unbiased but for the quadrature error, which falls geometrically with `num_steps` where
-    f is smooth on the spectrum. `function_trace` does better where few eigenvalues have
-    most of the sum, `logdet` for log-determinants. Exact, by an eigendecomposition, where
-    num_probes * num_steps reaches n^2: then n steps from n probes would be.
+    Unbiased but for the quadrature error, which falls geometrically with `num_steps` if f
+    is smooth on the spectrum. `function_trace` is better if few eigenvalues have most of
+    the sum, `logdet` for log-determinants. Exact, by an eigendecomposition, if
+    num_probes * num_steps reaches n^2, the cost of n steps from n probes.
 
-    **Arguments**
+    **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: a Hermitian (real: symmetric) lineax operator, of arrays or pytrees. Tags
-      are not needed; an operator that shows itself not to be Hermitian gives NaN:
-      `arnoldi_trace` is for those.
-    - `fn`: a function of a real scalar, made of JAX operations, that returns an array or a
-      pytree of arrays: each entry is another trace from the same run. It may close over
-      parameters, or be an `eqx.Module`.
-    - `key`: a JAX random key.
-    - `num_probes`: how many probes, a Python int of at least 1.
-    - `num_steps`: how many Lanczos steps for each, a Python int of at least 1; no more than
-      n are taken.
-    - `sampler`: draws the probes, independent of each other, with E[z z*] = I. Default
-      `sphere`.
-    - `reorthogonalise`: whether each step is made orthogonal to all that went before, for
-      4 n num_steps flops more. Without it, converged eigenvalues appear again as copies:
-      it is safe for few steps, or smooth functions (exp on a narrow spectrum), and worth
-      it where the operator is cheap, sparse or diagonal; log and inverses of
-      ill-conditioned operators lose digits.
-    - `batch_size`: how many probes, each with its Krylov space, live at a time, a Python
-      int of at least 1. Default `None`, all. The numbers are the same; they are drawn and
-      the spaces made again in a gradient rather than stored. `orthogonal` and samplers of
-      your own still draw all probes together.
-    - `combine`: a function of the traces, as in `function_trace`. Default `None`, the
-      traces.
-    - `progress_meter`: shows how far along the batches of the value are: one of diffrax's
-      progress meters, `diffrax.TextProgressMeter()`, say, or any object with their methods.
-      Default `None`: nothing is shown; nor is it without `batch_size`.
+    - `operator`: Hermitian (real: symmetric); tags are not needed. `arnoldi_trace` is for
+      others.
+    - `fn`: a function of a real scalar, as in `function_trace`.
+    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
+    - `sampler`: independent probes. Default `sphere`.
+    - `reorthogonalise`: whether each step is made orthogonal to all steps before, for 4 n
+      num_steps flops more. Without it, converged eigenvalues appear again as copies. This
+      is safe for few steps or smooth functions (exp on a narrow spectrum), and faster for
+      cheap, sparse or diagonal operators; log and inverses of ill-conditioned operators
+      lose digits.
+    - `combine`: a function of the traces, as in `function_trace`. Default `None`.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns, or `combine`.
-    `standard_error` covers sampling and quadrature, the latter by comparison with fewer
-    steps, which can miss eigenvalues that no step has seen: give enough steps. `inf` for
-    one probe or one step; 0 where the value is exact. Where fn is not defined at a Ritz
-    value (the log of a negative one), NaN.
-
-    **Raises** `TypeError` if `operator` is not a lineax operator, `key` not a random key,
-    `fn` not a function of a scalar that returns arrays, `combine` not a function of the
-    traces that returns arrays, a count or `batch_size` not a Python int, the sampler not a
-    function, `progress_meter` no progress meter; `ValueError` if `operator` is not square,
-    mixes real and complex leaves, or has no dimension; if `key` is an array of keys; if a
-    count or `batch_size` is below 1; if the sampler draws dependent probes.
-
-    **Derivatives**: forward and reverse, in the operator and in whatever `fn` and `combine`
-    depend on, unbiased but for quadrature (and for what a combination's bends leave): by
-    the split rule, one matvec-VJP for each probe and trace, nothing differentiated through
-    Lanczos. Second derivatives differentiate the recurrence (num_steps matvec-JVPs a
-    probe). Gradients need more steps than values: give twice as many as make
-    `standard_error` small.
-
-    **Cost**: num_probes * num_steps applications, in num_steps batches; num_probes blocks
-    of n x num_steps (with `reorthogonalise=False`, for the value alone, in your own
-    `jax.jit`, three vectors). Where the value is exact, n applications, none of operators
-    that store their matrix.
+    **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
+    but for quadrature (and the second order of `combine`): one matvec-VJP for each probe
+    and trace, without differentiating Lanczos. Second derivatives differentiate the
+    recurrence (num_steps matvec-JVPs a probe). Gradients need about twice as many steps as
+    make `standard_error` small. **Cost**: num_probes * num_steps applications, in num_steps
+    batches; num_probes blocks of n x num_steps (with `reorthogonalise=False`, for the value
+    alone, in your own `jax.jit`, three vectors). If the value is exact, n applications,
+    none if the operator stores its matrix.
 
     **Example**
 
-    ```python
-    >>> import jax, lineax as lx, traceax as tx
-    >>> operator = lx.DiagonalLinearOperator(jax.numpy.linspace(1.0, 2.0, 500))
-    >>> estimate = tx.slq_trace(
-    ...     operator, jax.numpy.log, jax.random.key(0), num_probes=30, num_steps=8
-    ... )
-    >>> low, high = estimate.interval()
-    >>> bool(low < jax.numpy.log(jax.numpy.linspace(1.0, 2.0, 500)).sum() < high)
-    True
-
-    ```
+        >>> import jax, lineax as lx, traceax as tx
+        >>> operator = lx.DiagonalLinearOperator(jax.numpy.linspace(1.0, 2.0, 500))
+        >>> estimate = tx.slq_trace(
+        ...     operator, jax.numpy.log, jax.random.key(0), num_probes=30, num_steps=8
+        ... )
+        >>> low, high = estimate.interval()
+        >>> bool(low < jax.numpy.log(jax.numpy.linspace(1.0, 2.0, 500)).sum() < high)
+        True
 
     **Reference**: Ubaru, Chen and Saad (2017), Fast estimation of tr(f(A)) via stochastic
-    Lanczos quadrature, SIAM Journal on Matrix Analysis and Applications 38(4),
-    doi:10.1137/16M1104974; the derivative is derived in `traceax/_quadrature/nodes.py`.
+    Lanczos quadrature, doi:10.1137/16M1104974; the derivative is derived in
+    `traceax/_quadrature/nodes.py`.
     """
     plan = Plan(num_probes, num_steps, sampler, reorthogonalise, batch_size, progress_meter)
     return planned_slq_trace("slq_trace", operator, fn, key, plan, combine)

@@ -285,58 +285,47 @@ def colouring(
     """Colour the dimensions of a sparse operator so that neighbours differ.
 
     Dimensions at most `power` steps apart in the graph of the pattern get different
-    colours: the pattern of A itself makes `probing` exact for A, power p exact for A^p, and
-    nearly exact for inverses and functions of A whose entries decay within p steps. On the
-    host; nothing random.
+    colours: power 1 makes `probing` exact for A itself, power p for A^p, and nearly exact
+    for inverses and functions of A whose entries decay within p steps. It runs on the host.
 
-    By as few colours as are found: greedily, in several orders; on grids of up to three
-    axes, which the pattern gives away, by lattices, colours (i + s j + s^2 k) mod c. With
-    `num_colours`, for a budget of as many applications, the best colouring found with at
-    most so many: that of the largest power that fits (or, where a lattice is better spread,
-    one less), and what is left of the colours is spent on pairs a little further apart, so
-    that the resolvent of the graph has the least entries between dimensions of one colour.
+    As few colours as are found: greedily, in several orders; on grids of up to three axes,
+    which are recognised, by lattices, colours (i + s j + s^2 k) mod c. With `num_colours`,
+    the best colouring found with at most so many: that of the largest power that fits (or
+    one less, if a lattice is better spread); the colours that are left separate pairs a
+    little further apart.
 
     **Arguments**
 
     - `pattern`: where the operator may have entries, n x n: a sparse
       `jax.experimental.sparse.BCOO`, or anything that `scipy.sparse.coo_array` takes.
-      Stored zeros count. Need not be symmetric.
-    - `power`: how many steps are kept apart, with `num_colours` at least, a Python int of
+      Stored zeros count. It need not be symmetric.
+    - `power`: how many steps are kept apart (with `num_colours`, at least), a Python int of
       at least 1. Default 1.
     - `num_colours`: at most how many colours, a Python int of at least 1. Default `None`,
       as few as the power needs.
 
     **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
     most one more than the greatest number of dimensions within `power` steps of one.
-    `probing` takes the pattern itself, and then has an error bar from one probe a colour.
-
-    **Raises** `TypeError` if the pattern is traced, or `power` or `num_colours` not a
-    Python int; `ValueError` if the pattern is not a square matrix, `power` or `num_colours`
-    is below 1, or no colouring of the power was found with so few colours.
-
-    **Derivatives**: none.
+    **Raises** `TypeError` if the pattern is traced, or a count not a Python int;
+    `ValueError` if the pattern is not a square matrix, a count is below 1, or no colouring
+    of the power was found with so few colours.
 
     **Cost**: no applications; time and memory of the pattern of the power, of each power up
     to two beyond the largest that fits with `num_colours`.
 
     **Example**
 
-    ```python
-    >>> import numpy as np, traceax as tx
-    >>> ring = np.roll(np.eye(8), 1, axis=0)
-    >>> print(tx.colouring(ring))
-    [0 1 0 1 0 1 0 1]
-    >>> print(tx.colouring(ring, power=3))
-    [0 1 2 3 0 1 2 3]
-    >>> print(tx.colouring(ring, num_colours=4))
-    [0 1 2 3 0 1 2 3]
+        >>> import numpy as np, traceax as tx
+        >>> ring = np.roll(np.eye(8), 1, axis=0)
+        >>> print(tx.colouring(ring))
+        [0 1 0 1 0 1 0 1]
+        >>> print(tx.colouring(ring, power=3))
+        [0 1 2 3 0 1 2 3]
+        >>> print(tx.colouring(ring, num_colours=4))
+        [0 1 2 3 0 1 2 3]
 
-    ```
-
-    **Reference**: Tang and Saad (2012), A probing method for computing the diagonal of a
-    matrix inverse, Numerical Linear Algebra with Applications 19(3), doi:10.1002/nla.779,
-    section 3. Korobov (1959), The approximate computation of multiple integrals, Doklady
-    Akademii Nauk SSSR 124, for lattices of one parameter.
+    **Reference**: Tang and Saad (2012), A probing method, doi:10.1002/nla.779, section 3;
+    Korobov (1959), Doklady Akademii Nauk SSSR 124, for lattices of one parameter.
     """
     return coloured("colouring", pattern, power, num_colours)[1].colours
 

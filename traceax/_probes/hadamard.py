@@ -27,45 +27,28 @@ from traceax._probes.samplers import space
 
 
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Probes of random signs that exclude each other: randomly signed rows of a Hadamard
-    matrix, drawn without replacement; for complex leaves, with random phases.
+    """Randomly signed rows of a Hadamard matrix, drawn without replacement.
 
-    Its order m is the least power of 2 from n on. They multiply the variance of a
-    Hutchinson mean of signs by (m - num_probes)/(m - 1), whatever the operator, and like
-    signs they are exact for diagonal operators. Worth having where there are probes for a
-    good part of the dimensions. They are dependent, so the leave-one-out estimators refuse
-    them.
+    For complex leaves the signs are random phases. The order m of the matrix is the least
+    power of 2 from n on. The variance of a Hutchinson mean of signs is multiplied by
+    (m - num_probes)/(m - 1), and like signs they are exact for diagonal operators. They
+    help if there are probes for a good part of the dimensions. They are dependent, so the
+    leave-one-out estimators raise an error.
 
-    **Arguments**
+    **Arguments** `key`, `structure` and `num_probes` (at most m) and the errors are those
+    of all samplers: see the guide's conventions.
 
-    - `key`: a JAX random key.
-    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
-    - `num_probes`: how many probes to draw, a Python int of at most m.
-
-    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
-    the leaf's dtype.
-
-    **Raises** `ValueError` if `num_probes` exceeds m, because there are no more rows, or is
-    below 1; `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex.
-
-    **Derivatives**: none; the probes depend on the key alone.
-
-    **Cost**: one random bit a dimension, a random order of m rows, and a sign an entry that
-    is worked out.
+    **Cost**: one random bit a dimension, a random order of m rows, and a sign an entry.
 
     **Example**
 
-    ```python
-    >>> import jax, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((16,), jax.numpy.float32)
-    >>> probes = tx.hadamard(jax.random.key(0), structure, 3)
-    >>> print(probes @ probes.T)
-    [[16.  0.  0.]
-     [ 0. 16.  0.]
-     [ 0.  0. 16.]]
-
-    ```
+        >>> import jax, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((16,), jax.numpy.float32)
+        >>> probes = tx.hadamard(jax.random.key(0), structure, 3)
+        >>> print(probes @ probes.T)
+        [[16.  0.  0.]
+         [ 0. 16.  0.]
+         [ 0.  0. 16.]]
 
     **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
     matrix, doi:10.1016/j.apnum.2007.01.003, for rows without random choice.

@@ -228,69 +228,55 @@ def probing(
 ) -> Probing:
     """Make a sampler for sparse structure from a colouring of the dimensions.
 
-    One probe a colour: random signs (phases, for complex operators) on the dimensions of
-    that colour, zero on all others. An entry A_ab disturbs an estimate only if a and b have
-    the same colour, so for operators whose entries decay with the distance in a graph this
-    beats every unstructured sampler:
+    One probe for each colour: random signs (phases, for complex operators) on the
+    dimensions of that colour, zero on all others. An entry A_ab contributes to the error
+    only if a and b have the same colour, so for operators whose entries decay with the
+    distance in a graph this beats every unstructured sampler:
 
-        diagonal:   E_a = sum of A_ab s_b conj(s_a) over b != a of the colour of a
+        error of entry a = sum of A_ab s_b conj(s_a) over b != a of the colour of a
 
-    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. For
-    `hutchinson_trace` and `hutchinson_diagonal`, which spend a multiple of the number of
-    colours; the others need independent probes.
+    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. It is for
+    `hutchinson_trace`, `hutchinson_diagonal` and `function_diagonal`, which spend a
+    multiple of the number of colours; the others need independent probes. At equal budgets
+    more colours are more accurate than more repeats.
 
-    At equal budgets more colours are the more accurate, and more repeats no better known.
-    Of a pattern one repeat has a standard error: each entry between neighbours in the graph
-    is seen twice in it, and what the two differ by is disturbance, for Hermitian operators
-    nothing else. Measured, it is 1.0 to 1.7 times the error for inverses of Laplacians plus
-    0.01 to 1, four to seven times where entries fall faster still (exponentials), larger
-    where the operator is not Hermitian; rounding where colours that are one and two steps
-    too far away show nothing. Of diagonals further repeats are weighed with it.
-
-    Of colours alone one repeat has none, `inf`, and repeats speak for themselves: of a
-    diagonal two agree by chance, and then promise too much, as often as every other time if
-    a single neighbour disturbs an entry; three or more are honest.
+    With a pattern one repeat has a standard error: each entry between neighbours in the
+    graph is seen twice, and the difference of both is error, for Hermitian operators only
+    error. It is 1.0 to 1.7 times the measured error for inverses of Laplacians plus 0.01 to
+    1, and larger if entries decay faster or the operator is not Hermitian. With colours
+    alone one repeat has none, `inf`, and two may agree by chance, entry by entry: take
+    three or more for a diagonal.
 
     **Arguments**
 
-    - `pattern_or_colours`: where the operator may have entries, n x n, as in `colouring`: a
-      sparse matrix or a two-dimensional array. Or colours: integers of at least 0, one for
-      each dimension, as a one-dimensional array or a pytree of arrays with the operator's
-      structure.
-    - `power`: of a pattern, how many steps are kept apart, as in `colouring`. Default 1.
-    - `num_colours`: of a pattern, at most how many colours, as in `colouring`. Default
-      `None`, as few as the power needs.
+    - `pattern_or_colours`: where the operator may have entries, as in `colouring`. Or
+      colours: integers of at least 0, one for each dimension, as a one-dimensional array or
+      a pytree with the operator's structure.
+    - `power`, `num_colours`: of a pattern, as in `colouring`.
 
-    **Returns** a sampler, a function `(key, structure, num_probes) -> probes`. Its
-    attribute `num_colours` is the number of probes in one repeat.
-
-    **Raises** `TypeError` if the pattern is traced, or the colours are not concrete
-    integers; `ValueError` if the pattern is not square, a colour is negative or there are
-    none, or `power` or `num_colours` come with colours; when it draws, if they do not fit
-    the operator or the budget. And what `colouring` raises of `power` and `num_colours`.
-
-    **Derivatives**: none; the probes depend on the key alone.
+    **Returns** a sampler. Its attribute `num_colours` is the number of probes in one
+    repeat. **Raises** what `colouring` raises; `TypeError` if the colours are not concrete
+    integers; `ValueError` if a colour is negative, there are none, or `power` or
+    `num_colours` come with colours; when it draws, if they do not fit the operator or the
+    budget.
 
     **Cost**: one random number for every dimension and repeat.
 
     **Example**
 
-    ```python
-    >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-    >>> band = jnp.ones(299)
-    >>> precision = lx.TridiagonalLinearOperator(3 * jnp.ones(300), band, band)
-    >>> sampler = tx.probing(precision.as_matrix(), power=11)
-    >>> variance = lx.invert(precision, solver=lx.Tridiagonal())
-    >>> estimate = tx.hutchinson_diagonal(variance, jax.random.key(0), 24, sampler=sampler)
-    >>> bool(jnp.all(abs(estimate.value[50:250] - 5**-0.5) < 1e-4))
-    True
-
-    ```
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> band = jnp.ones(299)
+        >>> precision = lx.TridiagonalLinearOperator(3 * jnp.ones(300), band, band)
+        >>> sampler = tx.probing(precision.as_matrix(), power=11)
+        >>> variance = lx.invert(precision, solver=lx.Tridiagonal())
+        >>> key = jax.random.key(0)
+        >>> estimate = tx.hutchinson_diagonal(variance, key, 24, sampler=sampler)
+        >>> bool(jnp.all(abs(estimate.value[50:250] - 5**-0.5) < 1e-4))
+        True
 
     **Reference**: Tang and Saad (2012), A probing method for computing the diagonal of a
-    matrix inverse, Numerical Linear Algebra with Applications 19(3), doi:10.1002/nla.779;
-    Stathopoulos, Laeuchli and Orginos (2013), Hierarchical probing, SIAM Journal on
-    Scientific Computing 35(5), doi:10.1137/120881452.
+    matrix inverse, doi:10.1002/nla.779; Stathopoulos, Laeuchli and Orginos (2013),
+    Hierarchical probing, doi:10.1137/120881452.
     """
     if hasattr(pattern_or_colours, "shape") and len(pattern_or_colours.shape) != 1:
         return of_graph(*coloured("probing", pattern_or_colours, power, num_colours))

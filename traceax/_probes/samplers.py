@@ -52,34 +52,19 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
     Every entry has modulus 1, so a diagonal operator's trace is exact from one probe.
     Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
-    ||off(A)||_F^2 for complex probes, off() dropping the diagonal.
+    ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
-    **Arguments**
-
-    - `key`: a JAX random key.
-    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
-    - `num_probes`: how many probes to draw, a Python int.
-
-    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
-    the leaf's dtype.
-
-    **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex; `ValueError` if `key` is an array of
-    keys, or `num_probes` below 1.
-
-    **Derivatives**: none; the probes depend on the key alone.
+    **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
+    see the guide's conventions.
 
     **Cost**: one random bit an entry; for complex leaves, a number.
 
     **Example**
 
-    ```python
-    >>> import jax, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
-    >>> tx.rademacher(jax.random.key(0), structure, 3).shape
-    (3, 5)
-
-    ```
+        >>> import jax, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+        >>> tx.rademacher(jax.random.key(0), structure, 3).shape
+        (3, 5)
 
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Girard (1989),
     Numerische Mathematik 56.
@@ -92,36 +77,20 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of independent standard normal entries; for complex leaves, E|z|^2 = 1.
 
-    Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2
-    for complex probes. Their random length makes them the worst of the samplers, never
-    better than `sphere`; they are here for comparison.
+    Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2 for
+    complex probes. Because their length is random they are never better than `sphere`.
 
-    **Arguments**
-
-    - `key`: a JAX random key.
-    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
-    - `num_probes`: how many probes to draw, a Python int.
-
-    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
-    the leaf's dtype.
-
-    **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex; `ValueError` if `key` is an array of
-    keys, or `num_probes` below 1.
-
-    **Derivatives**: none; the probes depend on the key alone.
+    **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
+    see the guide's conventions.
 
     **Cost**: one random number an entry, in single precision.
 
     **Example**
 
-    ```python
-    >>> import jax, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
-    >>> tx.normal(jax.random.key(0), structure, 3).shape
-    (3, 5)
-
-    ```
+        >>> import jax, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+        >>> tx.normal(jax.random.key(0), structure, 3).shape
+        (3, 5)
 
     **Reference**: Girard (1989), Numerische Mathematik 56.
     """
@@ -133,81 +102,50 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes uniform on the sphere of radius sqrt(n), n the size of the whole pytree.
 
-    Rotation-invariant, so the estimators that project probes may rescale them to the
-    length they should have ("resphering"). Variance of one quadratic form z* A z:
-    2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, zero for a multiple of the
-    identity.
+    Their distribution is invariant under rotations, so that estimators may rescale
+    projected probes to their expected length ("resphering"). Variance of one quadratic form
+    z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
 
-    **Arguments**
-
-    - `key`: a JAX random key.
-    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
-    - `num_probes`: how many probes to draw, a Python int.
-
-    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
-    the leaf's dtype.
-
-    **Raises** `TypeError` if `key` is not a random key, `num_probes` not a Python int, or a
-    dtype of `structure` neither real nor complex; `ValueError` if `key` is an array of
-    keys, or `num_probes` below 1.
-
-    **Derivatives**: none; the probes depend on the key alone.
+    **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
+    see the guide's conventions.
 
     **Cost**: one random number an entry, in single precision.
 
     **Example**
 
-    ```python
-    >>> import jax, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
-    >>> probes = tx.sphere(jax.random.key(0), structure, 3)
-    >>> bool(jax.numpy.allclose((probes**2).sum(1), 5.0))
-    True
+        >>> import jax, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+        >>> probes = tx.sphere(jax.random.key(0), structure, 3)
+        >>> bool(jax.numpy.allclose((probes**2).sum(1), 5.0))
+        True
 
-    ```
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, SIAM Journal on Matrix
-    Analysis and Applications 45(1), section 2.3, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 2.3,
+    doi:10.1137/23M1548323.
     """
     n, dtype = space("sphere", key, structure, num_probes)
     return cut(_on_sphere(key, n, num_probes, dtype), structure)
 
 
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Probes that are sqrt(n) times the columns of a random orthonormal frame (Haar).
+    """Probes that are sqrt(n) times orthonormal columns, uniformly distributed (Haar).
 
-    Each is uniform on the sphere; being mutually orthogonal they multiply the variance of a
-    Hutchinson mean by (n - num_probes)/(n - 1). They are dependent, so the leave-one-out
-    estimators refuse them.
+    Each is uniform on the sphere; because they are orthogonal, the variance of a Hutchinson
+    mean is multiplied by (n - num_probes)/(n - 1). They are dependent, so the leave-one-out
+    estimators raise an error.
 
-    **Arguments**
-
-    - `key`: a JAX random key.
-    - `structure`: a pytree of `jax.ShapeDtypeStruct`, inexact dtypes.
-    - `num_probes`: how many probes to draw, a Python int of at most n.
-
-    **Returns** a pytree like `structure`, each leaf with a leading axis `num_probes`, in
-    the leaf's dtype.
-
-    **Raises** `ValueError` if `num_probes` exceeds n, because no more orthogonal
-    directions exist, or is below 1; `TypeError` if `key` is not a random key,
-    `num_probes` not a Python int, or a dtype of `structure` neither real nor complex.
-
-    **Derivatives**: none; the probes depend on the key alone.
+    **Arguments** `key`, `structure` and `num_probes` (at most n) and the errors are those
+    of all samplers: see the guide's conventions.
 
     **Cost**: one random number an entry, in single precision, and an orthonormal basis, 4
     to 9 n num_probes^2 flops.
 
     **Example**
 
-    ```python
-    >>> import jax, traceax as tx
-    >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
-    >>> probes = tx.orthogonal(jax.random.key(0), structure, 3)
-    >>> bool(jax.numpy.allclose(probes @ probes.T, 5.0 * jax.numpy.eye(3), atol=1e-5))
-    True
-
-    ```
+        >>> import jax, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((5,), jax.numpy.float32)
+        >>> probes = tx.orthogonal(jax.random.key(0), structure, 3)
+        >>> bool(jax.numpy.allclose(probes @ probes.T, 5.0 * jax.numpy.eye(3), atol=1e-5))
+        True
 
     **Reference**: Mezzadri (2007), How to generate random matrices from the classical
     compact groups, Notices of the AMS 54(5).
