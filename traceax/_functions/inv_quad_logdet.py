@@ -141,7 +141,7 @@ def inv_quad_logdet(
         >>> bool(jnp.allclose(both.solution, y / (spectrum + 0.01), rtol=1e-3, atol=1e-3))
         True
 
-    **Reference**: derived in `traceax/_functions/inv_quad_logdet.py`. Compare Gardner et al.
+    **Reference**: derived in `traceax/_functions/inv_quad_logdet.py`. Gardner et al.
     (2018), GPyTorch, arXiv:1809.11165, for both from one run; Wenger et al. (2022),
     arXiv:2107.00243, for preconditioners.
     """
