@@ -1,9 +1,10 @@
 """Small dense factors of a tall block: orthonormal bases and their downdates.
 
-A block of fewer than 8 k rows has the singular value decomposition. LAPACK's factorisations
-of tall blocks call threads, which wait by spinning, and gather a block that is spread over
-devices; so every other block has *randomised Cholesky QR*, which is made of products and of
-factorisations of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins, Szyld, Boman
+A block that is small, or has fewer than 8 k rows, has the singular value decomposition,
+which takes least to compile. LAPACK's factorisations of tall blocks call threads, which
+wait by spinning, and gather a block that is spread over devices; so every other block, and
+one in a loop, has *randomised Cholesky QR*, which is made of products and of factorisations
+of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins, Szyld, Boman
 and Yamazaki 2024, arXiv:2309.05868):
 
     S Y = U D W*       S: 3k/2 + 10 rows of random signs,
@@ -33,6 +34,8 @@ from traceax._linalg.columns import column_norms_squared, magnitude
 
 # Of so many times more rows than columns signs are nearly orthogonal.
 TALL = 8
+# Up to so many rows and entries LAPACK takes no longer than products do.
+FEW_ROWS, FEW_ENTRIES = 1024, 2**16
 
 
 class Basis(NamedTuple):
@@ -49,15 +52,16 @@ class Basis(NamedTuple):
     scale: Float[Array, ""]
 
 
-def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
+def orthonormalise(block: Inexact[Array, "n k"], *, in_loop: bool = False) -> Basis:
     """A basis that is orthonormal whatever the rank, and never divides by zero.
 
     Sizes below rounding are raised to it: a backward perturbation of the block at rounding
-    level, so that identities keep holding to rounding, and the inverse exists.
+    level, so that identities keep holding to rounding, and the inverse exists. `in_loop`:
+    many are made, and LAPACK's threads would take a core from the products between them.
     """
     scale = magnitude(block)
     block = block / scale
-    return Basis(*_decompose(block, _floor(block)), scale)
+    return Basis(*_decompose(block, _floor(block), in_loop), scale)
 
 
 Factors = tuple[
@@ -69,9 +73,12 @@ def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
-def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _decompose(
+    block: Inexact[Array, "n k"], floor: Float[Array, ""], in_loop: bool = False
+) -> Factors:
     n, k = block.shape
-    return (_randomised if n >= TALL * k else _direct)(block, floor)
+    is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES and not in_loop
+    return (_direct if is_small or n < TALL * k else _randomised)(block, floor)
 
 
 def _direct(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:

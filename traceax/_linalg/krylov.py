@@ -196,7 +196,7 @@ def block_krylov(
 
     def step(carry: tuple, places: Array) -> tuple[tuple, None]:
         (basis, projection, residual), (here, before) = carry, places
-        new, factor = following(basis, residual)
+        new, factor = following(basis, residual, in_loop=True)
         basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
         # Of the first step this lies in the last columns, which are written at last.
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
@@ -226,10 +226,10 @@ def block_krylov(
 
 
 def following(
-    basis: Inexact[Array, "n r"], residual: Residual
+    basis: Inexact[Array, "n r"], residual: Residual, *, in_loop: bool = False
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
     """The next block of a basis, and what the residual is in it."""
-    columns, factor, _, sizes, size = orthonormalise(residual.block)
+    columns, factor, _, sizes, size = orthonormalise(residual.block, in_loop=in_loop)
     lost = sizes * size <= residual.noise
     new, _ = _without(basis, jnp.where(lost[None, :], 0, columns))
     lengths = jnp.sqrt(column_norms_squared(new))
