@@ -70,7 +70,7 @@ def _check_returned(
     if not leaves or not all(k and jnp.issubdtype(k, kind) for k in kinds):
         raise TypeError(
             f"traceax.{name}({argument}=...) must return {must}, but it returned "
-            f"{eqx.tree_pformat(structure)}. {cure}"
+            f"{show(structure)}. {cure}"
         )
 
 

@@ -186,7 +186,7 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
 
     def chosen(draw: Callable[[PRNGKeyArray], Array], keys: PRNGKeyArray) -> Array:
         always = jnp.max(jax.random.key_data(keys)) | 1 != 0
-        nothing = jnp.zeros((*keys.shape, k, n), single)
+        nothing = jnp.zeros(jax.eval_shape(draw, keys).shape, single)
         return jax.lax.cond(always, draw, lambda _: nothing, keys)
 
     one = custom_vmap(partial(chosen, drawn))
