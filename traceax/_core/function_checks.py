@@ -70,7 +70,7 @@ def _check_returned(
     if not leaves or not all(k and jnp.issubdtype(k, kind) for k in kinds):
         raise TypeError(
             f"traceax.{name}({argument}=...) must return {must}, but it returned "
-            f"{show(structure)}. {cure}"
+            f"{structure!r}. {cure}"
         )
 
 
@@ -112,7 +112,7 @@ def _check_scalar(name: str, argument: str, structure: object, why: str, cure: s
     if not is_one_real_number(structure):
         raise TypeError(
             f"traceax.{name}({argument}=...) must return one real number, because {why}, "
-            f"but it returned {show(structure)}. {cure}"
+            f"but it returned {structure!r}. {cure}"
         )
 
 
