@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 import pytest
 
 import traceax as tx
@@ -53,7 +54,7 @@ def slope(method: Method, matrix: Any, tags: tuple, weights: Any) -> Any:
 def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(method: Method) -> None:
     """The same probes: values and slopes are sums of those of the diagonal."""
     tags = (PSD,) if method is XNYSDIAG else ()
-    matrix = hermitian(1 / jnp.arange(1.0, N + 1), float)
+    matrix = hermitian(1 / np.arange(1.0, N + 1), float)
     if method is XDIAG:
         matrix = matrix + 0.1 * general(N, float)
     operator = in_leaves(matrix, *tags)
@@ -160,7 +161,7 @@ def test_derivatives_are_read_off_blocks_by_five_classes(
         return outcome
 
     monkeypatch.setattr(rule, "_evaluate", told)
-    matrix = hermitian(1 / jnp.arange(1.0, N + 1), float)
+    matrix = hermitian(1 / np.arange(1.0, N + 1), float)
     structure = jax.ShapeDtypeStruct((N,), matrix.dtype)
     tagged = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, PSD)
     plain = lx.FunctionLinearOperator(lambda v: matrix @ v, structure)

@@ -199,7 +199,8 @@ def test_readings_against_explicit_projectors(dtype: Any, resphered: bool) -> No
         kind = {"resphered": resphered, "real": dtype is float}
         readout = block_arnoldi(subject, probes, depth=DEPTH, **kind).readout
         assert isinstance(readout, Nodes)
-        basis, modes, mixtures, share, _ = readout.pairs.args
+        pairs: Any = readout.pairs
+        basis, modes, mixtures, share, _ = pairs.args
         return basis, modes.nodes, readout.weights[0], mixtures, share[0]
 
     def value(t: Any) -> Any:
