@@ -98,13 +98,13 @@ def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
     def inlined(equation: JaxprEqn) -> JaxprEqn:
         if equation.primitive.name != "jit":
             return equation
-        inner = _hoisted(equation.params["jaxpr"])
-        changed = {"jaxpr": inner, "inline": bool(inner.consts)}
-        return equation.replace(params=equation.params | changed)
+        inner, inline = _hoisted(equation.params["jaxpr"]), equation.params["inline"]
+        if inner.consts:  # An enumeration from jax 0.12 on.
+            inline = getattr(type(inline), "JAX_EARLY", True)
+        return equation.replace(params=equation.params | {"jaxpr": inner, "inline": inline})
 
     jaxpr = closed.jaxpr.replace(eqns=list(map(inlined, closed.eqns)))
-    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-    return jax.make_jaxpr(run)(*closed.in_avals)
+    return jax.make_jaxpr(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)))(*closed.in_avals)
 
 
 def _first(jaxpr: Jaxpr) -> Jaxpr:
