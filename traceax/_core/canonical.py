@@ -3,10 +3,8 @@
 A function that users make anew for every call, a lambda mostly, is a new one to whatever
 keeps compiled programs. Traced, it is a jaxpr and arrays. The arrays become leaves, and the
 first of several equal jaxprs stands for all of them: equal in every operation, variable,
-type and parameter. A parameter that cannot be compared is equal only to itself.
-
-JAX keeps the arrays that a jitted function closes over inside of that function's jaxpr.
-They are hoisted, and so leaves, too: none is hashed, copied or kept after the call.
+type and parameter. What cannot be compared is equal only to itself. The arrays that jitted
+functions close over are hoisted, too: none is hashed, copied or kept after the call.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ class Canonical(eqx.Module):
     result: Any = eqx.field(static=True)
 
     def __call__(self, *args: PyTree[Any]) -> PyTree[Array]:
-        count = len(self.jaxpr.constvars)
-        run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.arrays[:count]))
+        run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))
         inputs = jax.tree.leaves(eqx.filter(args, eqx.is_array))
-        return jax.tree.unflatten(self.result, run(*self.arrays[count:], *inputs))
+        return jax.tree.unflatten(self.result, run(*self.arrays, *inputs))
 
 
 def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
@@ -55,8 +52,11 @@ def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
 
     closed, shape, _ = eqx.filter_make_jaxpr(call)(own, *args)
     closed = _hoisted(closed)
-    arrays = [*map(jnp.asarray, closed.consts), *jax.tree.leaves(own)]
-    return Canonical(arrays, closed.jaxpr, jax.tree.structure(shape))
+    consts = list(map(jnp.asarray, closed.consts))
+    jaxpr = jax.make_jaxpr(
+        lambda consts, *inputs: jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*inputs)
+    )(consts, *closed.in_avals).jaxpr  # Constants are inputs: jax 0.12 keeps them inside.
+    return Canonical([*consts, *jax.tree.leaves(own)], jaxpr, jax.tree.structure(shape))
 
 
 def is_concrete(tree: PyTree) -> bool:
