@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,6 +30,18 @@ PSD = lx.positive_semidefinite_tag
 def slow(*values: Any) -> Any:
     """A parameter of the tests that `python -m pytest -m slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def cases(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Parameters of a test, of which only the named ones are in the quick run: an entry of a
+    table by its name, a dtype or function by its `__name__`, others as they are."""
+
+    def name(value: Any) -> Any:
+        return getattr(value, "name", getattr(value, "__name__", value))
+
+    values = list(values)
+    assert set(quick) <= {name(value) for value in values}
+    return [value if name(value) in quick else slow(value) for value in values]
 
 
 def row_norms(matrix: Any) -> Any:
