@@ -33,8 +33,8 @@ def slow(*values: Any) -> Any:
 
 
 def cases(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Parameters of a test, of which only the named ones are in the quick run: an entry of a
-    table by its name, a dtype or function by its `__name__`, others as they are."""
+    """Parameters of a test, of which only the named ones are in the quick run: an entry of
+    a table by its name, a dtype or function by its `__name__`, others as they are."""
 
     def name(value: Any) -> Any:
         return getattr(value, "name", getattr(value, "__name__", value))

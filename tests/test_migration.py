@@ -78,3 +78,10 @@ def test_every_old_name_has_a_new_one() -> None:
         assert news, name
         for thing in re.findall(r"`(?:sampler=tx\.)?(\w+)", news[0]):
             assert hasattr(tx, thing), thing
+        with pytest.raises(
+            AttributeError, match=rf"{name}.*1\.0\.2.*Use traceax\.(\w+)"
+        ) as e:
+            getattr(tx, name)
+        use = re.search(r"Use traceax\.(\w+)", str(e.value))
+        assert use
+        assert hasattr(tx, use[1])

@@ -1,5 +1,7 @@
 """Stochastic trace estimation that you can differentiate."""
 
+import typing as _typing
+
 from traceax._calculus.biharmonic import biharmonic as biharmonic
 from traceax._calculus.divergence import divergence as divergence
 from traceax._calculus.gauss_newton import empirical_fisher as empirical_fisher
@@ -51,3 +53,24 @@ __version__ = "2.0.0"
 for _thing in list(globals().values()):
     if getattr(_thing, "__module__", "").startswith("traceax."):
         _thing.__module__ = "traceax"
+
+# Names of version 1.0.2, and what to use instead.
+_FORMER = {
+    "HutchinsonEstimator": "hutchinson_trace(operator, key, num_matvecs)",
+    "HutchPlusPlusEstimator": "hutchpp_trace(operator, key, num_matvecs)",
+    "XTraceEstimator": "xtrace(operator, key, num_matvecs)",
+    "XNysTraceEstimator": "xnystrace(operator, key, num_matvecs)",
+    "AbstractTraceEstimator": "custom_trace(algorithm, operator, key, num_probes)",
+    "RademacherSampler": "rademacher, a function: sampler=tx.rademacher",
+    "NormalSampler": "normal, a function: sampler=tx.normal",
+    "SphereSampler": "sphere, a function: sampler=tx.sphere",
+    "AbstractSampler": "rademacher or any function (key, structure, num_probes) -> probes",
+}
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        message = f"module 'traceax' has no attribute {name!r}"
+        if name in _FORMER:
+            message += f", which was in version 1.0.2. Use traceax.{_FORMER[name]}"
+        raise AttributeError(message)

@@ -52,8 +52,8 @@ def as_matrix(operator: lx.AbstractLinearOperator) -> Any:
 
 
 def test_they_are_the_dense_matrices_and_semidefinite() -> None:
-    gauss_newton = tx.gauss_newton(model, loss, PARAMETERS, DATA)
-    fisher = tx.empirical_fisher(losses, PARAMETERS, DATA)
+    gauss_newton = tx.gauss_newton(model, loss, PARAMETERS, args=DATA)
+    fisher = tx.empirical_fisher(losses, PARAMETERS, args=DATA)
     j = jacobian(losses, FLAT)
     wants = dense_gauss_newton(FLAT), j.T @ j
     for operator, want in zip((gauss_newton, fisher), wants, strict=True):
@@ -67,9 +67,9 @@ def test_of_squares_the_fisher_matrix_is_gauss_newtons() -> None:
     inputs, w = jax.random.normal(KEY, (20, 5)), jnp.ones(5)
     fn = lambda w, x: x @ w  # noqa: E731
     squares = lambda y, x: jnp.sum(y**2) / 2  # noqa: E731
-    operator = tx.gauss_newton(fn, squares, w, inputs)
+    operator = tx.gauss_newton(fn, squares, w, args=inputs)
     close(operator.as_matrix(), inputs.T @ inputs, 1e-12)
-    close(tx.empirical_fisher(fn, w, inputs).as_matrix(), inputs.T @ inputs, 1e-12)
+    close(tx.empirical_fisher(fn, w, args=inputs).as_matrix(), inputs.T @ inputs, 1e-12)
 
 
 def test_everything_takes_them_and_has_its_slope() -> None:
@@ -84,7 +84,7 @@ def test_everything_takes_them_and_has_its_slope() -> None:
 
     def ours(v: Any, scale: Any) -> Any:
         scaled = lambda outputs, data: scale * loss(outputs, data)  # noqa: E731
-        return results(tx.gauss_newton(model, scaled, UNFLATTEN(v), DATA))
+        return results(tx.gauss_newton(model, scaled, UNFLATTEN(v), args=DATA))
 
     def truth(v: Any, scale: Any) -> Any:
         matrix = dense_gauss_newton(v, scale)
@@ -101,7 +101,7 @@ def test_everything_takes_them_and_has_its_slope() -> None:
 
 def test_low_rank_is_exact() -> None:
     """Ten examples make a Fisher matrix of rank ten."""
-    fisher = tx.empirical_fisher(losses, PARAMETERS, DATA)
+    fisher = tx.empirical_fisher(losses, PARAMETERS, args=DATA)
     j = jacobian(losses, FLAT)
     estimate = jax.jit(lambda: tx.trace(fisher, KEY, 12))()
     close(estimate.value, jnp.sum(j**2), 1e-8)
@@ -110,17 +110,17 @@ def test_low_rank_is_exact() -> None:
 def test_wrong_use_says_the_cure() -> None:
     call: Any = tx.gauss_newton
     with pytest.raises(TypeError, match=r"gauss_newton\(fn=\.\.\.\) must be a function"):
-        call(3, loss, PARAMETERS, DATA)
+        call(3, loss, PARAMETERS, args=DATA)
     with pytest.raises(TypeError, match=r"gauss_newton\(loss=\.\.\.\) must be a function"):
-        call(model, 3, PARAMETERS, DATA)
+        call(model, 3, PARAMETERS, args=DATA)
     with pytest.raises(TypeError, match=r"gauss_newton\(loss=.*one real number.*Sum"):
-        call(model, each, PARAMETERS, DATA)
+        call(model, each, PARAMETERS, args=DATA)
     with pytest.raises(TypeError, match=r"gauss_newton\(fn=.*must return arrays of real"):
-        call(lambda p, data: 1j * model(p, data), loss, PARAMETERS, DATA)
+        call(lambda p, data: 1j * model(p, data), loss, PARAMETERS, args=DATA)
     with pytest.raises(TypeError, match=r"gauss_newton\(x=.*eqx\.partition"):
-        call(model, loss, NET, DATA)
+        call(model, loss, NET, args=DATA)
     fisher: Any = tx.empirical_fisher
     with pytest.raises(TypeError, match=r"empirical_fisher\(fn=.*must return arrays of"):
-        fisher(lambda p, data: jnp.arange(3), PARAMETERS, DATA)
+        fisher(lambda p, data: jnp.arange(3), PARAMETERS, args=DATA)
     with pytest.raises(ValueError, match=r"empirical_fisher\(x=.*at least one entry"):
-        fisher(losses, (), DATA)
+        fisher(losses, (), args=DATA)

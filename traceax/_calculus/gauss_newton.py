@@ -23,7 +23,7 @@ from traceax._core.function_checks import check_loss, check_outputs
 
 
 def gauss_newton(
-    fn: Field, loss: Callable[[Any, Any], Any], x: Point, args: PyTree = None
+    fn: Field, loss: Callable[[Any, Any], Any], x: Point, *, args: PyTree = None
 ) -> lx.AbstractLinearOperator:
     """The generalised Gauss-Newton matrix of loss(fn(x, args), args), as an operator.
 
@@ -53,7 +53,7 @@ def gauss_newton(
         >>> model = lambda w, data: jnp.tanh(w["slope"] * data[0] + w["offset"])
         >>> loss = lambda outputs, data: jnp.sum((outputs - data[1]) ** 2) / 2
         >>> weights = {"offset": jnp.array(0.5), "slope": jnp.array(-0.2)}
-        >>> operator = tx.gauss_newton(model, loss, weights, (inputs, targets))
+        >>> operator = tx.gauss_newton(model, loss, weights, args=(inputs, targets))
         >>> print(tx.trace(operator, jax.random.key(0)).value.round(1))
         17.0
 
@@ -70,7 +70,9 @@ def gauss_newton(
     return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
 
-def empirical_fisher(fn: Field, x: Point, args: PyTree = None) -> lx.AbstractLinearOperator:
+def empirical_fisher(
+    fn: Field, x: Point, *, args: PyTree = None
+) -> lx.AbstractLinearOperator:
     """The empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
 
     g_i is the gradient in x of the log-likelihood (or loss) of example i. Fisher's
@@ -93,7 +95,7 @@ def empirical_fisher(fn: Field, x: Point, args: PyTree = None) -> lx.AbstractLin
         >>> import jax, jax.numpy as jnp, traceax as tx
         >>> fn = lambda w, data: -((w @ data.T) ** 2) / 2
         >>> data = jnp.array([[1.0, 0.0], [1.0, 2.0], [0.0, 1.0]])
-        >>> operator = tx.empirical_fisher(fn, jnp.ones(2), data)
+        >>> operator = tx.empirical_fisher(fn, jnp.ones(2), args=data)
         >>> print(tx.diagonal(operator, jax.random.key(0)).value)
         [10. 37.]
 

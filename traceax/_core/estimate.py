@@ -146,6 +146,7 @@ class Estimate(eqx.Module):
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
     - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
       `standard_error`. At most their number less one, and fewer where samples are skewed.
+    - `converged`: of `adaptive_trace`, whether the tolerance was met. `None` of others.
 
     **Example**
 
@@ -161,6 +162,7 @@ class Estimate(eqx.Module):
     standard_error: PyTree[Float[Array, ...]]
     num_matvecs: int | Int[Array, ...]
     degrees_of_freedom: float | Float[Array, ...] = 1e6
+    converged: Bool[Array, ""] | bool | None = None
 
     def __str__(self) -> str:
         return in_words(self)
@@ -220,17 +222,6 @@ class Estimate(eqx.Module):
         return low, high
 
 
-class AdaptiveEstimate(Estimate):
-    """An `Estimate` that was to meet a tolerance.
-
-    **Attributes**, besides those of `Estimate`:
-
-    - `converged`: whether two standard errors fit the tolerance. Never true for NaN.
-    """
-
-    converged: Bool[Array, ""] | bool = False
-
-
 def exportable(example: eqx.Module) -> None:
     """Let `jax.export` write the class of `example`, which has no static field: so there is
     nothing to write of it, and all that are read are alike."""
@@ -245,7 +236,6 @@ def exportable(example: eqx.Module) -> None:
 
 
 exportable(Estimate(0.0, 0.0, 0))
-exportable(AdaptiveEstimate(0.0, 0.0, 0))
 
 
 @jax.jit

@@ -35,7 +35,7 @@ from traceax._core.checks import (
     check_operator,
     check_tolerance,
 )
-from traceax._core.estimate import AdaptiveEstimate
+from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     frozen,
@@ -70,7 +70,7 @@ def adaptive_trace(
     max_matvecs: int = 1000,
     sampler: Sampler | None = None,
     progress_meter: ProgressMeter | None = None,
-) -> AdaptiveEstimate:
+) -> Estimate:
     """Estimate tr A to a tolerance, with as few applications as it takes.
 
     A sketch of 8 probes is doubled until two standard errors are within the tolerance,
@@ -89,8 +89,8 @@ def adaptive_trace(
     - `sampler`: independent probes. Default: the sphere, or signs.
     - `progress_meter`: shows how much of `max_matvecs` is spent.
 
-    **Returns** an `Estimate` of shape `()` with a field `converged`: whether the tolerance
-    was met. `num_matvecs` is an array, decided at run time. NaN ends at once and is never
+    **Returns** an `Estimate` of shape `()`. Its `converged` says whether the tolerance was
+    met. `num_matvecs` is an array, decided at run time. NaN ends at once and is never
     converged; with a tolerance of 0 all of `max_matvecs` is spent.
 
     **Derivatives**: those of the estimator at the size that was reached; the choice of the
@@ -131,7 +131,7 @@ def adaptive_trace(
     reached, shown = search.from_level(0, None, meter.init())
     meter.close(shown)
     outcome = run(_as_it_is, LinearMap(operator), reached)
-    return AdaptiveEstimate(outcome.value, outcome.standard_error, *outcome.report)
+    return Estimate(outcome.value, outcome.standard_error, *outcome.report)
 
 
 def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:

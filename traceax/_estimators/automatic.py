@@ -171,7 +171,7 @@ def leaf_traces(
         >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
         >>> layer = {"bias": jnp.ones(10), "weight": jnp.ones((10, 20)) / 4}
         >>> fn = lambda p, x: jax.numpy.sin(p["weight"] @ x + p["bias"])
-        >>> operator = tx.empirical_fisher(fn, layer, jnp.ones(20))
+        >>> operator = tx.empirical_fisher(fn, layer, args=jnp.ones(20))
         >>> estimate = tx.leaf_traces(operator, jax.random.key(0), 40)
         >>> ratio = estimate.value["weight"] / estimate.value["bias"]
         >>> bool(abs(ratio - 20) < 1e-3)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_grid, check_positive
+from traceax._core.checks import check_grid, check_positive, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
+from traceax._functions.function_trace import checked_run
 from traceax._functions.slq import Plan, planned_slq_trace, real_dtype
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import ProgressMeter
+from traceax._quadrature.block_quadrature import Shape
 
 _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."
 
@@ -20,9 +24,10 @@ def spectral_density(
     operator: lx.AbstractLinearOperator,
     grid: Float[Array, " points"],
     key: PRNGKeyArray,
+    num_matvecs: int = 240,
     *,
-    num_probes: int,
-    num_steps: int,
+    num_probes: int | None = None,
+    num_steps: int | None = None,
     width: float | Float[Array, ""] | None = None,
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
@@ -43,7 +48,9 @@ def spectral_density(
     - `operator`: Hermitian (real: symmetric); tags are not needed.
     - `grid`: where to evaluate it, a vector of real numbers, in the units of the
       eigenvalues.
-    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
+    - `num_matvecs`: the budget. Default 240.
+    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each. By
+      default about four times as many steps as probes: 7 and 34 of 240.
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
       Default: twice the span of the grid over `num_steps`, which half of the steps resolve;
       for smaller widths the error bar grows.
@@ -55,15 +62,14 @@ def spectral_density(
     positive, or `None` for a grid of one point.
 
     **Derivatives**: as those of `slq_trace`: one matvec-VJP for each probe and point of the
-    grid, so use coarse grids. **Cost**: num_probes * num_steps applications.
+    grid, so use coarse grids. **Cost**: at most `num_matvecs` applications.
 
     **Example**
 
         >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
         >>> operator = lx.DiagonalLinearOperator(jnp.linspace(0.0, 1.0, 400))
         >>> grid = jnp.linspace(-0.5, 1.5, 201)
-        >>> key = jax.random.key(0)
-        >>> density = tx.spectral_density(operator, grid, key, num_probes=10, num_steps=20)
+        >>> density = tx.spectral_density(operator, grid, jax.random.key(0))
         >>> bool(abs(density.value.sum() * 0.01 - 1) < 1e-3)
         True
 
@@ -71,23 +77,29 @@ def spectral_density(
     doi:10.1137/130934283.
     """
     name = "spectral_density"
-    counts = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = check_function_request(name, operator, key, counts)
+    operator = check_request(name, operator, key, num_matvecs)
     check_grid(name, grid)
     grid = jnp.asarray(grid, real_dtype(operator))
-    spread = _resolved(grid, num_steps) if width is None else width
+    shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
+    spread = _resolved(grid, shape.depth) if width is None else width
     check_positive(name, "width", spread, _WIDTHS)
     scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * size(operator))
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((grid - x) / spread) ** 2) / 2)
 
-    plan = Plan(num_probes, num_steps, sampler, reorthogonalise, batch_size, progress_meter)
+    plan = Plan(*shape, sampler, reorthogonalise, batch_size, progress_meter)
     return planned_slq_trace(name, operator, bumps, key, plan)
 
 
+def _resolving(num_matvecs: int) -> Shape:
+    """Details take steps; a few probes are enough, as they meet all eigenvalues."""
+    width = max(1, math.isqrt(num_matvecs // 4))
+    return Shape(width, num_matvecs // width)
+
+
 def _resolved(grid: Float[Array, " points"], num_steps: int) -> Float[Array, ""] | float:
-    """Nothing is by a grid of one point."""
+    """The default width; 0, which is refused, for a grid of one point."""
     if grid.size == 1:
         return 0.0
     return 2 * (jnp.max(grid) - jnp.min(grid)) / num_steps

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_samples
+from traceax._core.checks import check_request, check_samples
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import check_scalar_values
 from traceax._core.operator import (
@@ -23,12 +23,13 @@ from traceax._core.rule import estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import entries, exact_estimate
+from traceax._functions.function_trace import checked_run
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import check_independent, draw, probes_a_sample
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._quadrature.block_quadrature import Shape
+from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
@@ -40,9 +41,10 @@ def function_diagonal(
     operator: lx.AbstractLinearOperator,
     fn: Callable[[Float[Array, ""]], Float[Array, ""]],
     key: PRNGKeyArray,
+    num_matvecs: int = 240,
     *,
-    num_probes: int,
-    num_steps: int,
+    num_probes: int | None = None,
+    num_steps: int | None = None,
     sampler: Sampler = rademacher,
 ) -> Estimate:
     """Estimate the diagonal of f(A), A Hermitian.
@@ -59,7 +61,7 @@ def function_diagonal(
     With `probing` (for f(A) that decays along a graph) it is `hutchinson_diagonal` of f(A),
     which is applied by Lanczos.
 
-    Exact, by an eigendecomposition, if num_probes * num_steps reaches n, for n <= 64, and
+    Exact, by an eigendecomposition, if `num_matvecs` reaches n, for n <= 64, and
     for operators that store their matrix up to n = 1024; for diagonal ones from one
     application or none.
 
@@ -67,27 +69,26 @@ def function_diagonal(
 
     - `operator`: Hermitian (real: symmetric); tags are not needed.
     - `fn`: a real function of a real scalar, else as in `function_trace`.
-    - `num_probes`, `num_steps`: how many probes (for `probing` a multiple of its colours),
-      and how often A is applied to each.
+    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
+    - `num_probes`, `num_steps`: as in `function_trace` (for `probing` a multiple of its
+      colours).
     - `sampler`: independent probes, or `probing`. Default `rademacher`.
 
     **Derivatives**: in the operator and in whatever `fn` depends on, unbiased but for
     quadrature: those of `xdiag` of f(A) in its two-sided form, by half of the probes and a
     sketch from the same run. f(A) is applied by Lanczos to num_probes vectors, which takes
-    num_steps applications and as many matvec-VJPs for each. **Cost**:
-    num_probes * num_steps = m applications, in blocks of num_probes; 8 n m^2 flops for an
-    orthonormal basis of m vectors, which must fit in memory, and about (8 + num_probes /
-    num_steps) n m^2 to read it. With `probing`, (num_probes + 6) * num_steps applications
-    and num_probes blocks of n x num_steps.
+    num_steps applications and as many matvec-VJPs for each. **Cost**: at most `num_matvecs`
+    applications, m say, in blocks of num_probes; 8 n m^2 flops for an orthonormal basis of
+    m vectors, which must fit in memory, and about (8 + num_probes / num_steps) n m^2 to
+    read it. With `probing`, (num_probes + 6) * num_steps applications and num_probes blocks
+    of n x num_steps.
 
     **Example**
 
         >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
         >>> ring = jnp.roll(jnp.eye(200), 1, axis=0)
         >>> graph = lx.MatrixLinearOperator(ring + ring.T, lx.symmetric_tag)
-        >>> key = jax.random.key(0)
-        >>> sizes = {"num_probes": 24, "num_steps": 10}
-        >>> centrality = tx.function_diagonal(graph, jnp.exp, key, **sizes)
+        >>> centrality = tx.function_diagonal(graph, jnp.exp, jax.random.key(0))
         >>> print(centrality.value[:3].round(2))
         [2.28 2.28 2.28]
 
@@ -96,26 +97,35 @@ def function_diagonal(
     Webber (2024), XTrace, doi:10.1137/23M1548323.
     """
     name = "function_diagonal"
-    counts = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = check_function_request(name, operator, key, counts)
+    operator = check_request(name, operator, key, num_matvecs, 6)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
     colours = probes_a_sample(sampler)
     if colours > 1:
-        check_samples(name, num_probes, colours, "num_probes")
+        choose, tests = partial(_coloured, name=name, colours=colours), 3 * _TESTS // 2
+        asked = (num_matvecs, num_probes, num_steps, choose, tests)
+        shape, budget = checked_run(name, *asked)
+        check_samples(name, shape.width, colours, "num_probes")
     else:
         check_independent(name, sampler)
-    if (known := entries(operator, num_probes * num_steps)) is not None:
+        shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    if (known := entries(operator, budget)) is not None:
         value = as_result(_exact(known.array, converted), operator.in_structure())
         return exact_estimate(value, known.spent)
     if colours > 1:
-        return _probed(operator, converted, key, num_probes, num_steps, sampler)
-    probes = draw(name, sampler, key, operator, num_probes)
+        return _probed(operator, converted, key, *shape, sampler)
+    probes = draw(name, sampler, key, operator, shape.width)
     subject = MatrixFunction(LinearMap(operator), converted)
-    shape = Shape(num_probes, num_steps)
     algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
-    degrees, leaves = max(num_probes - 1, 1), operator.in_structure()
+    degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
     return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, leaves)
+
+
+def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
+    """A probe for each colour, or several, and the steps that the budget has for them."""
+    check_samples(name, num_matvecs, colours)
+    width = max(colours, shape_for(num_matvecs).width // colours * colours)
+    return Shape(width, max(1, num_matvecs // (width + 3 * _TESTS // 2)))
 
 
 def _probed(

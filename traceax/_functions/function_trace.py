@@ -1,4 +1,4 @@
-"""The front door to traces of functions."""
+"""Traces of functions of Hermitian operators, with an automatic choice of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_request
+from traceax._core.checks import check_count, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import estimate
@@ -27,6 +27,8 @@ def function_trace(
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,
+    num_probes: int | None = None,
+    num_steps: int | None = None,
     combine: Callable | None = None,
 ) -> Estimate:
     """Estimate tr f(A), A Hermitian, by an automatic choice of probes and steps.
@@ -53,6 +55,9 @@ def function_trace(
     - `fn`: a function of a real scalar, made of JAX operations, that returns an array or a
       pytree of arrays: each entry is another trace from the same run.
     - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
+    - `num_probes`, `num_steps`: the width k and the depth of the run. More steps help for
+      functions that are not smooth and for gradients, more probes if many eigenvalues
+      contribute alike. Default: about 1.5 times the root of `num_matvecs` probes.
     - `combine`: a function of the traces that returns an array or a pytree of arrays: an
       energy tr(A e^-bA) / tr(e^-bA), say. Value, error bar (with the covariances of the
       traces) and derivatives are those of the combination. Default `None`, the traces.
@@ -61,9 +66,8 @@ def function_trace(
     but for quadrature (and the second order of `combine`), from the same spaces: about 0.8
     num_matvecs matvec-VJPs for each trace. Second derivatives differentiate a Lanczos
     recurrence from each, and are NaN if that does not resolve the spectrum. **Cost**: at
-    most `num_matvecs` applications, in blocks of k, about 1.5 times the root of
-    `num_matvecs`; 8 n num_matvecs^2 flops for an orthonormal basis of `num_matvecs`
-    vectors, which must fit in memory.
+    most `num_matvecs` applications, in blocks of k; 8 n num_matvecs^2 flops for an
+    orthonormal basis of `num_matvecs` vectors, which must fit in memory.
 
     **Example**
 
@@ -95,10 +99,36 @@ def function_trace(
     operator = check_request("function_trace", operator, key, num_matvecs, 6)
     fn, structure = scalar_function("function_trace", fn, real_dtype(operator))
     combined, structure = combination("function_trace", combine, fn, structure)
-    if is_cheap(operator, num_matvecs):
+    shape, budget = checked_run("function_trace", num_matvecs, num_probes, num_steps)
+    if is_cheap(operator, budget):
         return exact_function_trace(operator, fn, structure, combined)
-    shape = shape_for(num_matvecs)
     return block_trace("function_trace", operator, fn, structure, key, shape, combined)
+
+
+def checked_run(
+    name: str,
+    num_matvecs: int,
+    num_probes: int | None,
+    num_steps: int | None,
+    choose: Callable[[int], Shape] = shape_for,
+    tests: int = 0,
+) -> tuple[Shape, int]:
+    """The block Krylov run that the user asks for, and its budget: if that reaches n, the
+    matrix costs no more. The budget pays for `tests` more probes."""
+    named = {"num_probes": num_probes, "num_steps": num_steps}
+    named = {argument: count for argument, count in named.items() if count is not None}
+    for argument, count in named.items():
+        check_count(name, argument, count, 1, "the fewest that can be used")
+    if num_probes is None and num_steps is None:
+        return choose(num_matvecs), num_matvecs
+    if num_probes is not None and num_steps is not None:
+        return Shape(num_probes, num_steps), num_probes * num_steps
+    ((argument, count),) = named.items()
+    least = count + tests if num_steps is None else count * (1 + tests)
+    check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
+    if num_steps is None:
+        return Shape(count, num_matvecs // (count + tests)), num_matvecs
+    return Shape(num_matvecs // count - tests, count), num_matvecs
 
 
 def block_trace(

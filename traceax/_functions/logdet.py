@@ -1,4 +1,4 @@
-"""The front door to log-determinants."""
+"""Log-determinants."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from traceax._core.checks import check_request, check_shift
 from traceax._core.estimate import Estimate
 from traceax._functions.equations import whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
-from traceax._functions.function_trace import block_trace
-from traceax._quadrature.block_quadrature import shape_for
+from traceax._functions.function_trace import block_trace, checked_run
 from traceax._quadrature.scalar import scalar_function
 
 
@@ -24,6 +23,8 @@ def logdet(
     num_matvecs: int = 240,
     *,
     shift: float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator = 0.0,
+    num_probes: int | None = None,
+    num_steps: int | None = None,
 ) -> Estimate:
     """Estimate log det(A + shift I), A + shift I Hermitian positive definite.
 
@@ -43,6 +44,7 @@ def logdet(
     - `shift`: real. An array of shifts gives the log-determinants of all of them from one
       run. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
       observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
+    - `num_probes`, `num_steps`: as in `function_trace`.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling, quadrature (compared with the same run two blocks shorter) and
@@ -73,11 +75,11 @@ def logdet(
     operator = check_request("logdet", operator, key, num_matvecs, 6)
     check_shift("logdet", operator, shift)
     operator, shift, _, rest = whitened(operator, shift)
-    if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
+    shape, budget = checked_run("logdet", num_matvecs, num_probes, num_steps)
+    if (known := entries(operator, budget, CHOLESKY)) is not None:
         logs = jnp.vectorize(partial(_log_determinant, known.array))(shift)
         return exact_estimate(logs + rest, known.spent)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
-    shape = shape_for(num_matvecs)
     estimate = block_trace("logdet", operator, fn, structure, key, shape)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_positive
+from traceax._core.checks import check_positive, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -20,12 +20,11 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._functions.exact_functions import EIGENVALUES, exact_function_trace, is_cheap
-from traceax._functions.function_trace import block_trace
+from traceax._functions.function_trace import block_trace, checked_run
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import magnitude
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
-from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.scalar import scalar_function
 
 _POWERS = (
@@ -38,9 +37,10 @@ def schatten_norm(
     operator: lx.AbstractLinearOperator,
     p: float | Float[Array, ""],
     key: PRNGKeyArray,
+    num_matvecs: int = 240,
     *,
-    num_probes: int,
-    num_steps: int,
+    num_probes: int | None = None,
+    num_steps: int | None = None,
 ) -> Estimate:
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
@@ -58,21 +58,21 @@ def schatten_norm(
     - `operator`: any lineax operator, square or not. Singular values below sqrt(eps) of the
       largest are lost, unless it is tagged semidefinite.
     - `p`: a positive, finite number, or an array of shape `()`.
-    - `num_probes`, `num_steps`: how many probes, and how many steps of the block Lanczos
-      run that they share; half as many steps as probes, or as many, are best.
+    - `num_matvecs`: the budget if both dimensions are above 64, at least 13, or the smaller
+      dimension. Default 240.
+    - `num_probes`, `num_steps`: as in `function_trace`; they choose the run on the square.
 
     **Derivatives**: in the operator and in `p`, as those of `function_trace`. For p < 2,
-    singular values of 0 do not contribute. NaN at the zero operator. **Cost**: 2
-    num_probes * num_steps applications (half of them of the adjoint), or half as many if
-    the operator is tagged semidefinite, and one to see its scale; an orthonormal basis of
-    num_probes * num_steps vectors.
+    singular values of 0 do not contribute. NaN at the zero operator. **Cost**: at
+    most `num_matvecs` applications (half of them of the adjoint, unless the operator is
+    tagged semidefinite), the first one to see its scale; an orthonormal basis of num_probes
+    * num_steps vectors.
 
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
         >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(300, 200))
-        >>> key = jax.random.key(0)
-        >>> norm = tx.schatten_norm(operator, 1, key, num_probes=5, num_steps=3)
+        >>> norm = tx.schatten_norm(operator, 1, jax.random.key(0), 30)
         >>> print(norm.value.round())
         200.0
 
@@ -80,8 +80,7 @@ def schatten_norm(
     Lanczos quadrature, section 6.2, doi:10.1137/16M1104974, for the norm as such a trace.
     """
     name = "schatten_norm"
-    counts = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = check_function_request(name, operator, key, counts, square=False)
+    operator = check_request(name, operator, key, num_matvecs, 13, square=False)
     check_positive(name, "p", p, _POWERS)
     unit = _unit(name, operator, key)
     # XLA would make (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
@@ -91,8 +90,9 @@ def schatten_norm(
     else:
         target, exponent, cost = _square(scaled), p / 2, 2
     fn, structure = scalar_function(name, _power(exponent), real_dtype(target))
-    shape = Shape(num_probes, num_steps)
-    if is_cheap(target, shape.num_matvecs):
+    products = max((num_matvecs - 1) // cost, 1)
+    shape, budget = checked_run(name, products, num_probes, num_steps)
+    if is_cheap(target, budget):
         traced = exact_function_trace(target, fn, structure)
     else:
         traced = block_trace(name, target, fn, structure, key, shape)
