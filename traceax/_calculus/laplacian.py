@@ -35,10 +35,7 @@ from traceax._calculus.sampled import (
 )
 from traceax._core.canonical import canonical
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import (
-    check_inexact_values,
-    is_one_real_number,
-)
+from traceax._core.function_checks import check_inexact_values, is_one_real_number
 from traceax._core.operator import LinearMap, size
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Batches

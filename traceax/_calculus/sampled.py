@@ -20,9 +20,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.checks import check_batch_size, check_count, check_key
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import (
-    check_field,
-)
+from traceax._core.function_checks import check_field
 from traceax._core.operator import (
     Structure,
     common_dtype,

@@ -29,12 +29,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
-from traceax._core.checks import (
-    check_count,
-    check_key,
-    check_operator,
-    check_tolerance,
-)
+from traceax._core.checks import check_count, check_key, check_operator, check_tolerance
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,

@@ -9,29 +9,12 @@ from jaxtyping import PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    InBlocks,
-    Method,
-    Probes,
-    estimate,
-)
-from traceax._estimators.leave_one_out import (
-    outside,
-)
-from traceax._estimators.readouts import (
-    DIAGONAL,
-    Target,
-    TwoSided,
-)
+from traceax._estimators.driver import InBlocks, Method, Probes, estimate
+from traceax._estimators.leave_one_out import outside
+from traceax._estimators.readouts import DIAGONAL, Target, TwoSided
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import (
-    magnitude,
-    mean,
-    row_dots,
-)
-from traceax._linalg.jackknife import (
-    standard_error,
-)
+from traceax._linalg.columns import magnitude, mean, row_dots
+from traceax._linalg.jackknife import standard_error
 from traceax._probes.samplers import Sampler, rademacher
 
 

@@ -11,27 +11,10 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    InBatches,
-    Method,
-    Streamed,
-    estimate,
-)
-from traceax._estimators.readouts import (
-    DIAGONAL,
-    LEAVES,
-    TRACE,
-    Batches,
-    Target,
-)
-from traceax._linalg.columns import (
-    mean,
-)
-from traceax._linalg.jackknife import (
-    both_errors,
-    error_of_sum,
-    length,
-)
+from traceax._estimators.driver import InBatches, Method, Streamed, estimate
+from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
+from traceax._linalg.columns import mean
+from traceax._linalg.jackknife import both_errors, error_of_sum, length
 from traceax._linalg.moments import Moments, moments
 from traceax._probes.probing import DEGREES, account, pooled
 from traceax._probes.samplers import Sampler, rademacher

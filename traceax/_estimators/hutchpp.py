@@ -23,28 +23,12 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    InBlocks,
-    Method,
-    Probes,
-    estimate,
-)
-from traceax._estimators.readouts import (
-    TRACE,
-    Pairs,
-    Target,
-)
+from traceax._estimators.driver import InBlocks, Method, Probes, estimate
+from traceax._estimators.readouts import TRACE, Pairs, Target
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import (
-    column_dots,
-    column_norms_squared,
-    mean,
-)
-from traceax._linalg.jackknife import (
-    independent_degrees_of_freedom,
-    standard_error,
-)
+from traceax._linalg.columns import column_dots, column_norms_squared, mean
+from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
 from traceax._probes.samplers import Sampler, rademacher
 
 

@@ -24,13 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Structure,
-    dimension,
-    size,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Structure, dimension, size, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.leave_one_out import LeaveOneOut, outside
 from traceax._linalg.columns import (

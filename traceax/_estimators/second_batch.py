@@ -1,80 +1,76 @@
-"""XTrace or Hutchinson, XDiag or Hutchinson: the first batch of products chooses what
-the second is spent on.
+"""XTrace or Hutchinson, XDiag or Hutchinson: the first batch of products decides what the
+second batch is.
 
-Where singular values decay, XTrace's second batch A Q is worth everything; where they do
-not, as many fresh probes are worth more, since XTrace has half of Hutchinson's samples. The
-first batch, Y = A Omega, tells which. In the notation of `leave_one_out`, with F fresh
-probes, both batches make of each probe i an estimate that is unbiased whatever the others
-are:
+Where singular values decay, XTrace's second batch A Q removes nearly all of the variance.
+Where they do not, as many fresh probes are better, since XTrace has half of Hutchinson's
+samples. The first batch Y = A Omega shows which case it is. In the notation of
+`leave_one_out`, with F fresh probes, there are two unbiased estimates for each probe i:
 
     e_i = tr(P_i A) + c_i mu_i* A mu_i                     from A Q
     f_i = (w_i* A w_i + mean_j F_j* A F_j) / 2             from A F
 
-Were one statistic of Y to choose for all, it would know the very w_i* A w_i that it chooses
-among, and would be biased: near its threshold by a third of the standard deviation (6
-products, 0.7^i). So probe i is left out of its own choice: a_i, between 0 and 1, is what
-the other probes say of A Q, and g_i = a_i e_i + (1 - a_i) f_i is unbiased for every i. One
-batch cannot serve both terms; so a lot u is drawn, uniform on [0, 1), and
+A single decision for all probes, made of Y, would depend on the forms w_i* A w_i that it
+decides about, and would be biased: near the threshold by a third of the standard deviation
+(6 products, 0.7^i). So each probe i has its own weight a_i in [0, 1], the weight of the
+sketch, which is computed from the other probes. Then g_i = a_i e_i + (1 - a_i) f_i is
+unbiased for every i. One batch cannot serve both terms, so the second batch is selected at
+random: with u uniform on [0, 1),
 
     u < mean a:    value = sum a_i e_i / sum a_i
     otherwise:     value = sum (1 - a_i) f_i / sum (1 - a_i),
 
-whose mean over u is that of the g_i, exactly. Where the probes agree, nothing is left to
-chance: the value is XTrace's, or the mean of 2k forms. Given all probes but the lot the
-same holds for the blocks of the derivative, in whose place the weights stand as they do
-here. The second batch is one block, chosen, not one of two branches: under `jax.vmap`
-too, every product is applied once.
+whose mean over u is exactly that of the g_i. If all weights are 1 or all are 0, nothing is
+random: the value is XTrace's, or the mean of 2k forms. The blocks of the derivative have
+the same weights, and the same holds for them. The second batch is one block, selected
+before it is applied, not one of two branches: under `jax.vmap`, too, every product is
+applied once.
 
-What the others say is the share of the variance that a sketch leaves, their own probes left
-out of it one by one: with r_ij = (I - P_ij) A w_j, P_ij lacking probes i and j,
+The weight depends on the share of the variance that a sketch leaves. It is estimated from
+the other probes, each left out of the sketch in turn: with r_ij = (I - P_ij) A w_j, where
+P_ij is the projector without probes i and j,
 
     t_i = sum_j |r_ij|^2 / sum_j |A w_j|^2,    j != i,
 
-of both only what is orthogonal to the probe (mu_ij, w_j): so multiples of I count for
-nothing, as they do in the estimates. Where t is a half the two are as good as each other
-(or where it is somewhat less, since the e_i share probes); but t is as uncertain as k
-probes leave it, and to sample what should be sketched costs more than the other way round.
-So a_i falls from 1 to 0 over a range of `WIDTH` that begins at 0.2 + 0.9/sqrt(k).
+and of both vectors only the part orthogonal to the probe (mu_ij, w_j) is counted, so that
+multiples of I do not matter, as they do not in the estimates. The two estimates are equally
+good where t is about a half (less, since the e_i share probes). But t is uncertain if k is
+small, and sampling where a sketch is better costs more than the reverse. So a_i falls from
+1 to 0 over a range of `WIDTH` that begins at 0.2 + 0.9/sqrt(k).
 
-All of it is k x k: with L = S* S, the u_ij of `jackknife`, and the part of s_j that is
-orthogonal to s_i, of length 1, t_ij = (s_j - s_i L_ij)/a, a^2 = 1 - |L_ij|^2,
+All of this is k x k: with L = S* S, the u_ij of `jackknife`, and the part of s_j that is
+orthogonal to s_i, normalised, t_ij = (s_j - s_i L_ij)/a, a^2 = 1 - |L_ij|^2,
 
     r_ij = (d_j/a) Q t_ij,    |mu_ij|^2 = |mu_j|^2 + |u_ij* Q* w_j|^2.
 
-Measured (`tests.benchmarks.second_batch`): on flat spectra 1.4 times less error than
-XTrace; where eigenvalues fall as i^-1 or faster as much, with 12 products up to a tenth
-more. Between, where the two are within a third of each other, the result is most often
-between them, at worst a tenth above both: where votes are split, fewer samples are
-averaged. With fewer products than `FEWEST` that is up to a fifth, and nothing is put to the
-vote.
+Measured (`tests.benchmarks.second_batch`): on flat spectra the error is 1.4 times less than
+XTrace's; where eigenvalues fall as i^-1 or faster it is as small, with 12 products up to a
+tenth larger. In between it is at worst a tenth above both, because fewer samples are
+averaged where weights differ. With fewer products than 12 that is up to a fifth, and the
+automatic choice does not use this method.
 
-*Diagonals.* Each probe i has two estimates, from A* Q or from A* F with F fresh probes,
+*Diagonals.* The two estimates of each probe are, from A* Q or from A* F,
 
     e_i = diag A_i + conj(w_i) o B_i w_i,
-    f_i = (conj(w_i) o A w_i + mean_j F_j o conj(A* F_j)) / 2,
+    f_i = (conj(w_i) o A w_i + mean_j F_j o conj(A* F_j)) / 2.
 
-and a vote a_i that the other probes cast; the lot decides which of the two are averaged.
-
-The share t_i of the variance that a sketch leaves is more certain than that of a trace, for
-it is that of n entries, not of one: within a key votes hardly differ. Of the entries of
+The share t_i is more certain than for a trace, as it is a sum over n entries: within one
+key the weights hardly differ. The variance of the entries of
 
     conj(w_j) o r_ij,      r_ij = (I - P_ij) A w_j,
 
-the variance is that of r_ij without what is along w_j, as it is of A w_j. So multiples of I
-count for nothing in Hutchinson's error, which they do not enter, but for much in XDiag's:
-a sketch tilts them. On flat spectra t is therefore above 1. Measured, over nine spectra
-(n = 500, 12 to 100 products), XDiag and Hutchinson's diagonal are as good as each other
-where t is 0.55 to 0.6 (symmetric), 0.5 to 0.55 (general): the e_i, half as many, share
-probes, and of symmetric operators they miss less, (I - P_ij) A (I - P_ij) w_j. There the
-votes turn from 1 to 0: over a range of `WIDTH` that begins at 0.4, and later by 1.2/k, for
-P_ij lacks two of k probes, and with few of them a probe that catches what others miss has
-them vote for fresh ones in its own case alone, where they are worst.
+is that of r_ij without its part along w_j, and likewise for A w_j. So multiples of I do not
+count in Hutchinson's error, but they do in XDiag's, since the sketch mixes them: on flat
+spectra t is above 1. Over nine spectra (n = 500, 12 to 100 products) the two estimates are
+equally good where t is 0.55 to 0.6 (symmetric) or 0.5 to 0.55 (general): the e_i are half
+as many and share probes, and for symmetric operators they miss less,
+(I - P_ij) A (I - P_ij) w_j. The weights fall from 1 to 0 over a range of
+`WIDTH_ON_DIAGONAL` that begins at 0.4 + 1.2/k. The second term is there because P_ij lacks
+two of k probes: if a probe alone catches a direction, its own weight is too small.
 
-Measured (`tests.benchmarks.second_batch --diagonals`; 40 keys, of what is between 100): on
-flat spectra Hutchinson's error to 1 %, 1.3 to 2.4 times less than XDiag's; where
-eigenvalues fall as i^-1 or faster XDiag's error, with 12 products to 5 %; between, up to a
-tenth above the better of the two, and at worst, with 12 products on i^-0.75, a fifth: rare
-keys on which few probes are averaged make that of it.
+Measured (`tests.benchmarks.second_batch --diagonals`, 40 keys): on flat spectra
+Hutchinson's error to 1 %, 1.3 to 2.4 times less than XDiag's; where eigenvalues fall as
+i^-1 or faster XDiag's error, with 12 products to 5 %; in between up to a tenth above the
+better one, at worst a fifth (12 products on i^-0.75: rare keys that average few probes).
 """
 
 from __future__ import annotations
@@ -89,16 +85,8 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import LinearMap, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    Drawn,
-    Method,
-    Request,
-)
-from traceax._estimators.leave_one_out import (
-    LeaveOneOut,
-    independent,
-    leave_one_out,
-)
+from traceax._estimators.driver import Drawn, Method, Request
+from traceax._estimators.leave_one_out import LeaveOneOut, independent, leave_one_out
 from traceax._estimators.readouts import (
     DIAGONAL,
     TRACE,
@@ -126,32 +114,30 @@ from traceax._linalg.jackknife import (
 from traceax._probes.draw import draw, is_rotation_invariant
 from traceax._probes.samplers import rademacher
 
-FEWEST = 12
-
 WIDTH, WIDTH_ON_DIAGONAL = 0.3, 0.2
 
 
 class BothBatches(eqx.Module):
-    """Probes of the first batch, fresh ones for the second, and the lot."""
+    """Probes of the first batch, fresh ones for the second, and u, which selects."""
 
     first: Inexact[Array, "n k"]
     fresh: Inexact[Array, "n k"]
-    lot: Float[Array, ""]
+    uniform: Float[Array, ""]
     resphere: bool = eqx.field(static=True)
 
 
 def _drawn(request: Request) -> Drawn:
     k, name, operator = request.num_matvecs // 2, request.name, request.operator
-    sketch_key, fresh_key, lot_key = jax.random.split(request.key, 3)
+    sketch_key, fresh_key, uniform_key = jax.random.split(request.key, 3)
     first = draw(name, request.sampler, sketch_key, operator, k)
     fresh = draw(name, rademacher, fresh_key, operator, k)
-    lot = jax.random.uniform(lot_key, (), first.real.dtype)
+    uniform = jax.random.uniform(uniform_key, (), first.real.dtype)
     resphere = is_rotation_invariant(request.sampler)
-    return Drawn(BothBatches(first, fresh, lot, resphere), 2 * k, k - 1)
+    return Drawn(BothBatches(first, fresh, uniform, resphere), 2 * k, k - 1)
 
 
 class Choice(NamedTuple):
-    """Whether A Q is worth more, and how much probe i has to say then; the sum is 1."""
+    """Whether the second batch is A Q, and the weights of the probes then, of sum 1."""
 
     sketches: Bool[Array, ""]
     weights: Float[Array, " k"]
@@ -165,7 +151,7 @@ def sketched_or_sampled(
     block, resphere = probes.first, probes.resphere
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
-    choice = choose(votes(loo, sketch), probes.lot)
+    choice = choose(sketch_weights(loo, sketch), probes.uniform)
     images = linear_map(jnp.where(choice.sketches, loo.basis.columns, probes.fresh))
     eps, weights = resolution(linear_map.operator), choice.weights
     sketched, sketched_error = xtrace_of(
@@ -187,7 +173,7 @@ def sketched_or_sampled_diagonal(
     block, fresh = probes.first, probes.fresh
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
-    choice = choose(votes_on_diagonal(loo, sketch), probes.lot)
+    choice = choose(sketch_weights_of_diagonal(loo, sketch), probes.uniform)
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
     eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
     sketched = samples_of(loo, sketch, image, eps, hermitian=hermitian)
@@ -215,44 +201,45 @@ EITHER_DIAGONAL = Method(
 )
 
 
-def choose(ayes: Float[Array, " k"], lot: Float[Array, ""]) -> Choice:
-    # Products of whole numbers: where all agree, no rounding may outvote them.
-    sketches = lot * ayes.shape[0] < jnp.sum(ayes)
-    return Choice(sketches, of_sum_one(jnp.where(sketches, ayes, 1 - ayes)))
+def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
+    """Randomised selection by the weights of the sketch."""
+    # Compared with a sum, not a mean: if all weights are 1, rounding changes nothing.
+    sketches = uniform * weights.shape[0] < jnp.sum(weights)
+    return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
 
 
 def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
-    """Or zero, where all are."""
+    """The weights over their sum; zeros stay zeros."""
     return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
 
 
-def votes(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
-    """a_i: what all probes but the i-th say of A Q."""
+def sketch_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """The a_i of traces."""
     least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
     return ramp(missed_shares(loo, sketch), least, WIDTH)
 
 
-def votes_on_diagonal(
+def sketch_weights_of_diagonal(
     loo: LeaveOneOut, sketch: Inexact[Array, "n k"]
 ) -> Float[Array, " k"]:
-    """a_i: what all probes but the i-th say of A* Q."""
+    """The a_i of diagonals."""
     least = 0.4 + 1.2 / sketch.shape[1]
     shares = missed_shares(loo, sketch, of_diagonal=True)
     return ramp(shares, least, WIDTH_ON_DIAGONAL)
 
 
 def ramp(shares: Float[Array, " k"], least: float, width: float) -> Float[Array, " k"]:
-    """From 1, up to `least`, to 0."""
+    """1 up to the share `least`, 0 from `least + width` on, linear in between."""
     return jnp.clip(1 - (shares - least) / width, 0, 1)
 
 
 def missed_shares(
     loo: LeaveOneOut, sketch: Inexact[Array, "n k"], *, of_diagonal: bool = False
 ) -> Float[Array, " k"]:
-    """t_i: what a sketch misses of the variance, by all probes but the i-th.
+    """t_i: the share of the variance that a sketch leaves, from all probes but the i-th.
 
-    A diagonal is compared with probes as they are, not with what a sketch leaves of them:
-    there r_ij, too, is counted but for what is along w_j, and r_ij* w_j = r_ij* mu_ij."""
+    For a diagonal the part along w_j, not along mu_ij, is left out; both are known from
+    r_ij* w_j = r_ij* mu_ij."""
     s, w = loo.directions, loo.probes
     overlap = s.conj().T @ s
     inverse = 1 / one_minus_squared_modulus(overlap)
@@ -273,7 +260,7 @@ def shares_of(
     probes: Inexact[Array, "n k"],
     sketch: Inexact[Array, "n k"],
 ) -> Float[Array, " k"]:
-    """t_i from what is missed of probe j where i is left out, for all i and j."""
+    """t_i from the |r_ij|^2, for all i and j, in `missed`."""
     others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
     along = squared_modulus(column_dots(probes, sketch)) / column_norms_squared(probes)
     whole = others @ (column_norms_squared(sketch) - along)
@@ -291,7 +278,7 @@ def _forms(
 
 
 def _pairs(choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]) -> Pairs:
-    """What the trace is read through, in 2k columns either way."""
+    """The readout of the trace, 2k columns in both cases."""
     k = loo.x.shape[0]
     sampled = Pairs(
         jnp.hstack([fresh / (2 * k), loo.probes * (choice.weights / 2)[None, :]]),
@@ -304,7 +291,7 @@ def _pairs(choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]) -> Pa
 def _either(
     target: Target, choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]
 ) -> TwoSided:
-    """What the diagonal is read through: of the two only the blocks of one are applied."""
+    """The readout of the diagonal: the blocks of one estimate are selected."""
     sketched = two_sided(target, loo, choice.weights)
     no = jnp.zeros_like(choice.weights)
     sampled = TwoSided(

@@ -33,23 +33,9 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    Method,
-    Probes,
-    estimate,
-    one_block,
-)
-from traceax._estimators.leave_one_out import (
-    LeaveOneOut,
-    Samples,
-    leave_one_out,
-    outside,
-)
-from traceax._estimators.readouts import (
-    DIAGONAL,
-    Target,
-    two_sided,
-)
+from traceax._estimators.driver import Method, Probes, estimate, one_block
+from traceax._estimators.leave_one_out import LeaveOneOut, Samples, leave_one_out, outside
+from traceax._estimators.readouts import DIAGONAL, Target, two_sided
 from traceax._linalg.columns import (
     column_dots,
     mean,

@@ -13,31 +13,16 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, is_negative, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    Method,
-    Probes,
-    estimate,
-    one_block,
-)
-from traceax._estimators.leave_one_out import (
-    Samples,
-    leave_one_out,
-)
-from traceax._estimators.readouts import (
-    DIAGONAL,
-    Target,
-    two_sided,
-)
+from traceax._estimators.driver import Method, Probes, estimate, one_block
+from traceax._estimators.leave_one_out import Samples, leave_one_out
+from traceax._estimators.readouts import DIAGONAL, Target, two_sided
 from traceax._linalg.columns import (
     column_norms_squared,
     mean,
     row_norms_squared,
     squared_modulus,
 )
-from traceax._linalg.jackknife import (
-    jackknife_error,
-    xnysdiag_replicates,
-)
+from traceax._linalg.jackknife import jackknife_error, xnysdiag_replicates
 from traceax._linalg.nystrom import Nystrom, nystrom
 from traceax._probes.samplers import Sampler, rademacher
 

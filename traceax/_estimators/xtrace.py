@@ -27,26 +27,10 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, resolution
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import (
-    Method,
-    Probes,
-    estimate,
-    one_block,
-)
-from traceax._estimators.leave_one_out import (
-    LeaveOneOut,
-    leave_one_out,
-)
-from traceax._estimators.readouts import (
-    TRACE,
-    Target,
-    trace_pairs,
-)
-from traceax._linalg.columns import (
-    column_dots,
-    column_norms_squared,
-    mean,
-)
+from traceax._estimators.driver import Method, Probes, estimate, one_block
+from traceax._estimators.leave_one_out import LeaveOneOut, leave_one_out
+from traceax._estimators.readouts import TRACE, Target, trace_pairs
+from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
     no_less_than_theory,

@@ -43,12 +43,7 @@ from traceax._core.operator import LinearMap, resolution, size
 from traceax._core.rule import Outcome
 from traceax._estimators.leave_one_out import leave_one_out
 from traceax._estimators.readouts import DIAGONAL, TwoSided, two_sided
-from traceax._linalg.columns import (
-    magnitude,
-    mean,
-    row_dots,
-    squared_modulus,
-)
+from traceax._linalg.columns import magnitude, mean, row_dots, squared_modulus
 from traceax._linalg.jackknife import both_errors, quadrature_error, shared_error
 from traceax._linalg.krylov import BlockKrylov, block_krylov
 from traceax._linalg.left_out import LeftOut

@@ -13,12 +13,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.checks import check_request, check_samples
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import check_scalar_values
-from traceax._core.operator import (
-    LinearMap,
-    as_result,
-    frozen,
-    size,
-)
+from traceax._core.operator import LinearMap, as_result, frozen, size
 from traceax._core.rule import estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal

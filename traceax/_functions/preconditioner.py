@@ -9,21 +9,10 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_request, check_shift
-from traceax._core.operator import (
-    LinearMap,
-    Structure,
-    flatten,
-    frozen,
-    size,
-    unflatten,
-)
+from traceax._core.operator import LinearMap, Structure, flatten, frozen, size, unflatten
 from traceax._functions.equations import whitened
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.preconditioning import (
-    Preconditioner,
-    known_of,
-    preconditioner_of,
-)
+from traceax._linalg.preconditioning import Preconditioner, known_of, preconditioner_of
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for

@@ -16,13 +16,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_batch_size, check_function_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    frozen,
-    resolution,
-    size,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, frozen, resolution, size, working_dtype
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg.jackknife import (
