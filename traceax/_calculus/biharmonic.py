@@ -102,8 +102,8 @@ class FourthDerivatives(AlongProbes):
         def along_w(x: PyTree[Array]) -> PyTree[Array]:
             return second_derivatives_sum(lambda x: self.fn(x, self.args), x, w)
 
-        bend = second_derivatives_sum(along_w, self.x, v)
-        return flatten(bend, common_dtype(bend))
+        second = second_derivatives_sum(along_w, self.x, v)
+        return flatten(second, common_dtype(second))
 
 
 class _UnitPairs(NamedTuple):

@@ -1,11 +1,11 @@
 """Curvature matrices that are semidefinite, as operators: Gauss-Newton's and Fisher's.
 
-With J the Jacobian of what a model puts out, and H the Hessian of a loss of that,
+With J the Jacobian of the outputs of a model, and H the Hessian of a loss in the outputs,
 
-    d2 loss(fn(x)) = J* H J + (a sum over outputs of their own Hessians, times slopes),
+    d2 loss(fn(x)) = J* H J + sum over outputs of (d loss/d output) (Hessian of the output).
 
-the first term alone is Gauss and Newton's matrix: semidefinite where the loss is convex in
-the outputs, and for losses that are negative log-likelihoods of an exponential family in
+The first term is the Gauss-Newton matrix: semidefinite if the loss is convex in the
+outputs, and for losses that are negative log-likelihoods of an exponential family in
 its natural parameters (squares, cross-entropy of logits) Fisher's information matrix.
 """
 

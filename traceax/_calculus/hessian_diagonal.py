@@ -14,7 +14,7 @@ from traceax._estimators.xdiag import xdiag
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import ProgressMeter
 
-# From here on sketches have less error on Hessians of networks, at first by little.
+# With so many products sketches have less error on Hessians of networks.
 SKETCHED = 10
 
 

@@ -1,6 +1,4 @@
-"""The Laplacian of a function: the trace of its Hessian.
-
-The Laplacian by a sketch of the Hessian: Hutch++ with directional second derivatives.
+"""The Laplacian of a function: Hutch++ of its Hessian, by directional second derivatives.
 
 With Q an orthonormal basis of the range of H Omega, Omega of k columns, and U a random
 orthonormal frame of l directions outside of it,
@@ -8,10 +6,10 @@ orthonormal frame of l directions outside of it,
     tr H = sum_j q_j* H q_j + E (n - k)/l sum_i u_i* H u_i,
 
 in which all products but H Omega are second derivatives of the function along q_j and u_i:
-one sweep forwards in collapsed Taylor mode. H Omega, forwards over backwards, costs twice
-as much a column; but it is frozen (`rule`), so that a gradient does not go through it. The
-frame makes multiples of I exact and, where it is a good part of what there is outside of
-the sketch, its variance small: a survey of l out of n - k.
+one forward sweep in collapsed Taylor mode. A column of H Omega, forward over reverse mode,
+costs twice as much; but it is frozen (`rule`), so gradients do not differentiate it. With
+an orthonormal frame, multiples of I are exact, and the variance has the finite-population
+correction for l directions out of n - k.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, normal
 from traceax._probes.stream import Plan, ProgressMeter, all_at_once
 
-# From here on a sketch costs no more than a seventh of the accuracy where it is of no use
-# (networks before training), and gains factors where it is (after).
+# With so many directions a sketch costs at most a seventh of the accuracy if the spectrum
+# is flat (networks before training), and gains factors if it is not (after training).
 SKETCHED = 10
 
 
@@ -122,7 +120,8 @@ def _sketchable(subject: Curvature) -> bool:
 def sketched_laplacian(
     name: str, subject: Curvature, key: PRNGKeyArray, num_matvecs: int
 ) -> Estimate:
-    """On behalf of the public function `name`, which has checked all."""
+    """The estimate that messages attribute to the public function `name`, arguments
+    checked."""
     space, width = subject.space, _width(num_matvecs)
     rest = num_matvecs - 2 * width
     probes = draw(name, normal, key, space, width + rest)
@@ -133,8 +132,8 @@ def sketched_laplacian(
 
 
 def _width(num_matvecs: int) -> int:
-    """Of a sketch that takes what few directions dominate, and hardly loses where none do:
-    one column often misses what two catch, two now and then what three do."""
+    """The width of the sketch: a sixth of the budget, but at least 2 columns, because one
+    often misses a dominant direction."""
     return max(2, (num_matvecs + 2) // 6)
 
 

@@ -1,7 +1,8 @@
-"""Means over probes of what a function's derivatives are along them.
+"""Means over probes of a function's derivatives along them.
 
-The point where they are taken is checked here, too. `Curvature` are second derivatives
-along probes, `hessian` is the operator of them.
+`AlongProbes` is a function at a point, of which derivatives along probes are taken;
+`Curvature` takes second ones. `hessian` is the Hessian as an operator. The point is checked
+here, too.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def hessian(fn: Field, x: Point, args: PyTree) -> lx.AbstractLinearOperator:
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
-    """Whether JAX goes through it backwards; a loop that ends when it likes it does not."""
+    """Whether reverse mode works; it does not through a `jax.lax.while_loop`, say."""
     try:
         eqx.filter_eval_shape(jax.grad(fn), x, args)
     except (TypeError, ValueError, NotImplementedError):
@@ -88,8 +89,8 @@ def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
 
 
 class AlongProbes(eqx.Module):
-    """A function `fn(x, args)` of p numbers at a point x, with derivatives along probes
-    whose mean is wanted: a subject of the rule."""
+    """A function `fn(x, args)` of p numbers at a point x: a subject of the derivative rule,
+    which estimates the mean of derivatives along probes."""
 
     fn: Callable[[Any, Any], Any]
     x: PyTree[Array]
@@ -102,11 +103,11 @@ class AlongProbes(eqx.Module):
     @property
     @abc.abstractmethod
     def space(self) -> lx.AbstractLinearOperator:
-        """What probes are drawn for."""
+        """An operator on the space of the probes."""
 
     @abc.abstractmethod
     def basis(self, batch_size: int | None) -> Stream:
-        """Probes of which nothing is random, and whose sum is exact."""
+        """Probes that are not random, over which the sum is exact."""
 
     @abc.abstractmethod
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
@@ -150,7 +151,8 @@ def sampled_mean(
 def _mean(
     subject: AlongProbes, readout: Batches, *, plan: Plan, meter: ProgressMeter
 ) -> Outcome:
-    """The samples are for the standard error alone, and cost nothing if it is not used."""
+    """The samples are for the standard error alone: in a compiled program that does not use
+    it they cost nothing."""
     samples = readout.probes.collect(subject.along_each)
     error = plan.error_of_mean(samples, rounding(subject, samples))
     return Outcome(readout(subject, meter), error, readout)

@@ -112,7 +112,7 @@ def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
 
 
 def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """What an operation stands for, where that is a program."""
+    """The program inside of an operation, if it has one."""
     match equation.primitive.name:
         case "jit" | "pjit":
             return equation.params["jaxpr"]
@@ -126,8 +126,8 @@ def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _fill(array: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Array:
-    """`jax.lax.pad` with a value that may move, which JAX cannot transpose where the array
-    does not."""
+    """`jax.lax.pad` whose value has a tangent. JAX cannot transpose that if the array has
+    none."""
     outside = jax.lax.pad(jnp.zeros(array.shape, bool), jnp.asarray(True), config)
     return jnp.where(outside, value, jax.lax.pad(array, jnp.zeros_like(value), config))
 
@@ -184,13 +184,13 @@ def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
     first = _for_each(slope, moved)
     if all(jet.second is None for jet in moved):
         return first, [None] * len(first)
-    # A coefficient that vanishes is made, for `jvp` wants them all.
-    seconds = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
-    return first, slope(*seconds)
+    # `jvp` needs zeros where coefficients vanish.
+    others = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
+    return first, slope(*others)
 
 
 def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
-    """Over the directions; a batch of one would cost transposes."""
+    """For every direction; without `vmap` for one, which would transpose."""
     firsts = [jet.first for jet in moved]
     if len(firsts[0]) == 1:
         return jax.tree.map(lambda y: y[None], push(*(first[0] for first in firsts)))
@@ -200,14 +200,14 @@ def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
 def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
     point = tuple(jet.value for jet in moved)
 
-    def slope_and_bend(*directions: Array) -> tuple[list[Array], list[Array]]:
+    def slope_and_second(*directions: Array) -> tuple[list[Array], list[Array]]:
         def slope_at(*near: Array) -> list[Array]:
             return jax.jvp(along, near, directions)[1]
 
         return jax.jvp(slope_at, point, directions)
 
-    first, bends = _for_each(slope_and_bend, moved)
-    return first, _add(_push_linear(along, moved)[1], [jnp.sum(b, axis=0) for b in bends])
+    first, seconds = _for_each(slope_and_second, moved)
+    return first, _add(_push_linear(along, moved)[1], [jnp.sum(b, axis=0) for b in seconds])
 
 
 def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
@@ -217,9 +217,9 @@ def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
     def slope_at(near: Array) -> Array:
         return jax.jvp(along, (near,), (ones,))[1][0]
 
-    slope, bend = jax.jvp(slope_at, (jet.value,), (ones,))
-    # Along each direction; 0 * inf if squared first.
-    second = jnp.sum(bend[None] * jet.first * jet.first, axis=0)
+    slope, second = jax.jvp(slope_at, (jet.value,), (ones,))
+    # Times u' twice: the square of u' may overflow where g'' is 0.
+    second = jnp.sum(second[None] * jet.first * jet.first, axis=0)
     if jet.second is not None:
         second = second + slope * jet.second
     return [slope[None] * jet.first], [second]

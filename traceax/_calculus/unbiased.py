@@ -62,7 +62,7 @@ def unbiased_square(
     """
     check_estimate_fn("unbiased_square", estimate_fn)
     check_key("unbiased_square", key)
-    # What is not an array (how many applications were spent) is no batch of two.
+    # A leaf that is not an array, a number of applications say, gets no batch axis.
     twice = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))
     both = twice(jax.random.split(key))
     if isinstance(both, Estimate):
@@ -96,5 +96,5 @@ def _at_least_one(degrees: Any) -> Any:
 
 
 def _total(count: Any) -> Any:
-    """Of two equal estimates; of two that decide at run time each has its own."""
+    """The total of both estimates; an array if each decided at run time."""
     return jnp.sum(count, axis=0, dtype=count.dtype) if eqx.is_array(count) else 2 * count

@@ -1,9 +1,8 @@
-"""An algorithm of one's own under the library's rule.
+"""A user's algorithm under the derivative rule.
 
-How many applications it makes is told before it runs. The operator is applied under a name,
-which stands in the program that is traced of the algorithm, with the shape of what it
-returns: so columns are counted as they are under `jax.vmap`, and as often as a loop goes
-round.
+Its applications are counted before it runs. The operator is applied by a jitted function of
+a known name, which appears in the traced program of the algorithm, with the shape of its
+result. So columns are counted under `jax.vmap`, too, and for every iteration of a loop.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ def custom_trace(
 
 
 class _Program(eqx.Module):
-    """An algorithm as a program of an operator's arrays. What it closes over, tracers among
-    it, are leaves, which the rule sees and takes for constants."""
+    """An algorithm as a program of the operator's arrays. Arrays and tracers that it closes
+    over are leaves, which the rule takes for constants."""
 
     code: Canonical
 
@@ -181,15 +180,15 @@ def named(linear_map: LinearMap) -> Apply:
     compiled = jax.jit(application)
 
     def apply(block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        with jax.disable_jit(False):  # or there would be no name
+        with jax.disable_jit(False):  # else the program has no named call
             return compiled(arrays, block)
 
     return apply
 
 
 def entries_applied(program: Jaxpr, *, real: bool) -> float:
-    """Of all blocks together; a complex block of a real operator is two. Of the branches of
-    a choice, the dearest one's. Infinitely many in a loop that stops when it likes."""
+    """The entries of all blocks together. A complex block of a real operator counts twice;
+    of several branches the most expensive one counts. Infinite for a while loop."""
     return sum(_entries(equation, real) for equation in program.eqns)
 
 

@@ -182,7 +182,7 @@ def _update(
     operator = _check("deltashift.update", operator, key, num_matvecs)
     code = application(operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays)
-    check_same_program("deltashift.update", state.program, _words(code))
+    check_same_program("deltashift.update", state.program, _program_hash(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
     before = by_application(operator, earlier)
     # Also of classes that are not lineax's: their functions are else compiled each time.
@@ -288,10 +288,10 @@ def _state(
     arrays = [jnp.array(array, copy=True) for array in code.arrays]
     value, error = latest.value, latest.standard_error
     size = jnp.zeros_like(error) if size is None else size
-    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, _words(code)))
+    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, _program_hash(code)))
 
 
-def _words(code: Canonical) -> UInt32[Array, " 8"]:
+def _program_hash(code: Canonical) -> UInt32[Array, " 8"]:
     """A hash of the code, and of the arrays that jitted functions inside of loops hold."""
     digest = hashlib.sha256()
     digest.update(re.sub("0x[0-9a-f]+", "", str(code.jaxpr)).encode())  # no addresses

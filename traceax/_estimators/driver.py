@@ -1,9 +1,9 @@
-"""The one way from a request to an estimate, for traces, leaf sums, diagonals and norms.
+"""From a request to an estimate: the driver of traces, leaf sums, diagonals and norms.
 
-A `Method` says what is an algorithm's own: its target, how a budget becomes probes, and a
-function `run(linear_map, probes, target) -> Outcome`. `estimate` does the rest: checks,
-exact answers, draws, batches, progress, and the rule, whose program is compiled there
-(`_core.rule`). So a public estimator is a signature, a docstring and a call of `estimate`.
+A `Method` is an algorithm: its target, how it turns a budget into probes, and a function
+`run(linear_map, probes, target) -> Outcome`. `estimate` does the rest: checks, exact
+answers, draws, batches, progress, and the derivative rule, which compiles (`_core.rule`).
+So a public estimator is a signature, a docstring and a call of `estimate`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from traceax._probes.probing import Witnesses, witnesses_of
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import Plan, ProgressMeter, Stream, checked_meter, plan_and_draw
 
-# Up to this dimension a batch of n applications is as quick as one of a few.
+# Up to this dimension a batch of n applications takes as long as a batch of a few.
 SMALL = 64
 
 
 class Request(NamedTuple):
-    """What was asked for on behalf of the public function `name`, checked."""
+    """The checked arguments of a call; messages name the public function `name`."""
 
     name: str
     operator: lx.AbstractLinearOperator
@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Probes, what will be spent on them, and the degrees of freedom of an interval."""
+    """Probes, the applications that they take, and the degrees of freedom of the error."""
 
     probes: Any
     num_matvecs: int
@@ -80,7 +80,8 @@ def estimate(
     progress_meter: ProgressMeter | None = None,
     name: str = "",
 ) -> Estimate:
-    """By a method, on behalf of the public function `name`, its own if none is given."""
+    """The estimate of a method; messages name the public function `name` (default: the
+    method's)."""
     name, target = name or method.name, method.target
     square, least = target.is_square, method.minimum
     operator = check_request(name, operator, key, num_matvecs, least, square=square)

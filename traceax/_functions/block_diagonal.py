@@ -7,27 +7,28 @@ F = f(T); S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. A
     diag f(A) = E[ diag(f(A) - B_i) + conj(w_i) o B_i w_i ],
     B_i = (I - P_i) f(A) (I - P_i),
 
-and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are read off the run by
-f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
+and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are computed from the run
+by f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
 I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`left_out`),
 
     d_i = diag(Z (F - G_i F G_i) Z*) + conj(w_i) o Z G_i F r_i
         = diag(Z (F - E F E) Z*) - 2 Re diag((Z N_i) (Z E F N_i)*)
           - diag((Z N_i) (N_i* F N_i) (Z N_i)*) + conj(w_i) o Z (E + N_i N_i*) F r_i.
 
-What a Krylov space leaves of f(A) is nearly a multiple of I. Its diagonal is known, but
-not to d_i, for which the entries of I - P_i beside it are the greater part of the noise. So
+What a Krylov space leaves of f(A) is nearly a multiple of I. The diagonal of that is known,
+but in d_i it would be estimated with the off-diagonal entries of I - P_i as noise. So
 
     f(A) = c I + (f(A) - c I),    c = sum_i r_i* F r_i / sum_i |r_i|^2,
 
-and d_i is that of the rest; multiples of I are exact. (Traces have c_i for that.) c is made
-of the same probes, so it is not quite independent of the d_i; by the inequality of Cauchy
-and Schwarz the bias of that is of the order of (n k)^(-1/2) standard errors at most.
+and d_i is that of the second term; multiples of I are exact. (For traces the factor c_i
+does this.) c is computed from the same probes and is not independent of the d_i; by the
+Cauchy-Schwarz inequality this bias is at most of the order of (n k)^(-1/2) standard errors.
 
-The samples share their probes as those of `xdiag` do. The derivative is that of `xdiag` of
-f(A) - c I, of which the run gives a sketch for nothing: Y = Z (F - c I) Z* W, for half of
-the probes, as each is applied twice. Where Y is rounding, as f(A) is a multiple of I, its
-columns must not know of each other: so a small multiple of W, above rounding, is added.
+The samples share probes as those of `xdiag` do. The derivative is that of `xdiag` of
+f(A) - c I. The run gives a sketch of it without applications, Y = Z (F - c I) Z* W, for
+half of the probes, since each is applied twice. If f(A) is a multiple of I, Y is rounding,
+and its columns would be dependent on each other: so a small multiple of W, above rounding,
+is added.
 """
 
 from __future__ import annotations
@@ -82,14 +83,14 @@ def _read(
 
 
 class SpacesLeftOut(eqx.Module):
-    """Z, W, and of every S_i what it lacks, by which matrices F are read."""
+    """Z, W, and the complement of every S_i in the first blocks of Z."""
 
     basis: Inexact[Array, "n m"]
     probes: Inexact[Array, "n k"]
     spaces: LeftOut
 
     def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
-        """c: what the S_i leave of F is this multiple of I."""
+        """c, the multiple of I that is nearest to what the S_i leave of F."""
         r = self.spaces.remainder
         forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T)).real
         lengths = jnp.sum(squared_modulus(r))
@@ -107,7 +108,7 @@ class SpacesLeftOut(eqx.Module):
             twice = 2 * outer @ image[r:] + v @ (missing.conj().T @ image[:r])
             return row_dots(twice, v).real
 
-        # One by one: together they are larger than the basis.
+        # One probe at a time: together they are larger than the basis.
         known = whole[:, None] - jax.lax.map(removed, self.spaces.missing).T
         return known + (self.probes.conj() * self._tested(f)).real
 
@@ -125,7 +126,7 @@ class SpacesLeftOut(eqx.Module):
         return known + mean((self.probes.conj() * self._tested(f)).real)
 
     def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
-        """What the parts of samples cannot exceed, F positive."""
+        """A bound on the size of the terms of a sample, for positive F."""
         r = self.spaces.remainder
         forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T), axis=1).real
         known = jnp.maximum(row_dots(self.basis @ f, self.basis).real, 0)
@@ -175,7 +176,7 @@ def _function(
     count, even where its value is infinite."""
     vectors = jnp.where(kept[:, None], eigen.vectors, 0)
     values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
-    # What LAPACK makes of NaN need not be NaN.
+    # LAPACK may return finite numbers for NaN input.
     values = jnp.where(jnp.isnan(eigen.values), jnp.nan, values)
     return (vectors * values[None, :]) @ vectors.conj().T
 

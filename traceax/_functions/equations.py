@@ -1,5 +1,4 @@
-"""Equations with A + shift I or A + D: right-hand sides, and noise made the same in all
-directions."""
+"""Equations with A + shift I or A + D: right-hand sides, and the scaling by D^{-1/2}."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ class RightHandSides(eqx.Module):
     several: bool = eqx.field(static=True)
 
     def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, ...]]:
-        """Columns in the form in which these were given."""
+        """Columns in the structure of the right-hand sides that were given."""
         if self.several:
             return cut(columns.T, self.structure)
         return unflatten(columns[:, 0], self.structure)

@@ -3,16 +3,16 @@
 The right-hand sides y stand in the first block of the run, before the probes, and in every
 space that leaves a probe out: the spaces do not depend on that probe, which is all that
 `block_quadrature` asks. So the applications to y work twice, too: for the log-determinant,
-and for Galerkin's solution. From there preconditioned conjugate gradients go on, with the
-Nyström approximation from the same space.
+and for Galerkin's solution. Preconditioned conjugate gradients improve this solution, with
+the Nyström approximation from the same space as preconditioner.
 
 For any u, with r = y - B u,
 
     y* B^{-1} y = y* u + u* r + r* B^{-1} r,
 
 of which the first two terms are the value, second order in the error of u. The third one is
-its error, between 0 and r* P^{-1} r where P <= B. Where that is not known, it is |r|^2 over
-half the least Ritz value that is taken for it: then it is no bound, but a scale.
+its error, between 0 and r* P^{-1} r if P <= B. If that is not known, the error is taken as
+|r|^2 over half the least Ritz value, which is an estimate, not a bound.
 
 The derivative is that of 2 Re y* u - u* B u, which is stationary in u: 2 Re u* dy - u* dB u
 costs one matvec-VJP for each right-hand side, and no solve. Second derivatives need du, and
@@ -169,7 +169,7 @@ def _exact(
 ) -> tuple[Inexact[Array, "n t"], Float[Array, ""]]:
     """The solution and the log-determinant, of a diagonal or a matrix."""
     if array.ndim == 1:
-        # A factorisation would have come upon it.
+        # As a Cholesky factorisation, NaN if it is not positive definite.
         shifted = jnp.where(jnp.all(array + shift > 0), array + shift, jnp.nan)
         return y / shifted[:, None], jnp.sum(jnp.log(shifted))
     factor, logs = factorised(array, shift)
@@ -185,7 +185,7 @@ def _estimated(
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
     """The quadratic form, the log-determinant plus `rest`, and the solution."""
     shape, t = shape_for(num_matvecs), subject.vectors.shape[1]
-    # More than a quarter of the run belongs to the probes, whose spaces serve all.
+    # Right-hand sides take at most a quarter of the first block.
     kept = t if 4 * t <= shape.width else 0
     operator, width = subject.function.linear_map.operator, shape.width - kept
     probes = draw("inv_quad_logdet", sphere, key, operator, width)
@@ -212,7 +212,7 @@ class Likelihood(eqx.Module):
 
 
 class Report(eqx.Module):
-    """How the solution was found, to be differentiated, and in how many steps."""
+    """The solve, which can be differentiated, and its number of steps."""
 
     solve: Solve
     num_steps: Int[Array, ""]
@@ -242,16 +242,16 @@ def likelihood(
     space = block_krylov(subject.function.linear_map, block, shape.depth)
     traced = read_off(space, subject.function, inner=shape.inner, kept=kept)
     known = known_of(space, subject.shift)
-    frame = preconditioner_of(space, known)
+    inverse = preconditioner_of(space, known)
     start, residual = galerkin(space, known, y)
     energy = column_dots(y, start).real
     how = {"rtol": rtol, "max_steps": max_steps}
-    rest = conjugate_gradients(subject, frame, residual, energy, **how)
+    rest = conjugate_gradients(subject, inverse, residual, energy, **how)
     solution = start + rest.solution
     rounding = 4 * resolution(subject.function.linear_map.operator)
-    forms, errors = _forms_and_errors(frame, y, solution, y - subject(solution), rounding)
+    forms, errors = _forms_and_errors(inverse, y, solution, y - subject(solution), rounding)
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
-    solve = Solve(units * solution, frame, jnp.asarray(rtol, value.dtype), max_steps)
+    solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
     return Outcome(
         jnp.append(traced.value, value),
@@ -262,21 +262,21 @@ def likelihood(
 
 
 def _forms_and_errors(
-    frame: Preconditioner,
+    inverse: Preconditioner,
     y: Inexact[Array, "n t"],
     solution: Inexact[Array, "n t"],
     residual: Inexact[Array, "n t"],
     rounding: float,
 ) -> tuple[Float[Array, " t"], Float[Array, " t"]]:
-    """The forms and their errors; rounding is judged by |u| (|y| + |B| |u|)."""
+    """The forms and their errors. Rounding errors are about |u| (|y| + |B| |u|)."""
     forms = column_dots(solution, y + residual).real
     bounds = jnp.where(
-        frame.is_below,
-        column_dots(residual, frame(residual)).real,
-        column_norms_squared(residual) / frame.nu,
+        inverse.is_below,
+        column_dots(residual, inverse(residual)).real,
+        column_norms_squared(residual) / inverse.nu,
     )
-    lengths = jnp.sqrt(column_norms_squared(frame.largest * solution))
-    sizes = lengths / frame.largest * (jnp.sqrt(column_norms_squared(y)) + lengths)
+    lengths = jnp.sqrt(column_norms_squared(inverse.largest * solution))
+    sizes = lengths / inverse.largest * (jnp.sqrt(column_norms_squared(y)) + lengths)
     return forms, jnp.maximum(bounds, 0) + rounding * sizes
 
 

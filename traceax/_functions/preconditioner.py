@@ -1,4 +1,4 @@
-"""The front door to preconditioners."""
+"""Preconditioners for the solvers of lineax."""
 
 from __future__ import annotations
 
@@ -74,27 +74,29 @@ def preconditioner(
     shape = shape_for(min(num_matvecs, size(operator)))
     probes = draw(name, sphere, key, operator, shape.width)
     shift, scale = jax.lax.stop_gradient((shift, scale))
-    frame = compiled(_preconditioner, frozen(operator), probes, shift, shape.depth)
-    inverse = _Inverse(frame, scale.astype(frame.basis.dtype), structure)
-    return lx.FunctionLinearOperator(inverse, structure, lx.positive_semidefinite_tag)
+    inverse = compiled(_preconditioner, frozen(operator), probes, shift, shape.depth)
+    scaled = _Scaled(inverse, scale.astype(inverse.basis.dtype), structure)
+    return lx.FunctionLinearOperator(scaled, structure, lx.positive_semidefinite_tag)
 
 
 def _preconditioner(
     operator: lx.AbstractLinearOperator,
     probes: Inexact[Array, "n k"],
-    level: Float[Array, ""],
+    shift: Float[Array, ""],
     depth: int,
 ) -> Preconditioner:
     space = block_krylov(LinearMap(operator), probes, depth)
-    return preconditioner_of(space, known_of(space, level))
+    return preconditioner_of(space, known_of(space, shift))
 
 
-class _Inverse(eqx.Module):
-    frame: Preconditioner
+class _Scaled(eqx.Module):
+    """D^{-1/2} P^{-1} D^{-1/2}, on pytrees; `scale` is the diagonal of D^{-1/2}."""
+
+    inverse: Preconditioner
     scale: Array
     structure: Structure = eqx.field(static=True)
 
     def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
-        column = self.scale * flatten(vector, self.frame.basis.dtype)
-        image = self.scale * self.frame(column[:, None])[:, 0]
+        column = self.scale * flatten(vector, self.inverse.basis.dtype)
+        image = self.scale * self.inverse(column[:, None])[:, 0]
         return unflatten(image, self.structure)
