@@ -14,11 +14,12 @@ import pytest
 from jax import monitoring
 
 import traceax as tx
-from tests.matrices import general, hermitian, spectrum
+from tests.matrices import all_signs, general, hermitian, numbers, spectrum
 from tests.wrappers import BANDED, EVERY, FULL, function, part_of, pytree
 
 __all__ = ["BANDED", "EVERY", "FULL"]
-__all__ += ["function", "general", "hermitian", "part_of", "pytree", "spectrum"]
+__all__ += ["all_signs", "function", "general", "hermitian", "numbers", "part_of"]
+__all__ += ["pytree", "spectrum"]
 
 # Normal numbers are drawn in single precision. The compiler's older emitters, which the
 # suite asks for, round their last digit by the shape of the batch.
@@ -42,6 +43,32 @@ def cases(values: Iterable[Any], *quick: Any) -> list[Any]:
     values = list(values)
     assert set(quick) <= {name(value) for value in values}
     return [value if name(value) in quick else slow(value) for value in values]
+
+
+def given(probes: Any) -> Callable[..., Any]:
+    """A sampler that draws the first of these rows."""
+    return lambda key, structure, k: jnp.asarray(probes[:k], structure.dtype)
+
+
+def refused(
+    error: type[Exception], message: str, call: Callable[..., Any], *args: Any, **how: Any
+) -> None:
+    """The call is an error, and its message says what this pattern says."""
+    with pytest.raises(error, match=message):
+        call(*args, **how)
+
+
+def close_trees(got: Any, want: Any, tolerance: float, scale: float | None = None) -> None:
+    """Leaf by leaf."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(one, other, tolerance, scale)
+
+
+def is_unbiased(samples: Any, truth: Any, sigmas: float = 6.0) -> bool:
+    """Whether the mean over the first axis is within its own standard errors of the truth,
+    entry by entry."""
+    spread = jnp.std(samples, axis=0, ddof=1) / len(samples) ** 0.5
+    return bool(jnp.all(abs(jnp.mean(samples, axis=0) - truth) <= sigmas * spread))
 
 
 def row_norms(matrix: Any) -> Any:

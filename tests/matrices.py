@@ -1,5 +1,6 @@
-"""Dense matrices of known spectra."""
+"""Dense matrices of known spectra, and the algebra that estimates are tested against."""
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,3 +38,42 @@ def general(n: int, dtype: Any = float, seed: int = 0) -> Any:
     if np.issubdtype(np.dtype(dtype), np.complexfloating):
         matrix = matrix + 1j * rng.standard_normal((n, n))
     return jnp.asarray(matrix, dtype)
+
+
+def numbers(shape: Any, dtype: Any = float, seed: int = 0) -> np.ndarray:
+    """Normal numbers."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape)
+    if np.issubdtype(np.dtype(dtype), np.complexfloating):
+        values = values + 1j * rng.standard_normal(shape)
+    return values.astype(dtype)
+
+
+def all_signs(count: int) -> np.ndarray:
+    """All 2^count vectors of signs, as rows."""
+    return np.array(list(itertools.product([-1.0, 1.0], repeat=count)))
+
+
+def krylov_basis(matrix: Any, starts: Any, depth: int = 1) -> np.ndarray:
+    """Orthonormal columns that span `depth` blocks of a Krylov space."""
+    blocks = [np.asarray(starts)]
+    for _ in range(depth - 1):
+        product = matrix @ blocks[-1]
+        size = np.linalg.norm(product, axis=0).max()
+        blocks.append(product / size if size > 0 else product)
+    columns, sizes, _ = np.linalg.svd(np.hstack(blocks), full_matrices=False)
+    return columns[:, sizes > 1e-10 * sizes[0]]
+
+
+def projector(block: Any) -> np.ndarray:
+    """On the span of a block's columns, none or more."""
+    if block.shape[1] == 0:
+        return np.zeros((len(block), len(block)))
+    basis, _ = np.linalg.qr(block)
+    return basis @ basis.conj().T
+
+
+def across(residual: np.ndarray, probe: np.ndarray) -> float:
+    """The square of what a residual has orthogonal to its probe."""
+    along = np.vdot(probe, residual) / np.vdot(probe, probe)
+    return float(np.linalg.norm(residual - along * probe) ** 2)
