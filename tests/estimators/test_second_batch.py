@@ -117,12 +117,12 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     matrix = hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     if kind == "general":
         matrix = matrix + 0.3 * general(5, dtype)
-    choose, target, of = second_batch.votes_on_diagonal, DIAGONAL, jnp.diagonal
+    choose, target, of = second_batch.sketch_weights_of_diagonal, DIAGONAL, jnp.diagonal
     run: Any = second_batch.sketched_or_sampled_diagonal
     if what == "trace":
         diagonal = jnp.diag(jnp.arange(5.0) ** 2) / 8
         matrix = 2 * jnp.eye(5) + diagonal + 0.3 * general(5, dtype)
-        choose, target, of = second_batch.votes, TRACE, jnp.trace
+        choose, target, of = second_batch.sketch_weights, TRACE, jnp.trace
         run = second_batch.sketched_or_sampled
     maps = [LinearMap(operator(matrix, kind)), LinearMap(function(other))]
     blocks, fresh = all_batches(dtype)
@@ -170,7 +170,7 @@ def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> No
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
         probes = Probes((block,), resphere=False)
-        weights = shared_batch.votes(nystrom(sketch, block), sketch, block)
+        weights = shared_batch.sketch_weights(nystrom(sketch, block), sketch, block)
         return weights, read(shared_batch.mixed(maps[0], probes, DIAGONAL), maps)
 
     weights, got = run(blocks)
