@@ -54,7 +54,7 @@ ESTIMATORS: dict[str, tuple[Callable[..., tx.Estimate], tuple[int, ...]]] = {
 
 
 def as_function(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """Else the front doors would have the answer from the entries."""
+    """Else the automatic choices would have the answer from the entries."""
     return lx.FunctionLinearOperator(operator.mv, operator.in_structure(), PSD)
 
 

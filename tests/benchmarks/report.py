@@ -57,7 +57,7 @@ SECTIONS = (
     Section("Log-determinants of kernels, and their gradients", "functions logdet"),
     Section("Likelihoods of Gaussian processes", "likelihoods"),
     Section("Preconditioned solves", "solves"),
-    Section("Front doors against the rooms behind them", "doors --keys 40"),
+    Section("Automatic choices against estimators by name", "automatic --keys 40"),
     Section("Pools of runs", "pooling --pools 100"),
     Section("Tolerances and drifts", "stopping --keys 100"),
     Section("Speed, compilation and memory beside matfree", "table"),

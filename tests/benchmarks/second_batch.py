@@ -1,5 +1,5 @@
 """What `trace` makes of operators that it knows nothing of, and `diagonal` of any, against
-the rooms behind them.
+the estimators by name.
 
 `python -m tests.benchmarks.second_batch [--keys 200]`, from the root of the repository, and
 `--diagonals [--keys 40]`.
@@ -29,7 +29,7 @@ from tests.benchmarks.diagonals import general
 from tests.benchmarks.scores import SEMIDEFINITE, Matrix, ours, over_keys, score
 
 BUDGETS = (12, 20, 40, 100)
-ROOMS: tuple[Callable[..., tx.Estimate], ...] = (tx.xtrace, tx.hutchinson_trace, tx.trace)
+NAMED: tuple[Callable[..., tx.Estimate], ...] = (tx.xtrace, tx.hutchinson_trace, tx.trace)
 
 
 N_OF_DIAGONAL = 500
@@ -47,9 +47,9 @@ def between(n: int) -> dict[str, Float[Array, " n"]]:
 
 def line(matrix: Matrix, num_matvecs: int, num_keys: int) -> str:
     truth, errors, held, bias = jnp.trace(matrix), [], [], 0.0
-    for seed, room in enumerate(ROOMS):
+    for seed, estimator in enumerate(NAMED):
         keys = jax.random.split(jax.random.key(seed), num_keys)
-        run = over_keys(ours(room, untagged, num_matvecs))(matrix, keys)
+        run = over_keys(ours(estimator, untagged, num_matvecs))(matrix, keys)
         errors.append(run.rms(truth))
         held.append(run.coverage(truth))
         bias = float((jnp.mean(run.value) - truth) / jnp.std(run.value))
@@ -76,9 +76,9 @@ def main(num_keys: int = 200) -> None:
 
 
 def diagonal_line(kind: str, matrix: Matrix, num_matvecs: int, num_keys: int) -> str:
-    room = tx.xnysdiag if kind == "semidef." else tx.xdiag
+    named = tx.xnysdiag if kind == "semidef." else tx.xdiag
     scores = []
-    for seed, estimator in enumerate((room, tx.hutchinson_diagonal, tx.diagonal)):
+    for seed, estimator in enumerate((named, tx.hutchinson_diagonal, tx.diagonal)):
         keys = jax.random.split(jax.random.key(seed), num_keys)
         run = over_keys(ours(estimator, partial(untagged, tags=KINDS[kind]), num_matvecs))
         scores.append(score(run(matrix, keys), jnp.diagonal(matrix)))

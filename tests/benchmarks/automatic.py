@@ -1,12 +1,11 @@
-"""Every front door against the best room behind it, at equal matvecs.
+"""Every automatic choice against the best estimator by name, at equal matvecs.
 
-`python -m tests.benchmarks.doors [--keys 100]`, from the root of the repository.
+`python -m tests.benchmarks.automatic [--keys 100]`, from the root of the repository.
 
-A front door chooses for the user. Whoever knows the library may have chosen better: so, for
-each door and each of its problems, the named alternatives run with as many matvecs, and the
-best of them *on that problem* is what the door is held against. The error is the root mean
+For each automatic choice and each of its problems, estimators called by name run with as many
+matvecs, and the choice is compared with the best of them *on that problem*. The error is the root mean
 square over keys, relative to the truth; of pytrees and diagonals that of the vector. Ratios
-below 1 are in the door's favour; over 100 keys one is uncertain by 5 to 10 %. Errors below
+below 1 are in the choice's favour; over 100 keys one is uncertain by 5 to 10 %. Errors below
 rounding count as equal.
 """
 
@@ -32,7 +31,7 @@ Estimate = Callable[[Any], tx.Estimate]
 
 
 class Contest(NamedTuple):
-    door: str
+    choice: str
     problem: str
     truth: Any
     ours: Estimate
@@ -64,15 +63,15 @@ def traces_and_diagonals() -> Iterator[Contest]:
             kinds["semidefinite"] = SEMIDEFINITE
         for kind, tags in kinds.items():
             operator, semidefinite = as_function(matrix, tags), kind == "semidefinite"
-            rooms = "hutchinson_trace hutchpp_trace na_hutchpp_trace xtrace"
-            rooms += " xnystrace" if semidefinite else ""
+            named = "hutchinson_trace hutchpp_trace na_hutchpp_trace xtrace"
+            named += " xnystrace" if semidefinite else ""
             problem, truth = f"{name}, {kind}", jnp.trace(matrix)
-            (door,) = at_budget("trace", operator).values()
-            yield Contest("trace", problem, truth, door, at_budget(rooms, operator))
-            rooms = "hutchinson_diagonal diagpp xdiag" + " xnysdiag" * semidefinite
-            (door,) = at_budget("diagonal", operator).values()
-            truth, others = jnp.diagonal(matrix), at_budget(rooms, operator)
-            yield Contest("diagonal", problem, truth, door, others)
+            (choice,) = at_budget("trace", operator).values()
+            yield Contest("trace", problem, truth, choice, at_budget(named, operator))
+            named = "hutchinson_diagonal diagpp xdiag" + " xnysdiag" * semidefinite
+            (choice,) = at_budget("diagonal", operator).values()
+            truth, others = jnp.diagonal(matrix), at_budget(named, operator)
+            yield Contest("diagonal", problem, truth, choice, others)
 
 
 def sparse() -> Iterator[Contest]:
@@ -98,7 +97,7 @@ def sparse() -> Iterator[Contest]:
 
 
 def likelihoods() -> Iterator[Contest]:
-    """240 products, as is the door's default, against quadrature at its best of four."""
+    """240 products, as is the choice's default, against quadrature at its best of four."""
     points = jax.random.uniform(KEY, (N, 3))
     squares = jnp.sum((points[:, None] - points) ** 2, -1)
     kernels = {
@@ -117,14 +116,14 @@ def likelihoods() -> Iterator[Contest]:
             )
             for steps in (4, 8, 20, 40)
         }
-        doors = {
+        choices = {
             "logdet": lambda key, a=operator: tx.logdet(a, key, 240),
             "function_trace": lambda key, a=operator: tx.function_trace(
                 a, jnp.log, key, 240
             ),
         }
-        for door, call in doors.items():
-            yield Contest(door, problem, truth, call, others)
+        for choice, call in choices.items():
+            yield Contest(choice, problem, truth, call, others)
 
 
 class Sine(eqx.Module):
@@ -185,9 +184,9 @@ def laplacians() -> Iterator[Contest]:
                 }
                 others |= at_budget("hutchpp_trace xtrace", hessian, 8)
                 truth = jnp.trace(hessian.as_matrix())
-                door = lambda key, net=net, x=x: tx.laplacian(net, x, key, 16)  # noqa: E731
+                choice = lambda key, net=net, x=x: tx.laplacian(net, x, key, 16)  # noqa: E731
                 problem = f"{activation.__name__}, {state}, d = {d}"
-                yield Contest("laplacian", problem, truth, door, others)
+                yield Contest("laplacian", problem, truth, choice, others)
 
 
 def divergences() -> Iterator[Contest]:
@@ -222,8 +221,8 @@ def hessian_diagonals() -> Iterator[Contest]:
     truth = jnp.diagonal(hessian.as_matrix())
     for k in (6, 20, 100):
         others = at_budget("hutchinson_diagonal diagpp xdiag diagonal", hessian, k)
-        door = lambda key, k=k: tx.hessian_diagonal(fn, parameters, key, k)  # noqa: E731
-        yield Contest("hessian_diagonal", f"tanh, {k} products", truth, door, others)
+        choice = lambda key, k=k: tx.hessian_diagonal(fn, parameters, key, k)  # noqa: E731
+        yield Contest("hessian_diagonal", f"tanh, {k} products", truth, choice, others)
 
 
 def error(estimate: Estimate, truth: Any, keys: Any) -> float:
@@ -238,7 +237,7 @@ def error(estimate: Estimate, truth: Any, keys: Any) -> float:
 def main(num_keys: int = 100) -> None:
     jax.config.update("jax_enable_x64", True)
     keys = jax.random.split(jax.random.key(1), num_keys)
-    print(f"{'door':<17}{'problem':<26}{'error':>9}  {'best room behind it':<22}ratio")
+    print(f"{'choice':<17}{'problem':<26}{'error':>9}  {'best estimator by name':<22}ratio")
     worst = []
     rounds = (
         traces_and_diagonals,
@@ -256,9 +255,9 @@ def main(num_keys: int = 100) -> None:
         }
         best = min(theirs, key=lambda name: theirs[name])
         ratio = max(mine, ROUNDING) / max(theirs[best], ROUNDING)
-        worst.append((ratio, f"{contest.door}, {contest.problem}, against {best}"))
+        worst.append((ratio, f"{contest.choice}, {contest.problem}, against {best}"))
         print(
-            f"{contest.door:<17}{contest.problem:<26}{mine:>9.1e}  "
+            f"{contest.choice:<17}{contest.problem:<26}{mine:>9.1e}  "
             f"{best + f' {theirs[best]:.1e}':<30}{ratio:.2f}",
             flush=True,
         )
@@ -267,12 +266,14 @@ def main(num_keys: int = 100) -> None:
     ratio, which = max(worst)
     verdict(
         ratio <= ALLOWED,
-        "no door loses by more than 10 %, the most",
+        "no automatic choice loses by more than 10 %, the most",
         f"{ratio:.2f} ({which})",
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Every door against the best room.")
+    parser = argparse.ArgumentParser(
+        description="Automatic choices against estimators by name."
+    )
     parser.add_argument("--keys", type=int, default=100)
     main(parser.parse_args().keys)
