@@ -2,11 +2,11 @@
 
 `python -m tests.benchmarks.automatic [--keys 100]`, from the root of the repository.
 
-For each automatic choice and each of its problems, estimators called by name run with as many
-matvecs, and the choice is compared with the best of them *on that problem*. The error is the root mean
-square over keys, relative to the truth; of pytrees and diagonals that of the vector. Ratios
-below 1 are in the choice's favour; over 100 keys one is uncertain by 5 to 10 %. Errors below
-rounding count as equal.
+For each automatic choice and each of its problems, estimators called by name run with as
+many matvecs, and the choice is compared with the best of them *on that problem*. The error
+is the root mean square over keys, relative to the truth; of pytrees and diagonals that of
+the vector. Ratios below 1 are in the choice's favour; over 100 keys one is uncertain by 5
+to 10 %. Errors below rounding count as equal.
 """
 
 import argparse

@@ -5,20 +5,20 @@ The engine is `traceax/_quadrature/block_arnoldi.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_general_trace
+from traceax._functions.slq import Function
 from traceax._probes.draw import check_independent, draw, is_known
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_arnoldi import block_arnoldi
@@ -27,7 +27,7 @@ from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 def arnoldi_trace(
     operator: lx.AbstractLinearOperator,
-    fn: Callable[[Inexact[Array, ""]], PyTree[Array]],
+    fn: Function,
     key: PRNGKeyArray,
     *,
     num_probes: int,

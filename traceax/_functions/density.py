@@ -12,7 +12,7 @@ from traceax._core.checks import check_grid, check_positive, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import size
 from traceax._functions.function_trace import checked_run
-from traceax._functions.slq import Plan, planned_slq_trace, real_dtype
+from traceax._functions.slq import Plan, Real, planned_slq_trace, real_dtype
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import Shape
@@ -28,7 +28,7 @@ def spectral_density(
     *,
     num_probes: int | None = None,
     num_steps: int | None = None,
-    width: float | Float[Array, ""] | None = None,
+    width: Real | None = None,
     sampler: Sampler = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,

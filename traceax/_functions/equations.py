@@ -23,6 +23,8 @@ from traceax._core.operator import (
 )
 from traceax._functions.slq import real_dtype
 
+Shift = float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator
+
 
 class White(NamedTuple):
     """A + D = D^{1/2} (B + shift I) D^{1/2} with B = D^{-1/2} A D^{-1/2} and shift = 1: the
@@ -36,7 +38,7 @@ class White(NamedTuple):
 
 def whitened(
     operator: lx.AbstractLinearOperator,
-    shift: float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator,
+    shift: Shift,
 ) -> White:
     """A + D with log det D, or A + shift I with 0."""
     dtype = real_dtype(operator)

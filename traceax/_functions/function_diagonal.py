@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -19,7 +18,7 @@ from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.function_trace import checked_run
-from traceax._functions.slq import real_dtype
+from traceax._functions.slq import Function, real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import check_independent, draw, probes_a_sample
@@ -34,7 +33,7 @@ _TESTS = 4
 
 def function_diagonal(
     operator: lx.AbstractLinearOperator,
-    fn: Callable[[Float[Array, ""]], Float[Array, ""]],
+    fn: Function,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 import lineax as lx
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_count, check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
-from traceax._functions.slq import real_dtype
+from traceax._functions.slq import Function, real_dtype
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import Shape, block_quadrature, shape_for
@@ -23,7 +23,7 @@ from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_fu
 
 def function_trace(
     operator: lx.AbstractLinearOperator,
-    fn: Callable[[Float[Array, ""]], PyTree[Array]],
+    fn: Function,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,

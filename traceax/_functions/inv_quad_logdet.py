@@ -34,7 +34,7 @@ from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import LinearMap, frozen, resolution
 from traceax._core.rule import Outcome, Readout, run, settled
-from traceax._functions.equations import right_hand_sides, whitened
+from traceax._functions.equations import Shift, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.logdet import factorised
 from traceax._linalg.columns import column_dots, column_norms_squared, column_sizes
@@ -88,7 +88,7 @@ def inv_quad_logdet(
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,
-    shift: float | Float[Array, ""] | lx.DiagonalLinearOperator = 0.0,
+    shift: Shift = 0.0,
     rtol: float = 1e-6,
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request, check_shift
 from traceax._core.estimate import Estimate
-from traceax._functions.equations import whitened
+from traceax._functions.equations import Shift, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import block_trace, checked_run
 from traceax._quadrature.scalar import scalar_function
@@ -22,7 +22,7 @@ def logdet(
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,
-    shift: float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator = 0.0,
+    shift: Shift = 0.0,
     num_probes: int | None = None,
     num_steps: int | None = None,
 ) -> Estimate:

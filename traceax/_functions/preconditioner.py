@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_request, check_shift
 from traceax._core.operator import LinearMap, Structure, flatten, frozen, size, unflatten
-from traceax._functions.equations import whitened
+from traceax._functions.equations import Shift, whitened
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.preconditioning import Preconditioner, known_of, preconditioner_of
 from traceax._probes.draw import draw
@@ -23,7 +23,7 @@ def preconditioner(
     key: PRNGKeyArray,
     num_matvecs: int = 100,
     *,
-    shift: float | Float[Array, ""] | lx.DiagonalLinearOperator = 0.0,
+    shift: Shift = 0.0,
 ) -> lx.AbstractLinearOperator:
     """About (A + shift I)^-1, for lineax's solvers as `options={"preconditioner": ...}`.
 

@@ -21,7 +21,7 @@ from traceax._core.operator import (
 )
 from traceax._functions.exact_functions import EIGENVALUES, exact_function_trace, is_cheap
 from traceax._functions.function_trace import block_trace, checked_run
-from traceax._functions.slq import real_dtype
+from traceax._functions.slq import Real, real_dtype
 from traceax._linalg.columns import magnitude
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
@@ -35,7 +35,7 @@ _POWERS = (
 
 def schatten_norm(
     operator: lx.AbstractLinearOperator,
-    p: float | Float[Array, ""],
+    p: Real,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,

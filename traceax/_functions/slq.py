@@ -47,10 +47,14 @@ from traceax._quadrature.nodes import (
 )
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
+Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
+"""What f(A) takes for f: a function of a scalar."""
+Real = float | Float[Array, ""]
+
 
 def slq_trace(
     operator: lx.AbstractLinearOperator,
-    fn: Callable[[Float[Array, ""]], PyTree[Array]],
+    fn: Function,
     key: PRNGKeyArray,
     *,
     num_probes: int,
@@ -126,7 +130,7 @@ class Plan(NamedTuple):
 def planned_slq_trace(
     name: str,
     operator: lx.AbstractLinearOperator,
-    fn: Callable[[Float[Array, ""]], PyTree[Array]],
+    fn: Function,
     key: PRNGKeyArray,
     plan: Plan,
     combine: Callable | None = None,
