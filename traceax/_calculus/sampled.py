@@ -18,11 +18,13 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._calculus.taylor import second_derivatives_sum
-from traceax._core.checks import check_batch_size, check_count, check_key
-from traceax._core.estimate import Estimate
-from traceax._core.function_checks import (
+from traceax._core.checks import (
+    check_batch_size,
+    check_count,
     check_field,
+    check_key,
 )
+from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     Structure,
     common_dtype,
@@ -37,11 +39,11 @@ from traceax._linalg.columns import mean
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import (
-    Plan,
     ProgressMeter,
+    SamplingDesign,
     Stream,
     checked_meter,
-    plan_and_draw,
+    design_and_draw,
     unit_vectors,
 )
 
@@ -142,7 +144,7 @@ def sampled_mean(
         every = Batches(basis, jnp.ones((), dtype), along)
         return exactly(subject, every, spent, result, meter)
     sampler = for_mean(sampler, space, num_matvecs)
-    plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
+    plan, probes = design_and_draw(name, space, key, num_matvecs, sampler, batch_size)
     readout = Batches(probes, jnp.asarray(plan.num_probes, dtype), along)
     algorithm = partial(_mean, plan=plan, meter=meter)
     degrees, spent = plan.degrees_of_freedom, plan.num_probes
@@ -150,11 +152,11 @@ def sampled_mean(
 
 
 def _mean(
-    subject: AlongProbes, readout: Batches, *, plan: Plan, meter: ProgressMeter
+    subject: AlongProbes, readout: Batches, *, plan: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
     """The samples are for the standard error alone, and cost nothing if it is not used."""
     samples = readout.probes.collect(subject.along_each)
-    error = plan.error_of_mean(samples, rounding(subject, samples))
+    error = plan.mean_and_error(samples, rounding(subject, samples))[1]
     return Outcome(readout(subject, meter), error, readout)
 
 

@@ -87,7 +87,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import (
     Drawn,
@@ -167,7 +167,7 @@ def sketched_or_sampled(
     loo = leave_one_out(sketch, block, resphere=resphere)
     choice = choose(votes(loo, sketch), probes.lot)
     images = linear_map(jnp.where(choice.sketches, loo.basis.columns, probes.fresh))
-    eps, weights = resolution(linear_map.operator), choice.weights
+    eps, weights = unit_roundoff(linear_map.operator), choice.weights
     sketched, sketched_error = xtrace_of(
         loo, sketch, images, eps, resphere=resphere, weights=weights
     )
@@ -189,7 +189,7 @@ def sketched_or_sampled_diagonal(
     loo = leave_one_out(sketch, block, resphere=False)
     choice = choose(votes_on_diagonal(loo, sketch), probes.lot)
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
     sketched = samples_of(loo, sketch, image, eps, hermitian=hermitian)
     scale, weights = sketched.scale, choice.weights
     first = independent(block.conj() * (sketch / scale), scale, eps, hermitian)

@@ -29,7 +29,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.operator import LinearMap, is_negative, resolution
+from traceax._core.operator import LinearMap, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import (
     Method,
@@ -69,7 +69,7 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = sign * linear_map(block)
     factor = nystrom(sketch, block)
     ayes = votes(factor, sketch, block)
-    samples = _samples(factor, sketch, block, ayes, resolution(linear_map.operator))
+    samples = _samples(factor, sketch, block, ayes, unit_roundoff(linear_map.operator))
     value, error = samples.value_and_error()
     loo = leave_one_out(sketch, block, resphere=False)
     return Outcome(sign * value, error, _weight(target, loo, ayes))

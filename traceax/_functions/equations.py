@@ -16,10 +16,10 @@ from traceax._core.operator import (
     LinearMap,
     Structure,
     as_columns,
-    cut,
     flatten,
     stores_matrix,
     unflatten,
+    unflatten_rows,
     working_dtype,
 )
 from traceax._functions.slq import real_dtype
@@ -66,7 +66,7 @@ class RightHandSides(eqx.Module):
     def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, ...]]:
         """Columns in the form in which these were given."""
         if self.several:
-            return cut(columns.T, self.structure)
+            return unflatten_rows(columns.T, self.structure)
         return unflatten(columns[:, 0], self.structure)
 
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_samples
+from traceax._core.checks import check_function_request, check_samples, check_scalar_values
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_scalar_values
 from traceax._core.operator import (
     LinearMap,
     as_result,
@@ -26,7 +25,7 @@ from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
-from traceax._probes.draw import check_independent, draw, probes_a_sample
+from traceax._probes.draw import check_independent, draw, probes_per_sample
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
@@ -100,7 +99,7 @@ def function_diagonal(
     operator = check_function_request(name, operator, key, counts)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
-    colours = probes_a_sample(sampler)
+    colours = probes_per_sample(sampler)
     if colours > 1:
         check_samples(name, num_probes, colours, "num_probes")
     else:
