@@ -10,8 +10,8 @@ from traceax._calculus.hessian_diagonal import hessian_diagonal as hessian_diago
 from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
+from traceax._core.estimate import pool as pool
 from traceax._core.layout import Layout as Layout
-from traceax._core.pool import pool as pool
 from traceax._estimators.adaptive import adaptive_trace as adaptive_trace
 from traceax._estimators.automatic import diagonal as diagonal
 from traceax._estimators.automatic import leaf_traces as leaf_traces
@@ -40,8 +40,8 @@ from traceax._functions.preconditioner import preconditioner as preconditioner
 from traceax._functions.schatten import schatten_norm as schatten_norm
 from traceax._functions.slq import slq_trace as slq_trace
 from traceax._probes.colouring import colouring as colouring
-from traceax._probes.hadamard import hadamard as hadamard
 from traceax._probes.probing import probing as probing
+from traceax._probes.samplers import hadamard as hadamard
 from traceax._probes.samplers import normal as normal
 from traceax._probes.samplers import orthogonal as orthogonal
 from traceax._probes.samplers import rademacher as rademacher

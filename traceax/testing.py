@@ -18,6 +18,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from traceax._core import checks
 from traceax._core import operator as ops
+from traceax._core.checks import argument_error as _error
 from traceax._core.estimate import Estimate
 from traceax._probes import draw as probes
 from traceax._probes.samplers import Sampler, normal
@@ -114,10 +115,11 @@ def operators(
         spectra = [name for name in spectra if name != "indefinite"]
     for name, got, every in (("kinds", kinds, known), ("spectra", spectra, [*_SPECTRA])):
         if not set(got) <= set(every) or set(got) <= set(_WRAPPERS):
-            raise ValueError(
-                f"traceax.testing.operators({name}=...) must be names among {every}, and "
-                f"not of wrappers alone, but got {[*got]}. Add {every[0]!r}, say."
+            must, cure = (
+                f"be names among {every}, not all of wrappers",
+                f"Add {every[0]!r}.",
             )
+            raise _error(ValueError, "testing.operators", name, must, [*got], cure)
     double = ("float64", "complex128") if jnp.result_type(float) == np.float64 else ()
     dtypes = dtypes or ("float32", "complex64", *double)
 
@@ -214,11 +216,8 @@ def check_sampler(
     **Reference**: Hutchinson (1989), doi:10.1080/03610918908812806.
     """
     probes.check_sampler("testing.check_sampler", sampler)
-    if checks.check_count("testing.check_sampler", "num_probes", num_probes) < 2:
-        raise ValueError(
-            "traceax.testing.check_sampler(num_probes=...) must be at least 2, because one "
-            f"probe cannot show independence, but got {num_probes}. Pass 3, say."
-        )
+    why = "because one probe cannot show independence"
+    checks.check_count("testing.check_sampler", "num_probes", num_probes, 2, why)
     facts = partial(_sampler_facts, sampler, num_probes, independent, same_for_any_cut)
     _report("check_sampler", sampler, facts("float32"), facts("complex64"))
 
@@ -259,49 +258,34 @@ def check_operator(
 ) -> None:
     """Check that a lineax operator is linear and consistent, and that its tags are true.
 
-    With random vectors it checks that `mv` returns `out_structure` and is linear, over the
-    complex numbers if it is complex; that `transpose`, `lx.conj` and `as_matrix` agree with
-    it; that derivatives, forward and reverse, agree with each other and with differences;
-    and that what lineax says of the operator is true, be it by a tag or by its class.
+        With random vectors it checks that `mv` returns `out_structure` and is linear, over the
+        complex numbers if it is complex; that `transpose`, `lx.conj` and `as_matrix` agree with
+        it; that derivatives, forward and reverse, agree with each other and with differences;
+        and that what lineax says of the operator is true, be it by a tag or by its class.
 
-    **Arguments**
+        **Arguments**
 
-    - `operator`: any lineax operator, all of whose arrays this process has.
-    - `key`: a JAX random key.
-    - `rtol`: the relative error that is taken for rounding. Default `None`: eps^0.6 of the
-      operator's dtype, 4e-10 in double and 7e-5 in single precision.
+        - `operator`: any lineax operator.
+        - `key`: a JAX random key.
+        - `rtol`: the relative error that is taken for rounding. Default `None`: eps^0.6 of the
+          operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
-    **Raises** `AssertionError` that lists what is wrong, by how much; `TypeError` or
-    `ValueError` for an `operator` or a `key` that no estimator takes, and for arrays spread
-    over several processes. **Cost**: 110 matvecs.
+        **Raises** `AssertionError` that lists what is wrong, by how much; `TypeError` or
+    XX
 
-    **Example**
+        **Example**
 
-        >>> import jax, lineax as lx, traceax.testing
-        >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(3), lx.unit_diagonal_tag)
-        >>> traceax.testing.check_operator(operator, jax.random.key(0))
+            >>> import jax, lineax as lx, traceax.testing
+            >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(3), lx.unit_diagonal_tag)
+            >>> traceax.testing.check_operator(operator, jax.random.key(0))
 
-    **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
+        **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
     """
     checks.check_operator("testing.check_operator", operator, square=False)
     checks.check_key("testing.check_operator", key)
-    operator = ops.prepare(jax.tree.map(_of_this_process, operator))
-    rtol = ops.resolution(operator) ** 0.6 if rtol is None else rtol
+    operator = ops.canonicalise(operator)
+    rtol = ops.unit_roundoff(operator) ** 0.6 if rtol is None else rtol
     _report("check_operator", operator, _operator_facts(operator, key, rtol))
-
-
-def _of_this_process(leaf: Any) -> Any:
-    """The copy that this process has of an array, where each process has all of it."""
-    if getattr(leaf, "is_fully_addressable", True):
-        return leaf
-    if leaf.is_fully_replicated:
-        return leaf.addressable_data(0)
-    raise ValueError(
-        "traceax.testing.check_operator(operator=...) must hold arrays of one process, "
-        f"because one process applies it, but got shape {leaf.shape} spread over several. "
-        "Gather it by process_allgather(array, tiled=True) of "
-        "jax.experimental.multihost_utils, or check a smaller operator of its class."
-    )
 
 
 def _apply(operator: Any, x: Any) -> Any:
@@ -311,8 +295,7 @@ def _apply(operator: Any, x: Any) -> Any:
 
 def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     into, out = operator.in_structure(), operator.out_structure()
-    program, got, _ = eqx.filter_make_jaxpr(operator.mv)(into)
-    jax.tree.map(_of_this_process, program.consts)  # also what functions close over
+    got = eqx.filter_eval_shape(operator.mv, into)
     yield "mv returns out_structure", checks.show(got), checks.show(out), 0
     xs, ys = (ops.as_columns(normal(key, s, 8), ops.common_dtype(s)).T for s in (into, out))
     images = jax.vmap(partial(_apply, operator))(xs)
@@ -338,7 +321,7 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
         changed = jax.tree.map(lambda a, da: (a + h * da).astype(a.dtype), arrays, change)
         return _apply(eqx.combine(changed, rest), x + h * v)
 
-    zero, h = jnp.zeros((), x.real.dtype), ops.resolution(operator) ** (1 / 3)
+    zero, h = jnp.zeros((), x.real.dtype), ops.unit_roundoff(operator) ** (1 / 3)
     _, slope = jax.jvp(moved, (zero,), (zero + 1,))
     quotient = (moved(zero + h) - moved(zero - h)) / (2 * h)
     room = (10 * h + rtol) * jnp.max(jnp.abs(jnp.append(ax, slope)))
@@ -416,10 +399,9 @@ def check_estimator(
     **Reference**: none; the identities are those of the rule in `traceax/_core/rule.py`.
     """
     if not callable(estimator):
-        raise TypeError(
-            "traceax.testing.check_estimator(estimator=...) must be a function (operator, "
-            f"key) -> Estimate, but got {type(estimator).__name__}. Pass tx.xtrace, say."
-        )
+        must, got = "be a function (operator, key) -> Estimate", type(estimator).__name__
+        cure = "Pass tx.xtrace, say."
+        raise _error(TypeError, "testing.check_estimator", "estimator", must, got, cure)
     budgeted = "num_matvecs" in inspect.signature(estimator).parameters
     call = partial(estimator, num_matvecs=num_matvecs) if budgeted else estimator
     tag = lx.positive_semidefinite_tag if semidefinite else ()

@@ -15,7 +15,7 @@ import pytest
 import traceax as tx
 from tests.helpers import close, compilations, slow
 from traceax._core.canonical import compiled
-from traceax._core.operator import application, by_application, layout_wished
+from traceax._core.operator import application, by_application, layout_tag
 
 N, KEY = 70, jax.random.key(0)
 SPACE = jax.ShapeDtypeStruct((N,), float)
@@ -160,7 +160,7 @@ def test_tags_and_layouts_are_kept() -> None:
     for layout in (*tx.Layout, None):
         tags = [layout] if layout else []
         one = 2.0 * lx.FunctionLinearOperator(scanned(0), FIVE, tags)
-        assert layout_wished(by_application(one, application(one))) == layout
+        assert layout_tag(by_application(one, application(one))) == layout
 
 
 # What is kept, hashed and copied.

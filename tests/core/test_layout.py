@@ -12,7 +12,7 @@ from jax.experimental import sparse
 import traceax as tx
 from tests.helpers import close
 from traceax._core import layout
-from traceax._core.operator import LinearMap, layout_wished
+from traceax._core.operator import LinearMap, layout_tag
 
 N, K = 20_000, 60
 KEY = jax.random.key(0)
@@ -96,12 +96,12 @@ def test_numbers_are_the_same(wish: tx.Layout) -> None:
 def test_a_wish_is_found_under_other_tags() -> None:
     structure = jax.ShapeDtypeStruct((5,), float)
     operator = lx.FunctionLinearOperator(rolled, structure, tx.Layout.ROWS)
-    assert layout_wished(operator) is tx.Layout.ROWS
+    assert layout_tag(operator) is tx.Layout.ROWS
     tagged = lx.TaggedLinearOperator(2 * operator, lx.symmetric_tag)
-    assert layout_wished(tagged) is tx.Layout.ROWS
+    assert layout_tag(tagged) is tx.Layout.ROWS
     above = lx.TaggedLinearOperator(operator, tx.Layout.LOOP)
-    assert layout_wished(above) is tx.Layout.LOOP
-    assert layout_wished(operator + operator) is None
+    assert layout_tag(above) is tx.Layout.LOOP
+    assert layout_tag(operator + operator) is None
     program = jax.make_jaxpr(LinearMap(above))(jnp.ones((5, 2)))
     assert "scan" in str(program)
 

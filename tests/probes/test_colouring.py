@@ -199,7 +199,7 @@ def test_patterns_of_every_kind() -> None:
         (
             lambda: tx.colouring(np.eye(3), num_colours=jnp.array(4)),  # pyright: ignore[reportArgumentType]
             TypeError,
-            r"num_colours=.*Python int.*matvecs to spend",
+            r"num_colours=.*Python int.*with int",
         ),
         (
             lambda: tx.colouring(np.ones((5, 5)), num_colours=4),

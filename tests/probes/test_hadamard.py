@@ -11,7 +11,7 @@ import pytest
 import traceax as tx
 from tests.helpers import close, function, general
 from traceax._probes.draw import for_mean
-from traceax._probes.hadamard import order
+from traceax._probes.samplers import hadamard_order
 
 KEY = jax.random.key(11)
 
@@ -22,7 +22,7 @@ def column(n: int, dtype: Any = float) -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize("n", [1, 2, 4, 16, 128])
 def test_all_of_them_are_a_basis(n: int) -> None:
-    assert order(n) == n
+    assert hadamard_order(n) == n
     probes = np.asarray(tx.hadamard(KEY, column(n), n))
     assert set(np.unique(probes)) <= {-1, 1}
     np.testing.assert_array_equal(probes @ probes.T, n * np.eye(n))
@@ -33,11 +33,11 @@ def test_the_sum_over_all_is_the_trace_whatever_the_signs(dtype: Any) -> None:
     """m rows for n < m: exact from every key; and modulus 1, so diagonals are exact."""
     n = 30
     matrix = general(n, dtype)
-    probes = tx.hadamard(KEY, column(n, dtype), order(n))
+    probes = tx.hadamard(KEY, column(n, dtype), hadamard_order(n))
     forms = jnp.einsum("ka,ab,kb->k", probes.conj(), matrix, probes)
     close(jnp.mean(forms), jnp.trace(matrix), 1e-12)
     close(jnp.abs(probes), 1.0, 1e-12)
-    assert len(np.unique(np.asarray(probes), axis=0)) == order(n)
+    assert len(np.unique(np.asarray(probes), axis=0)) == hadamard_order(n)
 
 
 def test_the_variance_is_that_of_a_survey_exactly() -> None:
@@ -72,7 +72,7 @@ def test_draws_have_the_variance_and_the_bar_of_theory() -> None:
     estimates = jax.jit(jax.vmap(run))(jax.random.split(KEY, 4000))
     symmetric = np.asarray((matrix + matrix.T) / 2)
     off = symmetric - np.diag(np.diag(symmetric))
-    m = order(n)
+    m = hadamard_order(n)
     theory = 2 * np.sum(off**2) / k * (m - k) / (m - 1)
     errors = np.asarray(estimates.value) - np.trace(matrix)
     assert abs(errors.mean()) < 5 * np.sqrt(theory / 4000)

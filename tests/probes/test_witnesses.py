@@ -15,7 +15,7 @@ import scipy.sparse
 import traceax as tx
 from tests.helpers import PSD, close, function, general, hermitian, slow
 from tests.probes.helpers import grid, laplacian, left, near, roads
-from traceax._probes.probing import account, witnesses_of
+from traceax._probes.probing import neighbour_residuals, neighbourhood_of
 
 KEY = jax.random.key(4)
 ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]
@@ -69,13 +69,13 @@ def test_variances_over_all_signs() -> None:
     matrix = np.asarray(general(n))
     matrix = matrix + matrix.T
     sampler = tx.probing(pattern, power=2)
-    colours, witnesses = sampler.colours, witnesses_of(sampler)
+    colours, witnesses = sampler.colours, neighbourhood_of(sampler)
     assert witnesses is not None
     mine = jnp.asarray(colours[:, None] == np.arange(3))
 
     def variance(signs: Any) -> Any:
         z = 3**0.5 * jnp.where(mine, signs[:, None], 0)
-        found = account(z, jnp.asarray(matrix) @ z, witnesses)
+        found = neighbour_residuals(z, jnp.asarray(matrix) @ z, witnesses)
         return found.squares * found.scale**2
 
     every = 1 - 2.0 * ((np.arange(2**n)[:, None] >> np.arange(n)) & 1)
@@ -172,7 +172,7 @@ def test_colours_alone_tell_nothing() -> None:
         alone = estimate(operator, KEY, sampler.num_colours, sampler=sampler)
         assert jnp.all(alone.standard_error == jnp.inf)
     assert type(colours) is np.ndarray
-    assert witnesses_of(tx.probing(np.eye(5))) is None
+    assert neighbourhood_of(tx.probing(np.eye(5))) is None
 
 
 def test_lone_dimensions_hear_of_all_colours() -> None:

@@ -19,8 +19,8 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 from traceax._calculus.sampled import AlongProbes, Field, Point, checked_point, sampled_mean
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import canonical
+from traceax._core.checks import check_inexact_values
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_inexact_values
 from traceax._core.operator import common_dtype, flatten, size, unflatten, working_dtype
 from traceax._probes.samplers import rademacher
 from traceax._probes.stream import ProgressMeter, Stream

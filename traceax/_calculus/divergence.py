@@ -6,8 +6,8 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray, PyTree
 
 from traceax._calculus.sampled import Field, Point, checked_point
+from traceax._core.checks import check_same_structure
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_same_structure
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_TRACE
 from traceax._probes.draw import for_mean

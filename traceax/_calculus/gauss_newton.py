@@ -19,7 +19,7 @@ import lineax as lx
 from jaxtyping import PyTree
 
 from traceax._calculus.sampled import Field, Point, differentiable_point, hessian
-from traceax._core.function_checks import check_loss, check_outputs
+from traceax._core.checks import check_loss, check_outputs
 
 
 def gauss_newton(

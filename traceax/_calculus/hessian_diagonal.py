@@ -6,8 +6,8 @@ import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 
 from traceax._calculus.sampled import Field, Point, checked_point, hessian
+from traceax._core.checks import check_scalar_values
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_scalar_values
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
 from traceax._estimators.xdiag import xdiag

@@ -32,8 +32,8 @@ from traceax._calculus.sampled import (
     sampled_mean,
 )
 from traceax._core.canonical import canonical
+from traceax._core.checks import check_inexact_values, is_one_real_number
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_inexact_values, is_one_real_number
 from traceax._core.operator import LinearMap, size
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Batches
@@ -41,7 +41,7 @@ from traceax._linalg.basis import orthonormalise
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, normal
-from traceax._probes.stream import Plan, ProgressMeter, all_at_once
+from traceax._probes.stream import ProgressMeter, SamplingDesign, all_at_once
 
 # With so many directions a sketch costs at most a seventh of the accuracy if the spectrum
 # is flat (networks before training), and gains factors if it is not (after training).
@@ -126,7 +126,7 @@ def sketched_laplacian(
     rest = num_matvecs - 2 * width
     probes = draw(name, normal, key, space, width + rest)
     shrink = (1 - rest / (size(space) - width)) ** 0.5
-    algorithm = partial(_sketched, plan=Plan(rest, rest, shrink))
+    algorithm = partial(_sketched, plan=SamplingDesign(rest, rest, shrink))
     degrees = independent_degrees_of_freedom(rest)
     return estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
 
@@ -137,7 +137,9 @@ def _width(num_matvecs: int) -> int:
     return max(2, (num_matvecs + 2) // 6)
 
 
-def _sketched(subject: Curvature, probes: Inexact[Array, "n _"], *, plan: Plan) -> Outcome:
+def _sketched(
+    subject: Curvature, probes: Inexact[Array, "n _"], *, plan: SamplingDesign
+) -> Outcome:
     n, width = probes.shape[0], probes.shape[1] - plan.num_probes
     hessian_map = LinearMap(hessian(subject.fn, subject.x, subject.args))
     q = orthonormalise(hessian_map(probes[:, :width])).columns
@@ -148,4 +150,4 @@ def _sketched(subject: Curvature, probes: Inexact[Array, "n _"], *, plan: Plan) 
     readout = Batches(all_at_once(directions), one, along)
     value, samples = readout(subject), subject.along_each(frame)
     floor = rounding(subject, samples) + rounding(subject, value[:, None])
-    return Outcome(value, plan.error_of_mean(samples, floor), readout)
+    return Outcome(value, plan.mean_and_error(samples, floor)[1], readout)

@@ -19,9 +19,8 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._calculus.taylor import second_derivatives_sum
-from traceax._core.checks import check_batch_size, check_count, check_key
+from traceax._core.checks import check_batch_size, check_count, check_field, check_key
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_field
 from traceax._core.operator import (
     Structure,
     common_dtype,
@@ -36,11 +35,11 @@ from traceax._linalg.columns import mean
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import (
-    Plan,
     ProgressMeter,
+    SamplingDesign,
     Stream,
     checked_meter,
-    plan_and_draw,
+    design_and_draw,
     unit_vectors,
 )
 
@@ -141,7 +140,7 @@ def sampled_mean(
         every = Batches(basis, jnp.ones((), dtype), along)
         return exactly(subject, every, spent, result, meter)
     sampler = for_mean(sampler, space, num_matvecs)
-    plan, probes = plan_and_draw(name, space, key, num_matvecs, sampler, batch_size)
+    plan, probes = design_and_draw(name, space, key, num_matvecs, sampler, batch_size)
     readout = Batches(probes, jnp.asarray(plan.num_probes, dtype), along)
     algorithm = partial(_mean, plan=plan, meter=meter)
     degrees, spent = plan.degrees_of_freedom, plan.num_probes
@@ -149,12 +148,12 @@ def sampled_mean(
 
 
 def _mean(
-    subject: AlongProbes, readout: Batches, *, plan: Plan, meter: ProgressMeter
+    subject: AlongProbes, readout: Batches, *, plan: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
     """The samples are for the standard error alone: in a compiled program that does not use
     it they cost nothing."""
     samples = readout.probes.collect(subject.along_each)
-    error = plan.error_of_mean(samples, rounding(subject, samples))
+    error = plan.mean_and_error(samples, rounding(subject, samples))[1]
     return Outcome(readout(subject, meter), error, readout)
 
 
@@ -175,8 +174,10 @@ class Curvature(AlongProbes):
 
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
         structure = self.space.in_structure()
-        cut = jax.vmap(partial(unflatten, structure=structure), in_axes=1)
-        total = second_derivatives_sum(lambda x: self.fn(x, self.args), self.x, cut(block))
+        unflatten_rows = jax.vmap(partial(unflatten, structure=structure), in_axes=1)
+        total = second_derivatives_sum(
+            lambda x: self.fn(x, self.args), self.x, unflatten_rows(block)
+        )
         return flatten(total, common_dtype(total))
 
     def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from traceax._core.checks import check_key
-from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_arrays, check_estimate_fn
-from traceax._core.rule import refusing
+from traceax._core.checks import check_arrays, check_callable, check_key
+from traceax._core.estimate import Estimate, nondifferentiable
 from traceax._linalg.jackknife import both_errors
 
 Result = TypeVar("Result")
@@ -60,7 +58,8 @@ def unbiased_square(
     approximation, ICML, for two independent samples; Hu et al. (2024), arXiv:2312.14499,
     for residuals of differential equations.
     """
-    check_estimate_fn("unbiased_square", estimate_fn)
+    cure = "Pass lambda key: traceax.trace(operator, key), say."
+    check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
     check_key("unbiased_square", key)
     # A leaf that is not an array, a number of applications say, gets no batch axis.
     twice = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))
@@ -80,7 +79,7 @@ def _square(both: Estimate) -> Estimate:
         apart = jnp.abs(value[0] - value[1]) / 2**0.5
         own = jnp.where(jnp.isinf(own), apart, own)
         sizes = jnp.abs(value)
-        return refusing(both_errors(sizes[0] * own[1], sizes[1] * own[0]))
+        return nondifferentiable(both_errors(sizes[0] * own[1], sizes[1] * own[0]))
 
     own = jax.lax.stop_gradient(both.standard_error)
     return Estimate(

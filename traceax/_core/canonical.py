@@ -1,10 +1,10 @@
-"""Functions in canonical form, so that what is compiled for one serves its equals.
+"""Functions in canonical form, so that equal functions share one compiled program.
 
-A function that users make anew for every call, a lambda mostly, is a new one to whatever
-keeps compiled programs. Traced, it is a jaxpr and arrays. The arrays become leaves, and the
-first of several equal jaxprs stands for all of them: equal in every operation, variable,
-type and parameter. What cannot be compared is equal only to itself. The arrays that jitted
-functions close over are hoisted, too: none is hashed, copied or kept after the call.
+Users often make a function anew for every call, mostly a lambda. A cache of compiled
+programs takes it for a new one. Traced, it is a jaxpr and arrays. The arrays become leaves,
+and the first of several equal jaxprs replaces the others: equal in every operation,
+variable, type and parameter. What cannot be compared is equal only to itself. Arrays that
+jitted functions close over become leaves, too: none is hashed, copied or kept afterwards.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from traceax._core.jaxprs import held_arrays, is_jaxpr
+from traceax._core.layout import held_arrays, is_jaxpr
 
-_LATEST: deque[Jaxpr] = deque(maxlen=128)  # of those that stand for their equals
+_LATEST: deque[Jaxpr] = deque(maxlen=128)  # that replace those equal to them
 
 
 class Canonical(eqx.Module):
-    """A function of arrays: those that it refers to are leaves, what it does is static."""
+    """A function of arrays. What it closes over are leaves, its code is static."""
 
     arrays: list[Array]
     jaxpr: Jaxpr = eqx.field(static=True)
@@ -42,7 +42,7 @@ class Canonical(eqx.Module):
 
 
 def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
-    """`fn`, to be called with arrays like those in `args`, and what else is in them."""
+    """`fn` for arguments with arrays of the shapes in `args`; all else in them is fixed."""
     if isinstance(fn, Canonical):
         return fn
     own, rest = eqx.partition(fn, eqx.is_array)
@@ -65,15 +65,15 @@ def is_concrete(tree: PyTree) -> bool:
 
 
 def compiled(run: Callable[..., Any], *args: Any) -> Any:
-    """run(*args) as one program, which equal functions among the arguments share. Where
-    something is being traced, a part of that program."""
+    """run(*args) as one compiled program, shared by calls with equal functions. If an
+    argument is being traced, it becomes a part of that program."""
     if not is_concrete((run, args)):
         return run(*args)
     return _program(*_shared((run, *args)))
 
 
 def _shared(tree: PyTree) -> PyTree:
-    """With equal jaxprs made one, and partial functions pytrees."""
+    """The same with one jaxpr for all equal ones, and with partial functions as pytrees."""
 
     def shared(node: Any) -> Any:
         if isinstance(node, partial):
@@ -91,7 +91,7 @@ def _program(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same, but jitted functions that hold arrays are inlined."""
+    """The same with jitted functions that hold arrays inlined."""
     if not any(True for equation in closed.eqns for _ in held_arrays(equation)):
         return closed
 
@@ -99,7 +99,7 @@ def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
         if equation.primitive.name != "jit":
             return equation
         inner, inline = _hoisted(equation.params["jaxpr"]), equation.params["inline"]
-        if inner.consts:  # An enumeration from jax 0.12 on.
+        if inner.consts:  # `inline` is an enumeration from jax 0.12 on.
             inline = getattr(type(inline), "JAX_EARLY", True)
         return equation.replace(params=equation.params | {"jaxpr": inner, "inline": inline})
 
@@ -108,7 +108,7 @@ def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _first(jaxpr: Jaxpr) -> Jaxpr:
-    """The one that stands for all that are equal to it."""
+    """The first of the latest jaxprs that is equal to this one."""
     for first in tuple(_LATEST):
         if _same(first, jaxpr):
             return first
@@ -117,7 +117,7 @@ def _first(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Jaxprs by what they do, numbers as they print: 0.0 is not -0.0."""
+    """Jaxprs are compared by their parts, numbers as they print: 0.0 is not -0.0."""
     if one is other or type(one) is not type(other):
         return one is other
     if is_jaxpr(one):
@@ -131,7 +131,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _parts(jaxpr: Any) -> Iterator[Any]:
-    """All that a jaxpr is made of, its variables being numbered, its arrays by identity."""
+    """All parts of a jaxpr. Its variables are numbered, its arrays are compared by `id`."""
     numbers: dict[Any, int] = {}
 
     def part(atom: Any) -> Any:

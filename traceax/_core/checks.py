@@ -1,7 +1,12 @@
-"""Argument checks: static, before anything is computed, each with its cure."""
+"""Argument checks. They use static information only and run before any computation.
+
+A message has three parts: the argument by its name, what was got, and the cure.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -9,15 +14,28 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.core import Tracer
-from jaxtyping import ArrayLike, PyTree
+from jaxtyping import Array, ArrayLike, PyTree
 
-from traceax._core.operator import (
-    dimension,
-    is_negative,
-    is_positive,
-    prepare,
-    size,
-)
+from traceax._core.operator import canonicalise, dimension, is_negative, is_positive, size
+
+
+def argument_error(
+    kind: type[Exception], name: str, argument: str, must: str, got: object, cure: str
+) -> Exception:
+    """The exception for an argument of the public function `name`."""
+    return kind(f"traceax.{name}({argument}=...) must {must}, but got {got}. {cure}")
+
+
+def show(structure: object) -> str:
+    def short(leaf: Any) -> str:
+        if not hasattr(leaf, "dtype"):
+            return type(leaf).__name__
+        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+    return str(jax.tree.map(short, structure)).replace("'", "")
+
+
+# Operators, keys and budgets.
 
 
 def check_request(
@@ -29,8 +47,8 @@ def check_request(
     *,
     square: bool = True,
 ) -> lx.AbstractLinearOperator:
-    """What every estimator demands of its arguments, and the operator prepared: as many
-    applications as there are columns, or rows, are enough for any."""
+    """The canonical operator, after the checks that every estimator needs. A budget of as
+    many applications as there are columns, or rows, is always enough."""
     operator = check_operator(name, operator, square=square)
     check_key(name, key)
     enough = min(size(operator), dimension(operator.out_structure()))
@@ -46,51 +64,43 @@ def check_function_request(
     *,
     square: bool = True,
 ) -> lx.AbstractLinearOperator:
-    """The same, of estimators by probes and steps."""
+    """The same for estimators whose budget is a number of probes and a number of steps."""
     operator = check_operator(name, operator, square=square)
     check_key(name, key)
     for argument, count in counts.items():
-        check_count(name, argument, count, 1, "because nothing can be told from none")
+        check_count(name, argument, count, 1)
     return operator
 
 
 def check_operator(
     name: str, operator: object, *, square: bool = True
 ) -> lx.AbstractLinearOperator:
-    """Prepared before anything is asked of it: what Equinox and lineax are asked about a
-    user's functions they keep for ever."""
+    """The canonical operator. The conversion comes before any other question, because
+    Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, lx.AbstractLinearOperator):
-        raise TypeError(
-            f"traceax.{name}(operator=...) must be a lineax operator, but got "
-            f"{type(operator).__name__}. Wrap a matrix as lx.MatrixLinearOperator(matrix), "
-            "a function as lx.FunctionLinearOperator(fn, input_structure), one of SciPy's "
-            "sparse matrices first as BCOO.from_scipy_sparse(matrix), a sparse matrix as "
-            "lx.FunctionLinearOperator(lambda v: matrix @ v, "
-            "jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
+        must, got = "be a lineax operator", type(operator).__name__
+        cure = (
+            "Wrap a matrix as lx.MatrixLinearOperator(matrix), SciPy's sparse ones first as"
+            " BCOO.from_scipy_sparse(matrix), a sparse matrix as lx.FunctionLinearOperator("
+            "lambda v: matrix @ v, jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
-    operator = prepare(operator)
+        raise argument_error(TypeError, name, "operator", must, got, cure)
+    operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
-        raise ValueError(
-            f"traceax.{name}(operator=...) must be square, that is, have equal input and "
-            f"output structures, but got an operator from {show(into)} to {show(out)}. "
-            "Compose it with its transpose, or make shapes and dtypes equal."
-        )
-    complexity = {
-        jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        for leaf in jax.tree.leaves((into, out))
-    }
-    if len(complexity) > 1:
-        raise ValueError(
-            f"traceax.{name}(operator=...) must have leaves that are all real or all "
-            "complex, because a space that mixes them is not linear over either, but got "
-            f"{show((into, out) if not square else into)}. Make the real leaves complex."
-        )
+        must = "be square, that is, have equal input and output structures"
+        got = f"an operator from {show(into)} to {show(out)}"
+        cure = "Compose it with its transpose, or make shapes and dtypes equal."
+        raise argument_error(ValueError, name, "operator", must, got, cure)
+    leaves = jax.tree.leaves((into, out))
+    if len({jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves}) > 1:
+        must = "have leaves that are all real or all complex, because one field is needed"
+        cure = "Make the real leaves complex."
+        raise argument_error(ValueError, name, "operator", must, show((into, out)), cure)
     if 0 in (size(operator), dimension(out)):
-        raise ValueError(
-            f"traceax.{name}(operator=...) must act on a space of at least one dimension, "
-            f"but got {show(into)}. An empty operator adds nothing: leave it out."
-        )
+        must = "act on a space of at least one dimension"
+        cure = "An empty operator adds nothing: leave it out."
+        raise argument_error(ValueError, name, "operator", must, show(into), cure)
     return operator
 
 
@@ -98,16 +108,13 @@ def check_key(name: str, key: object) -> None:
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if shape is None or not (typed or dtype == jnp.uint32):
-        raise TypeError(
-            f"traceax.{name}(key=...) must be a JAX random key, because no default is "
-            f"hidden anywhere, but got {type(key).__name__}. Pass jax.random.key(0), say."
-        )
-    words = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
-    if shape != (() if typed else words):
-        raise ValueError(
-            f"traceax.{name}(key=...) must be one key, a raw one of shape {words}, but got "
-            f"shape {shape}. Use jax.vmap or jax.lax.map over several."
-        )
+        must = "be a JAX random key, because there is no default one"
+        cure = "Pass jax.random.key(0), say."
+        raise argument_error(TypeError, name, "key", must, type(key).__name__, cure)
+    raw = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
+    if shape != (() if typed else raw):
+        must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
+        raise argument_error(ValueError, name, "key", must, f"shape {shape}", cure)
 
 
 def check_count(
@@ -115,55 +122,52 @@ def check_count(
     argument: str,
     count: object,
     minimum: int | None = None,
-    why: str = "the fewest applications that the algorithm can use",
+    why: str = "the fewest that the algorithm can use",
     cure: str = "Pass 100, say.",
 ) -> int:
     """A Python int of at least `minimum`, if there is one."""
     if isinstance(count, bool) or not isinstance(count, int):
+        must = "be a Python int, because it sets the shapes of arrays"
         cure = "Pass a whole number: 100, say, or convert an array with int()."
         if isinstance(count, Tracer):
             cure = "Close over it, or mark it static with static_argnames."
-        raise TypeError(
-            f"traceax.{name}({argument}=...) must be a Python int, because it sets the "
-            f"shapes of arrays, but got {count!r}. {cure}"
-        )
+        raise argument_error(TypeError, name, argument, must, repr(count), cure)
     if minimum is not None and count < minimum:
-        raise ValueError(
-            f"traceax.{name}({argument}=...) must be at least {minimum}, {why}, but got "
-            f"{count}. {cure}"
-        )
+        must = f"be at least {minimum}, {why}"
+        raise argument_error(ValueError, name, argument, must, count, cure)
     return count
 
 
 def check_samples(
-    name: str, count: int, probes_a_sample: int, argument: str = "num_matvecs"
+    name: str, count: int, probes_per_sample: int, argument: str = "num_matvecs"
 ) -> None:
     why = "one for each colour of its probing sampler"
-    cure = (
-        "Raise it, or use fewer colours: traceax.colouring with a lower power makes them."
-    )
-    check_count(name, argument, count, probes_a_sample, why, cure)
+    cure = "Raise it, or use fewer colours: those of traceax.colouring with a lower power."
+    check_count(name, argument, count, probes_per_sample, why, cure)
 
 
-def check_batch_size(name: str, batch_size: object, probes_a_sample: int) -> None:
+def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> None:
     if batch_size is not None:
-        why = "because a sample of so many probes stays together"
+        why = "because a batch holds whole samples of so many probes"
         cure = "Raise it, or pass None for all probes at once."
-        check_count(name, "batch_size", batch_size, probes_a_sample, why, cure)
+        check_count(name, "batch_size", batch_size, probes_per_sample, why, cure)
 
 
 def check_semidefinite(
     name: str, operator: lx.AbstractLinearOperator, instead: str
 ) -> None:
     if not (is_positive(operator) or is_negative(operator)):
-        raise ValueError(
-            f"traceax.{name}(operator=...) must be tagged positive or negative "
-            "semidefinite, because the algorithm is wrong for other operators, but got a "
-            f"{type(operator).__name__} that is not known to be. If it is semidefinite, "
-            "pass lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag), also "
-            "around products with scalars; if not, or if there is a TangentLinearOperator "
-            f"in it (whose tags are those of its primal), use traceax.{instead}."
+        must = "be tagged positive or negative semidefinite, as its algorithm needs"
+        got = f"a {type(operator).__name__} that is not"
+        cure = (
+            "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
+            " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
+            f"its primal), use traceax.{instead}."
         )
+        raise argument_error(ValueError, name, "operator", must, got, cure)
+
+
+# Numbers and vectors.
 
 
 def _is_real(number: Any) -> bool:
@@ -171,79 +175,52 @@ def _is_real(number: Any) -> bool:
     return (is_number or hasattr(number, "dtype")) and not jnp.iscomplexobj(number)
 
 
+def _check_number(
+    name: str,
+    argument: str,
+    number: Any,
+    holds: Callable[[float], bool],
+    must: str,
+    cure: str,
+) -> None:
+    """One real number, which `holds` if it is known."""
+    is_real = _is_real(number)
+    if not is_real or jnp.ndim(number):
+        must, got = "be a real number, or an array of shape ()", repr(number)
+        kind, got = (
+            (ValueError, f"shape {jnp.shape(number)}") if is_real else (TypeError, got)
+        )
+        raise argument_error(kind, name, argument, must, got, cure)
+    if not isinstance(number, Tracer) and not holds(float(number)):
+        raise argument_error(ValueError, name, argument, must, repr(number), cure)
+
+
 def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
-    if not _is_real(number) or jnp.ndim(number):
-        raise TypeError(
-            f"traceax.{name}({argument}=...) must be a positive number, or an array of "
-            f"shape (), but got {number!r}. {cure}"
+    must = "be positive and finite"
+    _check_number(name, argument, number, lambda x: 0 < x < math.inf, must, cure)
+
+
+def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
+    cure = "Pass 0 for the most accurate answer that max_matvecs allows."
+    _check_number(name, argument, tolerance, lambda x: x >= 0, "be at least 0", cure)
+
+
+def check_rtol(name: str, rtol: object) -> None:
+    is_float = isinstance(rtol, int | float) and not isinstance(rtol, bool)
+    if not (is_float and 0 < rtol < 1):
+        must, kind = (
+            "be a Python float between 0 and 1",
+            ValueError if is_float else TypeError,
         )
-    if not isinstance(number, Tracer) and not 0 < float(number) < float("inf"):
-        raise ValueError(
-            f"traceax.{name}({argument}=...) must be positive and finite, but got "
-            f"{number!r}. {cure}"
-        )
+        raise argument_error(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, say.")
 
 
 def check_grid(name: str, grid: ArrayLike) -> None:
     if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid) or not jnp.size(grid):
-        raise ValueError(
-            f"traceax.{name}(grid=...) must be a vector of real numbers, because the "
-            f"eigenvalues lie on a line, but got shape {jnp.shape(grid)} of "
-            f"{jnp.result_type(grid)}. Pass jax.numpy.linspace(low, high, 200), say."
-        )
-
-
-def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array]) -> None:
-    """A state, and what it would have to hold to belong to an operator of these arrays."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"traceax.{name}(state=...) must be a state made by init or update, but got "
-            f"{type(state).__name__}. Call update(operator, state, key), in this order."
-        )
-    before = [jax.typeof(array) for array in getattr(state, "arrays", [])]
-    now = [jax.typeof(array) for array in arrays]
-    if [(a.shape, a.dtype) for a in before] != [(a.shape, a.dtype) for a in now]:
-        raise ValueError(
-            f"traceax.{name}(operator=...) must be the operator of the state with other "
-            "numbers in it, because the two are applied to the same probes, but got arrays "
-            f"{show(now)} after {show(before)}. Make it by the same code each time, "
-            "init and update inside the same jax.jit or both outside."
-        )
-    if not now:
-        raise ValueError(
-            f"traceax.{name}(operator=...) must hold arrays, because they are what "
-            "changes, but got an operator without any. Give them to the function as a "
-            "closure or an eqx.Module, or to lx.JacobianLinearOperator as args."
-        )
-
-
-def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
-    """Hashes of the code of two operators, where they are known."""
-    traced = isinstance(before, Tracer) or isinstance(now, Tracer)
-    if not traced and not bool(jnp.array_equal(before, now)):
-        raise ValueError(
-            f"traceax.{name}(operator=...) must be the operator of the state with other "
-            "arrays in it, because the two are applied to the same probes, but got one "
-            "that differs in something else. If a number changes that is no array, make it "
-            "one: jax.numpy.asarray(number); if an array does that a jitted function closes"
-            " over, make it an argument of that function."
-        )
-
-
-def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
-    if not _is_real(tolerance) or jnp.ndim(tolerance):
-        is_array = _is_real(tolerance)
-        got = f"shape {jnp.shape(tolerance)}" if is_array else repr(tolerance)
-        raise (ValueError if is_array else TypeError)(
-            f"traceax.{name}({argument}=...) must be a real number, or an array of shape "
-            f"(), but got {got}. Pass 0.01, say, and use jax.vmap for several."
-        )
-    if not isinstance(tolerance, Tracer) and not float(tolerance) >= 0:
-        raise ValueError(
-            f"traceax.{name}({argument}=...) must be at least 0, because errors are "
-            f"measured against it, but got {tolerance!r}. Pass 0 for the most accurate "
-            "answer that max_matvecs allows."
-        )
+        must = "be a vector of real numbers, because the eigenvalues lie on a line"
+        got = f"shape {jnp.shape(grid)} of {jnp.result_type(grid)}"
+        cure = "Pass jax.numpy.linspace(low, high, 200), say."
+        raise argument_error(ValueError, name, "grid", must, got, cure)
 
 
 def check_shift(
@@ -253,43 +230,32 @@ def check_shift(
     *,
     several: bool = True,
 ) -> None:
-    """Of log det(A + shift I), which A must not be known to make impossible."""
+    """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
     if is_negative(operator):
-        raise ValueError(
-            f"traceax.{name}(operator=...) must not be tagged negative semidefinite, "
-            "because the logarithm of a negative number is not real, but got a "
-            f"{type(operator).__name__} that is. Negate it: log det(-A) is what there is."
-        )
+        must = "not be tagged negative semidefinite, because log det A would not be real"
+        got = f"a {type(operator).__name__} that is"
+        cure = "Negate it, and estimate log det(-A)."
+        raise argument_error(ValueError, name, "operator", must, got, cure)
     is_diagonal = isinstance(shift, lx.DiagonalLinearOperator)
     numbers = jax.tree.leaves(shift.diagonal) if is_diagonal else [shift]
     if not all(map(_is_real, numbers)):
         kinds = "a number, an array of them" if several else "a number"
-        raise TypeError(
-            f"traceax.{name}(shift=...) must be real, {kinds} or an "
-            "lx.DiagonalLinearOperator, because A + shift I must be Hermitian, but got "
-            f"{shift!r}. Take the real part of what is complex, make an array of a list."
-        )
-    if is_diagonal:
-        shapes = jax.tree.map(jnp.shape, shift.diagonal)
-        expected = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
-        if shapes != expected:
-            raise ValueError(
-                f"traceax.{name}(shift=...) must act on the operator's space, of shapes "
-                f"{expected}, but got a diagonal of shapes {shapes}. Give an entry for "
-                "each of the operator's dimensions."
-            )
-    elif not several and jnp.ndim(shift):
-        raise ValueError(
-            f"traceax.{name}(shift=...) must be one number, because each shift has a "
-            f"solution of its own, but got shape {jnp.shape(shift)}. Use jax.vmap over "
-            "them, or lx.DiagonalLinearOperator for a shift of each dimension."
-        )
+        must = f"be real, {kinds} or an lx.DiagonalLinearOperator"
+        cure = "Take the real part of a complex number, make an array of a list."
+        raise argument_error(TypeError, name, "shift", must, repr(shift), cure)
+    space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
+    expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)
+    shapes = jax.tree.map(jnp.shape, got)
+    if shapes != expected and (is_diagonal or not several):
+        must = f"have the shapes {expected}, of one number or of the operator's space"
+        cure = "Use jax.vmap over shifts, or give an entry for each dimension."
+        raise argument_error(ValueError, name, "shift", must, f"shapes {shapes}", cure)
 
 
 def check_vector(
     name: str, operator: lx.AbstractLinearOperator, vector: PyTree[ArrayLike]
 ) -> bool:
-    """Whether there are several, along a first axis."""
+    """Whether there are several vectors, along a first axis of every leaf."""
     expected = operator.in_structure()
     shapes = jax.tree.map(jnp.shape, vector)
     one = jax.tree.map(lambda leaf: leaf.shape, expected)
@@ -297,38 +263,202 @@ def check_vector(
     axis = next(iter(leading)) if len(leading) == 1 else ()
     many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
     if shapes != one and (shapes != many or 0 in axis):
-        raise ValueError(
-            f"traceax.{name}(vector=...) must be of the operator's space, "
-            f"{show(expected)}, or several of them along one more, first, axis of every "
-            f"leaf, but got shapes {shapes}. Make arrays of these shapes: of several "
-            "right-hand sides each is a row."
+        must = (
+            f"be of the operator's space, {show(expected)}, or several along a first axis"
         )
+        cure = "Make arrays of these shapes: each right-hand side is a row."
+        raise argument_error(ValueError, name, "vector", must, f"shapes {shapes}", cure)
     leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
     if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):
-        raise TypeError(
-            f"traceax.{name}(vector=...) must be real, because the operator is, but got "
-            "complex numbers. Give real and imaginary parts as two right-hand sides."
-        )
+        must, got = "be real, because the operator is", "complex numbers"
+        cure = "Give real and imaginary parts as two right-hand sides."
+        raise argument_error(TypeError, name, "vector", must, got, cure)
     return shapes != one
 
 
-def check_rtol(name: str, rtol: object) -> None:
-    if not isinstance(rtol, int | float) or isinstance(rtol, bool):
-        raise TypeError(
-            f"traceax.{name}(rtol=...) must be a Python float, but got "
-            f"{type(rtol).__name__}. Pass 1e-6, say."
+# States of `deltashift`.
+
+
+def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array]) -> None:
+    """A state, and the arrays of the operator that it has to belong to."""
+    if not isinstance(state, kind):
+        must, cure = (
+            "be a state made by init or update",
+            "Call update(operator, state, key).",
         )
-    if not 0 < rtol < 1:
-        raise ValueError(
-            f"traceax.{name}(rtol=...) must be strictly between 0 and 1, because it is a "
-            f"relative error, but got {rtol}. Pass 1e-6, say."
+        raise argument_error(TypeError, name, "state", must, type(state).__name__, cure)
+    before = [jax.typeof(array) for array in getattr(state, "arrays", [])]
+    now = [jax.typeof(array) for array in arrays]
+    if not now or [(a.shape, a.dtype) for a in before] != [(a.shape, a.dtype) for a in now]:
+        must = "be the operator of the state with other numbers in its arrays"
+        got = f"arrays {show(now)} after {show(before)}"
+        cure = (
+            "Make it by the same code each time, init and update inside the same jax.jit "
+            "or both outside. Numbers that change have to be arrays, in a closure or an "
+            "eqx.Module, or in the args of lx.JacobianLinearOperator."
         )
+        raise argument_error(ValueError, name, "operator", must, got, cure)
 
 
-def show(structure: object) -> str:
-    def short(leaf: Any) -> str:
-        if not hasattr(leaf, "dtype"):
-            return type(leaf).__name__
-        return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
+    """Hashes of the code of two operators, compared if they are known."""
+    traced = isinstance(before, Tracer) or isinstance(now, Tracer)
+    if not traced and not bool(jnp.array_equal(before, now)):
+        must = "be the operator of the state with other arrays in it"
+        got = "one that differs in something else"
+        cure = (
+            "If a number changes that is no array, make it one: jax.numpy.asarray(number);"
+            " if an array does that a jitted function closes over, make it an argument of "
+            "that function."
+        )
+        raise argument_error(ValueError, name, "operator", must, got, cure)
 
-    return str(jax.tree.map(short, structure)).replace("'", "")
+
+# Functions that users give, and what they return.
+
+
+def check_callable(name: str, argument: str, fn: object, form: str, cure: str) -> None:
+    if not callable(fn):
+        must, got = f"be a function {form}", type(fn).__name__
+        raise argument_error(TypeError, name, argument, must, got, cure)
+
+
+def check_field(name: str, fn: object, x: object) -> None:
+    """A function `fn(x, args)`, and a point at which its derivatives are taken."""
+    cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
+    check_callable(name, "fn", fn, "fn(x, args)", cure)
+    leaves = jax.tree.leaves(x)
+    for leaf in leaves:
+        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
+        dtype = getattr(leaf, "dtype", None)
+        is_array = dtype is not None and jnp.issubdtype(dtype, jnp.number)
+        if not (is_number or is_array) or jnp.iscomplexobj(leaf):
+            must = "be a pytree of real arrays, because derivatives in them are taken"
+            got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
+            cure = (
+                "Put what is not differentiated into args (of a module, take its arrays "
+                "by eqx.partition and combine the rest in fn); take complex numbers "
+                "apart, (real, imag)."
+            )
+            raise argument_error(TypeError, name, "x", must, got, cure)
+    if not sum(jnp.size(leaf) for leaf in leaves):
+        must = "have at least one entry, because derivatives in them are taken"
+        cure = "Nothing depends on it: leave it out."
+        raise argument_error(ValueError, name, "x", must, repr(x), cure)
+
+
+def check_same_structure(name: str, x: object, values: object) -> None:
+    """What a vector field returns: one component for each entry of x."""
+    if eqx.tree_equal(x, values) is not True:
+        must = f"return what x is like, {show(x)}"
+        cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
+        raise argument_error(ValueError, name, "fn", must, show(values), cure)
+
+
+def check_returned(
+    name: str, argument: str, structure: object, kind: Any, must: str, cure: str
+) -> None:
+    """What a function returns has to be arrays, all of one kind of numbers."""
+    leaves = jax.tree.leaves(structure)
+    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
+    if not leaves or not all(k and jnp.issubdtype(k, kind) for k in kinds):
+        must = f"return {must}"
+        raise argument_error(TypeError, name, argument, must, repr(structure), cure)
+
+
+def check_inexact_values(name: str, structure: object) -> None:
+    must = "arrays of real or complex numbers, because they are differentiated"
+    cure = "Return what depends on x, as floats."
+    check_returned(name, "fn", structure, jnp.inexact, must, cure)
+
+
+def check_outputs(name: str, structure: object) -> None:
+    """The outputs of a model, whose Jacobian has to map real vectors to real vectors."""
+    must = "arrays of real numbers, because its Jacobian maps real vectors to them"
+    cure = "Return floats; take complex numbers apart, (real, imag)."
+    check_returned(name, "fn", structure, jnp.floating, must, cure)
+
+
+def check_arrays(name: str, results: object) -> None:
+    """The result of an `estimate_fn` that is no Estimate."""
+    must = "an Estimate, or arrays of numbers, because they are multiplied"
+    cure = "Return the `value` of estimates, and leave out the rest."
+    check_returned(name, "estimate_fn", results, jnp.number, must, cure)
+
+
+def is_one_real_number(structure: object) -> bool:
+    leaves = jax.tree.leaves(structure)
+    if [getattr(leaf, "shape", None) for leaf in leaves] != [()]:
+        return False
+    return bool(jnp.issubdtype(leaves[0].dtype, jnp.floating))
+
+
+def check_scalar_values(
+    name: str,
+    structure: object,
+    argument: str = "fn",
+    cure: str = "Return an array of shape (), and call it once for each function.",
+) -> None:
+    if not is_one_real_number(structure):
+        must, got = "return one real number", repr(structure)
+        raise argument_error(TypeError, name, argument, must, got, cure)
+
+
+def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
+    """The loss of a model's outputs."""
+    cure = "Pass lambda outputs, args: ..., of what fn returns."
+    check_callable(name, "loss", loss, "loss(outputs, args)", cure)
+    structure = eqx.filter_eval_shape(loss, outputs, args)
+    check_scalar_values(name, structure, "loss", "Sum or average it over examples.")
+
+
+# Algorithms of `custom_trace`.
+
+
+def check_block(name: str, block: object, n: int) -> None:
+    """A block that an algorithm applies the operator to."""
+    kind, shape = getattr(block, "dtype", None), getattr(block, "shape", ())
+    is_numbers = kind is not None and jnp.issubdtype(kind, jnp.number)
+    if not is_numbers or len(shape) != 2 or shape[0] != n or not shape[1]:
+        must = f"apply the operator to blocks of numbers of shape ({n}, k)"
+        got = f"{kind}{list(shape)}" if kind is not None else type(block).__name__
+        cure = "Pass apply(vector[:, None])[:, 0] for one vector."
+        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+
+
+def check_applied(name: str, num_matvecs: int | None) -> None:
+    """The number of applications, `None` if it is not known."""
+    if not num_matvecs:
+        must = "apply the operator a number of times that is known before it runs, say once"
+        got = "one that never called apply" if num_matvecs == 0 else "a jax.lax.while_loop"
+        cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
+        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+
+
+def check_result(name: str, result: Any) -> None:
+    """Three parts, the last of which has two."""
+    is_triple = isinstance(result, tuple | list) and len(result) == 3
+    if not is_triple or not isinstance(result[2], tuple | list) or len(result[2]) != 2:
+        must = "return (value, standard_error, (left, right))"
+        got, cure = show(result), "Return value, error, (probes / k, probes), say."
+        raise argument_error(TypeError, name, "algorithm", must, got, cure)
+
+
+def check_value(name: str, part: str, value: Array, *, real: bool) -> None:
+    is_number = jnp.issubdtype(value.dtype, jnp.number)
+    if value.shape != () or not is_number or (real and jnp.iscomplexobj(value)):
+        kind = "one real number" if real else "one number"
+        must = f"return a {part} that is {kind}, an array of shape ()"
+        got = f"{value.dtype}{list(value.shape)}"
+        cure = "Sum or average over the probes, and take .real where it is real."
+        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+
+
+def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
+    tall = left.ndim == 2 and left.shape[0] == n and left.shape[1] > 0
+    numbers = all(jnp.issubdtype(block.dtype, jnp.number) for block in (left, right))
+    if not tall or left.shape != right.shape or not numbers:
+        must = f"return blocks (left, right) of equal shape ({n}, r), E[left right*] = I"
+        got = " and ".join(f"{block.dtype}{list(block.shape)}" for block in (left, right))
+        cure = "Hutchinson's are (probes / k, probes), k probes."
+        raise argument_error(ValueError, name, "algorithm", must, got, cure)

@@ -1,18 +1,24 @@
-"""What every estimator returns.
+"""What every estimator returns: an estimate with its error, how it prints, and how several
+estimates of one quantity become one.
 
-How estimates print.
-
-A number is shown to two digits of its standard error, an exact one as it is. An array of
-more than ten numbers is shown by its shape and the norm of its errors, relative to that of
-its values. Values that cannot be read here (traced, abstract, on other machines) print as
+A number prints to two digits of its standard error, an exact one as it is. An array of more
+than ten numbers prints as its shape and the norm of its errors, relative to that of its
+values. Values that cannot be read here (traced, abstract, on other machines) print as
 Equinox prints any module.
+
+`pool` has weights w_j, the shares of the applications spent. They are fixed before any
+value is seen. The variance is the larger of
+
+    sum_j w_j^2 se_j^2    and    sum_j w_j (x_j - mean)^2 / (J - 1).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,20 +28,25 @@ from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
 from traceax._core.canonical import is_concrete
+from traceax._core.checks import argument_error
 
 _MOST_SHOWN = 10
 
 
 def in_words(estimate: Any) -> str:
     """`96.6 ± 3.1 (50 matvecs)`, or a line for each leaf."""
-    if not is_here(estimate):
+    if not is_readable(estimate):
         return eqx.tree_pformat(estimate)
-    rows = leaf_rows(estimate)
-    total = int(np.sum(np.asarray(estimate.num_matvecs)))  # of a batch, too
+    values = jax.tree.leaves_with_path(estimate.value)
+    errors = jax.tree.leaves(estimate.standard_error)
+    lines = []
+    for (path, value), error in zip(values, errors, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        words = _array_in_words(np.asarray(value), np.asarray(error))
+        lines.append(f"{name}: {words}" if path else words)
+    total = int(np.sum(np.asarray(estimate.num_matvecs)))  # the sum over a batch
     cost = f"({total} matvec{'s' if total != 1 else ''})"
-    if len(rows) == 1 and not rows[0][0]:
-        return f"{rows[0][1]} {cost}"
-    return "\n".join([f"{path}: {words}" for path, words in rows] + [cost])
+    return f"{lines[0]} {cost}" if len(lines) == 1 else "\n".join([*lines, cost])
 
 
 def formatted(estimate: Any, spec: str) -> str:
@@ -43,67 +54,44 @@ def formatted(estimate: Any, spec: str) -> str:
     if not spec:
         return str(estimate)
     leaves = jax.tree.leaves(estimate.value)
-    if not is_here(estimate) or len(leaves) != 1 or np.ndim(leaves[0]):
-        shapes = jax.tree.map(np.shape, estimate.value)
-        raise TypeError(
-            "traceax.Estimate.__format__(spec=...) must be asked of one number whose value "
-            f"is there, but got {spec!r} for values of shape {shapes}. Format entries of "
-            "`value` and `standard_error`."
-        )
+    if not is_readable(estimate) or len(leaves) != 1 or np.ndim(leaves[0]):
+        must = "be asked of one number whose value is there"
+        got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
+        cure = "Format entries of `value` and `standard_error`."
+        raise argument_error(TypeError, "Estimate.__format__", "spec", must, got, cure)
     value = np.asarray(leaves[0]).item()
     error = np.asarray(jax.tree.leaves(estimate.standard_error)[0]).item()
     shown = format(value, spec)
     return shown if error == 0 else f"{shown} ± {error:{spec}}"
 
 
-def is_here(estimate: Any) -> bool:
-    """Whether every number in it can be looked at."""
+def is_readable(estimate: Any) -> bool:
+    """Whether this process can read every number in it."""
 
-    def here(leaf: Any) -> bool:
+    def readable(leaf: Any) -> bool:
         if isinstance(leaf, jax.Array):
             return leaf.is_fully_addressable and not leaf.is_deleted()
         return isinstance(leaf, int | float | complex | np.ndarray | np.generic)
 
     leaves = jax.tree.leaves(estimate)
     same = jax.tree.structure(estimate.value) == jax.tree.structure(estimate.standard_error)
-    return bool(leaves) and same and is_concrete(leaves) and all(map(here, leaves))
+    return bool(leaves) and same and is_concrete(leaves) and all(map(readable, leaves))
 
 
-def leaf_rows(estimate: Any) -> list[tuple[str, str]]:
-    """Where each leaf is, and what it says."""
-    pairs = zip(
-        jax.tree.leaves_with_path(estimate.value),
-        jax.tree.leaves(estimate.standard_error),
-        strict=True,
-    )
-    return [
-        (
-            jax.tree_util.keystr(path, simple=True, separator="."),
-            leaf_in_words(np.asarray(value), np.asarray(error)),
-        )
-        for (path, value), error in pairs
-    ]
-
-
-def leaf_in_words(value: np.ndarray, error: np.ndarray) -> str:
-    if value.size > _MOST_SHOWN:
-        return f"{value.shape} {_relative_error(value, error)}"
-    pairs = zip(value.ravel(), error.ravel(), strict=True)
-    return ", ".join(number(v, e.item()) for v, e in pairs)
-
-
-def _relative_error(value: np.ndarray, error: np.ndarray) -> str:
+def _array_in_words(value: np.ndarray, error: np.ndarray) -> str:
+    if value.size <= _MOST_SHOWN:
+        pairs = zip(value.ravel(), error.ravel(), strict=True)
+        return ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
     if not np.any(error):
-        return "exact"
+        return f"{value.shape} exact"
     with np.errstate(all="ignore"):
-        error = error / np.max(np.abs(value))
-        value = value / np.max(np.abs(value))
-        share = np.linalg.norm(error) / np.linalg.norm(value)
-    return f"± {100 * share:.2g} % in norm"
+        largest = np.max(np.abs(value))
+        share = np.linalg.norm(error / largest) / np.linalg.norm(value / largest)
+    return f"{value.shape} ± {100 * share:.2g} % in norm"
 
 
-def number(value: np.generic, error: float) -> str:
-    """To two digits of the error."""
+def _number_in_words(value: np.generic, error: float) -> str:
+    """A number to two digits of its error."""
     if error == 0:
         return str(value)
     if not np.isfinite(error) or not np.isfinite(value):
@@ -113,14 +101,15 @@ def number(value: np.generic, error: float) -> str:
     size = max(abs(value.item()), error)
     power = int(np.floor(np.log10(size) + 1e-6))
     if -4 <= power < 6:
-        return _plain(value.item(), error)
-    # A power of ten that double precision holds, of what single precision may not.
-    scale = 10.0 ** max(power, -300)
-    return f"({_plain(value.item() / scale, error / scale)})e{max(power, -300):+03d}"
+        return _fixed_point(value.item(), error)
+    # The number may be subnormal: 10^power must not be.
+    power = max(power, -300)
+    scale = 10.0**power
+    return f"({_fixed_point(value.item() / scale, error / scale)})e{power:+03d}"
 
 
-def _plain(value: float | complex, error: float) -> str:
-    # A little more, for what single precision makes of 0.1.
+def _fixed_point(value: float | complex, error: float) -> str:
+    # 1e-6 makes up for single precision, in which 0.1 may be a little less.
     decimals = max(0, 1 - int(np.floor(np.log10(error) + 1e-6)))
     shown = f"{value:.{min(decimals, 16)}f}"
     shown = f"({shown})" if isinstance(value, complex) else shown
@@ -171,7 +160,7 @@ class Estimate(eqx.Module):
         return formatted(self, spec)
 
     def __repr__(self) -> str:
-        return f"<{in_words(self)}>" if is_here(self) else in_words(self)
+        return f"<{in_words(self)}>" if is_readable(self) else in_words(self)
 
     def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
@@ -188,29 +177,23 @@ class Estimate(eqx.Module):
 
         **Cost**: no operator applications.
         """
+        name, cure = "Estimate.interval", "Pass 0.95, say."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
-            raise TypeError(
-                "traceax.Estimate.interval(level=...) must be a number, because it is a "
-                f"probability, but got {level!r}. Pass 0.95, say."
-            )
+            must = "be a number, because it is a probability"
+            raise argument_error(TypeError, name, "level", must, repr(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
         if not all(0 < number < 1 for number in known):
-            raise ValueError(
-                "traceax.Estimate.interval(level=...) must be strictly between 0 and 1, "
-                f"because it is a probability, but got {level!r}. Pass 0.95, say."
-            )
+            must = "be strictly between 0 and 1, because it is a probability"
+            raise argument_error(ValueError, name, "level", must, repr(level), cure)
         if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(self.value)):
-            raise TypeError(
-                "traceax.Estimate.interval(...) must be asked of a real value, because "
-                "complex numbers have no order, but got a complex value. Use `value` and "
-                "`standard_error` directly, or estimate the operator's Hermitian part."
-            )
-
+            must, got = "be asked of a real value, as these have an order", "a complex one"
+            cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
+            raise argument_error(TypeError, name, "...", must, got, cure)
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def ends(value: Array, error: Array) -> tuple[Array, Array]:
             quantile = student_quantile(level, degrees.astype(error.dtype))
-            # Each estimate of a batch has its own, for all of its entries.
+            # Each estimate of a batch has one quantile for all of its entries.
             entries = (1,) * (error.ndim - quantile.ndim)
             quantile = quantile.reshape(quantile.shape + entries)
             width = jnp.where(error == 0, 0, error * quantile)
@@ -223,19 +206,50 @@ class Estimate(eqx.Module):
 
 
 def exportable(example: eqx.Module) -> None:
-    """Let `jax.export` write the class of `example`, which has no static field: so there is
-    nothing to write of it, and all that are read are alike."""
-    kind, node = type(example), jax.tree.structure(example).node_data()
+    """Let `jax.export` write the class of `example`, which must have no static field: its
+    auxiliary data are then the same for all instances, and need not be written."""
+    node = jax.tree.structure(example).node_data()
     assert node is not None
     export.register_pytree_node_serialization(
-        kind,
-        serialized_name=f"traceax.{kind.__name__}",
+        type(example),
+        serialized_name=f"traceax.{type(example).__name__}",
         serialize_auxdata=lambda _: b"",
         deserialize_auxdata=lambda _: node[1],
     )
 
 
 exportable(Estimate(0.0, 0.0, 0))
+
+
+@eqx.filter_custom_jvp
+def nondifferentiable(error: PyTree[Array], source: Any = None) -> PyTree[Array]:
+    """A standard error made of differentiable numbers, or of frozen ones if `source` is the
+    differentiable number, of the same shape, that they were frozen from."""
+    return error
+
+
+@nondifferentiable.def_jvp
+def _nondifferentiable_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    error = primals[0]
+    moved = [tangent for tangent in tangents if tangent is not None]
+    return error, error_tangent(error, moved[-1].real) if moved else None
+
+
+def error_tangent(error: Array, tangent: Array) -> Array:
+    """The tangent of a standard error: infinite in forward mode, an error in reverse mode.
+
+    It is not NaN, because `jax_debug_nans` would stop at it, though nobody reads it. The
+    condition always holds, but the compiler does not know it: it would remove a known one,
+    and the error of reverse mode with it.
+    """
+    unknown = jnp.where(error > -1, jnp.inf, tangent)
+    return eqxi.nondifferentiable_backward(
+        unknown,
+        msg="traceax: `standard_error` of an Estimate must not be differentiated, because "
+        "the derivative rule freezes what it is made of, but got a cotangent for it. Wrap "
+        "it in jax.lax.stop_gradient.",
+        symbolic=False,
+    )
 
 
 @jax.jit
@@ -245,9 +259,9 @@ def student_quantile(
     """The t with P(|T| > t) = 1 - level, T having Student's distribution.
 
     P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised
-    incomplete beta function; it increases in u. Log u is found by bisection: 1 - u cannot
-    tell the long tails of few degrees apart, nor u the narrow ones of many. Traced, since
-    the degrees of freedom become an array when an `Estimate` leaves `jax.jit`.
+    incomplete beta function; it increases in u. Bisection finds log u: for few degrees u
+    is too small for 1 - u, for many it is too close to 1 for u. The degrees may be traced:
+    they become an array when an `Estimate` leaves `jax.jit`.
     """
     dtype = degrees.dtype
     degrees = jnp.clip(degrees, 0.25, 1e4)
@@ -267,3 +281,127 @@ def student_quantile(
     least = jnp.full_like(degrees, jnp.log(jnp.finfo(dtype).tiny))
     log_u, _ = jax.lax.fori_loop(0, 60, halve, (least, jnp.zeros_like(degrees)))
     return jnp.sqrt(degrees * -jnp.expm1(log_u) / jnp.exp(log_u))
+
+
+def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
+    """Combine several estimates of the same quantity, made with independent keys, into one.
+
+        value = sum_j m_j value_j / sum_j m_j,    m_j the applications spent on estimate j
+
+    Unbiased if the estimates are.
+
+    **Arguments**
+
+    - `estimates`: a sequence, or one `Estimate` of which every leaf has a leading axis of
+      runs, as from `jax.vmap`. Two estimates with the *same* key cannot be detected.
+
+    **Returns** an `Estimate` like the parts. `standard_error` comes from theirs, added in
+    squares, or from their spread, if this is larger or if each has one probe only.
+    `num_matvecs` is the sum. **Raises** `TypeError` if `estimates` is no Estimate and no
+    sequence of them; `ValueError` if there are none, they differ in structure, or a single
+    one is no batch.
+
+    **Derivatives**: those of the weighted mean. **Cost**: no applications.
+
+    **Example**
+
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 200))
+        >>> operator = lx.MatrixLinearOperator(matrix)
+        >>> keys = jax.random.split(jax.random.key(1), 4)
+        >>> estimates = [tx.hutchinson_trace(operator, key, 50) for key in keys]
+        >>> print(tx.pool(estimates).num_matvecs)
+        200
+
+    **Reference**: Welch (1947), The generalization of Student's problem, Biometrika 34.
+    """
+    if isinstance(estimates, Estimate):
+        _check_batch("pool", estimates)
+        whole, parts = estimates, []
+    else:
+        _check_parts("pool", estimates)
+        names = ("value", "standard_error", "num_matvecs", "degrees_of_freedom")
+        parts = [Estimate(*(getattr(e, name) for name in names)) for e in estimates]
+        whole = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *parts)
+    values, structure = jax.tree.flatten(whole.value)
+    errors = jax.lax.stop_gradient(jax.tree.leaves(whole.standard_error))
+    runs = values[0].shape[:1]
+    counts = jnp.broadcast_to(jnp.asarray(whole.num_matvecs), runs)
+    degrees = jnp.broadcast_to(jnp.asarray(whole.degrees_of_freedom), runs)
+    shares = jnp.where(jnp.any(counts), counts, 1)
+    shares = shares / jnp.sum(shares)
+    pooled = [_pooled(*leaf, shares, degrees) for leaf in zip(values, errors, strict=True)]
+    return Estimate(
+        jax.tree.unflatten(structure, [value for value, _, _ in pooled]),
+        jax.tree.unflatten(
+            structure, [nondifferentiable(e, value) for value, e, _ in pooled]
+        ),
+        sum(e.num_matvecs for e in parts) if parts else jnp.sum(counts),
+        jnp.min(jnp.stack([freedom for _, _, freedom in pooled])),
+    )
+
+
+def _pooled(
+    values: Inexact[Array, "runs ..."],
+    errors: Float[Array, "runs ..."],
+    shares: Float[Array, " runs"],
+    degrees: Float[Array, " runs"],
+) -> tuple[Inexact[Array, ...], Float[Array, ...], Float[Array, ""]]:
+    """Value, standard error, and the least degrees of freedom of any entry. The squares of
+    errors are scaled by the largest one, so that they neither overflow nor vanish."""
+    runs, axes = values.shape[0], (-1,) + (1,) * (values.ndim - 1)
+    share, degree = (x.astype(errors.dtype).reshape(axes) for x in (shares, degrees))
+    value = jnp.sum(share.astype(values.dtype) * values, axis=0)
+    deviations = jnp.abs(jax.lax.stop_gradient(values - value))
+    sizes = jnp.maximum(jnp.where(jnp.isinf(errors), 0, errors), deviations)
+    scale = jnp.maximum(jnp.max(sizes, axis=0), jnp.finfo(errors.dtype).tiny)
+    squares = (share * (errors / scale)) ** 2
+    within = jnp.sum(squares, axis=0)
+    between = jnp.sum(share * (deviations / scale) ** 2, axis=0) / max(runs - 1, 1)
+    known = jnp.isfinite(within) | (runs == 1)
+    error = scale * jnp.sqrt(jnp.maximum(jnp.where(known, within, 0), between))
+    welch = within**2 / jnp.sum(squares**2 / degree, axis=0)
+    # The quadratic forms of single probes are skewed (see `_linalg.jackknife`).
+    few = jnp.where(within == 0, 1e4, max(runs - 1, 1) / 3)
+    freedom = jnp.where(jnp.isfinite(welch), jnp.minimum(welch, 1e4), few)
+    return value, error, jnp.min(freedom)
+
+
+def _check_parts(name: str, estimates: object) -> None:
+    """A sequence of estimates of one quantity."""
+    if not isinstance(estimates, Sequence):
+        must, got = (
+            "be a sequence of estimates, or a batch of them",
+            type(estimates).__name__,
+        )
+        cure = "Pass a list, or what jax.vmap returned."
+        raise argument_error(TypeError, name, "estimates", must, got, cure)
+    if not estimates:
+        must, cure = "hold at least one estimate", "Make one first."
+        raise argument_error(ValueError, name, "estimates", must, "none", cure)
+    for place, part in enumerate(estimates):
+        if not isinstance(part, Estimate):
+            must, got = "hold estimates", f"{type(part).__name__} as number {place}"
+            cure = "Keep what the estimators return, not its `value`."
+            raise argument_error(TypeError, name, "estimates", must, got, cure)
+        if _described(part) != _described(estimates[0]):
+            must = f"be of one quantity, like number 0, {_described(estimates[0])}"
+            got = f"{_described(part)} as number {place}"
+            cure = "Pool each quantity with its own."
+            raise argument_error(ValueError, name, "estimates", must, got, cure)
+
+
+def _check_batch(name: str, estimates: Estimate) -> None:
+    """One estimate, of which every leaf has a leading axis of runs."""
+    leaves = jax.tree.leaves((estimates.value, estimates.standard_error))
+    runs = {jnp.shape(leaf)[:1] for leaf in leaves}
+    counts = jnp.shape(estimates.num_matvecs), jnp.shape(estimates.degrees_of_freedom)
+    if len(runs) != 1 or runs == {()} or not set(counts) & runs or max(runs)[0] == 0:
+        must = "be a sequence of estimates, or one whose leaves have a leading axis of runs"
+        got = f"{_described(estimates)} with num_matvecs of shape {counts[0]}"
+        cure = "Pass a list, or what jax.vmap over keys returned."
+        raise argument_error(ValueError, name, "estimates", must, got, cure)
+
+
+def _described(part: Estimate) -> str:
+    return eqx.tree_pformat(jax.tree.map(jnp.asarray, part.value))

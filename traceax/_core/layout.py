@@ -1,23 +1,26 @@
-"""In which layout a block goes through what is made for one vector.
+"""How a block of vectors goes through a function that is written for one vector.
 
 Blocks are columns, n x k: products of two tall blocks, which come after every application,
-take three times as long on rows. The application itself has three ways, and one of them is
-chosen when the program is traced, by what one application does. Measured on two cores,
-n = 1000 to 10^6, k = 5 to 100, float32 and float64 (`tests.benchmarks.layouts`), with the
-transpositions that a way needs:
+take three times as long on rows. The application itself has three layouts. One of them is
+chosen when the program is traced, by the operations of one application. Measured on two
+cores, n = 1000 to 10^6, k = 5 to 100, float32 and float64 (`tests.benchmarks.layouts`),
+including the transpositions that a layout needs:
 
 - Stored matrices: as rows 50 columns take 0.65 (float32) to 0.85 of the time, 100 take 0.8,
-  but five 1.6 times as long; if the compiler is kept from turning the product round.
+  but five 1.6 times as long; if the compiler is kept from transposing the product.
 - Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the
   batched program asks for each entry in which piece it lies, and takes 2 to 4 times as long
-  as one row after the other. Of few entries a loop has no time to win.
+  as one row after the other. A loop over few entries saves no time.
 - Gathered and scattered entries, sparse matrices among them: the loop takes half of the
-  time once the block does not fit into the cache, and 1.5 times as long before.
+  time if the block does not fit into the cache, and 1.5 times as long if it does.
 - All else, elementwise, padded, transformed by FFT, products of matrices, networks: as one
-  batch, and as columns; rows make no difference, and a loop reads a matrix k times.
+  batch of columns; rows make no difference, and a loop reads a matrix k times.
 
-On an accelerator, where small kernels in sequence are fatal, there are no loops; nor for
-what is spread over devices.
+There are no loops on an accelerator, where small kernels in sequence are slow, nor for
+arrays that are sharded over devices.
+
+Here are also the jaxprs inside of a jaxpr: the bodies of loops, branches and jitted
+functions.
 """
 
 from __future__ import annotations
@@ -28,17 +31,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Inexact
-
-from traceax._core.jaxprs import inner_jaxprs
 
 Apply = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
 
-# From so many columns on, a stored matrix is applied to rows.
-MANY_COLUMNS = 32
-# From so many entries of a block on, its rows go one after the other.
-SHIFTED, SCATTERED = 50_000, 1_000_000
+MANY_COLUMNS = 32  # from which a stored matrix is applied to rows
+SHIFTED, SCATTERED = 50_000, 1_000_000  # entries of a block from which its rows are looped
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "triangular_solve", "bcsr_dot_general"}
 _SHIFTS = {"concatenate"}
@@ -79,12 +78,12 @@ class Layout(enum.Enum):
 def through(
     apply: Apply, block: Inexact[Array, "n k"], layout: Layout | None
 ) -> Inexact[Array, "p k"]:
-    """`apply` to each column of a block, laid out as it is wished, or as it is best."""
+    """`apply` to each column of a block, in this layout, or in the fastest one."""
     if block.shape[1] == 1:
-        # A batch of one costs transposes where the caller batches, too: a third of the
+        # A batch of one costs transpositions where the caller batches, too: a third of the
         # time of a flow's gradient.
         return apply(block[:, 0])[:, None]
-    match layout or _best(apply, block):
+    match layout or _fastest(apply, block):
         case Layout.COLUMNS:
             return jax.vmap(apply, in_axes=1, out_axes=1)(block)
         case Layout.ROWS:
@@ -96,7 +95,7 @@ def through(
 def through_matrix(
     apply: Apply, block: Inexact[Array, "n k"], layout: Layout | None
 ) -> Inexact[Array, "p k"]:
-    """The same, of a stored matrix: which the compiler turns round where it may."""
+    """The same for a stored matrix. The barriers keep the compiler from transposing it."""
     many = block.shape[1] >= MANY_COLUMNS
     layout = layout or (Layout.ROWS if many else Layout.COLUMNS)
     kept = jax.lax.optimization_barrier
@@ -105,30 +104,43 @@ def through_matrix(
     return kept(through(apply, kept(block), layout))
 
 
-def _best(apply: Apply, block: Inexact[Array, "n k"]) -> Layout:
-    if block.size < SHIFTED or jax.default_backend() != "cpu" or _is_spread(block):
+def _fastest(apply: Apply, block: Inexact[Array, "n k"]) -> Layout:
+    if block.size < SHIFTED or jax.default_backend() != "cpu" or _is_sharded(block):
         return Layout.COLUMNS
-    column = jax.ShapeDtypeStruct(block.shape[:1], block.dtype)
-    program = jax.make_jaxpr(apply)(column)
-    if any(map(_is_spread, program.consts)):
+    program = jax.make_jaxpr(apply)(jax.ShapeDtypeStruct(block.shape[:1], block.dtype))
+    operations = set(_operations(program.jaxpr))
+    if any(map(_is_sharded, program.consts)) or operations & _PRODUCTS:
         return Layout.COLUMNS
-    done = set(_operations(program.jaxpr))
-    if done & _PRODUCTS:
-        return Layout.COLUMNS
-    scatters = done & _SCATTERS and block.size >= SCATTERED
-    return Layout.LOOP if scatters or done & _SHIFTS else Layout.COLUMNS
+    scatters = operations & _SCATTERS and block.size >= SCATTERED
+    return Layout.LOOP if scatters or operations & _SHIFTS else Layout.COLUMNS
 
 
-def _is_spread(array: Any) -> bool:
+def _is_sharded(array: Any) -> bool:
     """Whether it is computed from arrays on a mesh of devices."""
     return jax.typeof(jnp.asarray(array)).sharding.mesh.size > 1
 
 
 def _operations(program: Jaxpr) -> Iterator[str]:
-    """The names of all, also of what is inside loops, branches and compiled functions."""
+    """The names of all operations that return arrays, inner jaxprs included."""
     for equation in program.eqns:
-        # An inner product is none.
         if any(getattr(out.aval, "ndim", 0) for out in equation.outvars):
             yield equation.primitive.name
         for inner in inner_jaxprs(equation):
             yield from _operations(inner)
+
+
+def is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def inner_jaxprs(equation: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation, closed or not."""
+    return filter(is_jaxpr, jax.tree.leaves(equation.params, is_leaf=is_jaxpr))
+
+
+def held_arrays(equation: JaxprEqn) -> Iterator[Any]:
+    """The arrays that the jaxprs inside of an equation hold."""
+    for inner in inner_jaxprs(equation):
+        yield from getattr(inner, "consts", ())
+        for each in inner.eqns:
+            yield from held_arrays(each)

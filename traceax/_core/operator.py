@@ -1,4 +1,4 @@
-"""Everything that the library asks of lineax."""
+"""Operators: all calls of lineax, and the conversion of vectors to blocks."""
 
 from __future__ import annotations
 
@@ -33,30 +33,28 @@ def _spaces(operator: lx.AbstractLinearOperator) -> tuple[Structure, Structure]:
 
 
 def common_dtype(structure: Structure) -> jnp.dtype:
-    """One that holds every leaf, but at least 32 bits wide."""
+    """The least dtype of at least 32 bits that holds every leaf."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(structure)]
-    low = [jnp.finfo(dtype).bits < 32 for dtype in dtypes]
-    pairs = zip(dtypes, low, strict=True)
-    return np.result_type(*(np.float32 if is_low else dtype for dtype, is_low in pairs))
+    return np.result_type(*(np.float32 if jnp.finfo(d).bits < 32 else d for d in dtypes))
 
 
 def working_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
-    """The dtype of blocks."""
+    """The dtype of blocks of vectors."""
     return common_dtype(_spaces(operator))
 
 
-def resolution(operator: lx.AbstractLinearOperator) -> float:
+def unit_roundoff(operator: lx.AbstractLinearOperator) -> float:
     """The relative rounding error of one application: eps of the coarsest leaf."""
     leaves = jax.tree.leaves(_spaces(operator))
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
 
 
-def prepare(operator: Module) -> Module:
-    """The same operator, or other module, with inexact leaves strongly typed JAX arrays,
-    and its functions in canonical form.
+def canonicalise(module: Module) -> Module:
+    """The same operator, or other module, with inexact leaves as strongly typed JAX arrays
+    and with its functions in canonical form.
 
-    Under an eager `jax.grad(f)(1.3)` a derivative rule would be handed the bare Python
-    float, of which a closure-converted operator cannot make an application.
+    Under an eager `jax.grad(f)(1.3)` a derivative rule would get the bare Python float, and
+    a closure-converted operator cannot be applied with it.
     """
 
     def strong(leaf: Any) -> Any:
@@ -64,8 +62,6 @@ def prepare(operator: Module) -> Module:
         if array and jnp.issubdtype(leaf.dtype, jnp.inexact):
             return jax.lax.convert_element_type(leaf, leaf.dtype)
         return leaf
-
-    kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
 
     def with_canonical_function(node: Any) -> Any:
         match node:
@@ -77,15 +73,14 @@ def prepare(operator: Module) -> Module:
                 return node
         return eqx.tree_at(lambda op: op.fn, node, fn)
 
-    def is_leaf(node: Any) -> bool:
-        return isinstance(node, kinds)
-
-    operator = jax.tree.map(strong, operator)
-    return jax.tree.map(with_canonical_function, operator, is_leaf=is_leaf)
+    kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
+    module = jax.tree.map(strong, module)
+    is_leaf = lambda node: isinstance(node, kinds)  # noqa: E731
+    return jax.tree.map(with_canonical_function, module, is_leaf=is_leaf)
 
 
 def frozen(module: Module) -> Module:
-    """The same module as a constant."""
+    """The same module with constant leaves: their derivative is zero."""
     inexact, rest = eqx.partition(module, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(inexact), rest)
 
@@ -113,19 +108,19 @@ def _rounded(part: Array, dtype: jnp.dtype) -> Array:
     return (part.real if is_real and jnp.iscomplexobj(part) else part).astype(dtype)
 
 
-def cut(rows: Inexact[Array, "k n"], structure: Structure) -> PyTree[Array]:
-    """Vectors of a space, each leaf with a leading axis, from rows."""
+def unflatten_rows(rows: Inexact[Array, "k n"], structure: Structure) -> PyTree[Array]:
+    """The vectors that are rows: each leaf has a leading axis."""
     return jax.vmap(lambda row: unflatten(row, structure))(rows)
 
 
 def as_columns(vectors: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, "n k"]:
-    """The inverse of `cut`, but as columns."""
+    """Vectors with a leading axis on each leaf, flattened, as columns."""
     return jax.vmap(lambda vector: flatten(vector, dtype), out_axes=1)(vectors)
 
 
 def as_result(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Array]:
-    """A diagonal in the shape of the space: leaves in their own dtypes, but of at least 32
-    bits, and real if the column is."""
+    """A diagonal with the structure of the space. Leaves have their own dtypes, but of at
+    least 32 bits, and are real if the column is."""
 
     def result(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = common_dtype(leaf)
@@ -136,7 +131,7 @@ def as_result(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Arra
 
 
 class LinearMap(eqx.Module):
-    """An operator, p x n, as a map of n x k blocks, one application a column."""
+    """An operator, p x n, as a map of n x k blocks: one application for each column."""
 
     operator: lx.AbstractLinearOperator
 
@@ -144,7 +139,7 @@ class LinearMap(eqx.Module):
         return _apply(self.operator, block)
 
     def dense(self) -> Inexact[Array, "p n"]:
-        """The matrix: as it is stored, or column by column."""
+        """The matrix, stored or computed column by column."""
         dtype = working_dtype(self.operator)
         if stores_matrix(self.operator):
             return self.operator.as_matrix().astype(dtype)
@@ -173,15 +168,15 @@ def _apply(
     def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         return flatten(operator.mv(unflatten(column, structure)), dtype)
 
-    layout = layout_wished(operator)
+    layout = layout_tag(operator)
     if _is_dense(operator):
         return through_matrix(apply, block, layout)
     return through(apply, block, layout)
 
 
-# What the tags promise. lineax answers for the primal of a TangentLinearOperator: the
-# tangent of a positive semidefinite operator need not be one. So a tangent anywhere
-# inside an operator voids every promise.
+# lineax answers questions about a TangentLinearOperator by the tags of its primal. But the
+# tangent of a positive semidefinite operator need not be positive semidefinite. So no tag
+# holds if there is a tangent anywhere inside an operator.
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
@@ -201,35 +196,33 @@ def is_negative(operator: lx.AbstractLinearOperator) -> bool:
 
 
 def _has_tangent(operator: lx.AbstractLinearOperator) -> bool:
-    def is_tangent(node: object) -> bool:
-        return isinstance(node, lx.TangentLinearOperator)
-
+    is_tangent = lambda node: isinstance(node, lx.TangentLinearOperator)  # noqa: E731
     return any(map(is_tangent, jax.tree.leaves(operator, is_leaf=is_tangent)))
 
 
-def layout_wished(operator: lx.AbstractLinearOperator) -> Layout | None:
-    """Of its tags, or those of what it is a tagged or scaled form of."""
-    wishes = (tag for tag in getattr(operator, "tags", ()) if isinstance(tag, Layout))
+def layout_tag(operator: lx.AbstractLinearOperator) -> Layout | None:
+    """The layout among its tags, or among those of an operator that it tags or scales."""
+    layouts = (tag for tag in getattr(operator, "tags", ()) if isinstance(tag, Layout))
     inner = getattr(operator, "operator", None)
-    return next(wishes, layout_wished(inner) if inner is not None else None)
+    return next(layouts, layout_tag(inner) if inner is not None else None)
 
 
 def application(operator: lx.AbstractLinearOperator) -> Canonical:
-    """One application."""
-    return canonical(prepare(operator).mv, operator.in_structure())
+    """One application in canonical form."""
+    return canonical(canonicalise(operator).mv, operator.in_structure())
 
 
 def by_application(
     operator: lx.AbstractLinearOperator, code: Canonical
 ) -> lx.AbstractLinearOperator:
-    """What `code` applies, with the operator's promises and its wish."""
-    promises = {
+    """The operator that `code` applies, with the tags of `operator`."""
+    questions = {
         lx.symmetric_tag: lx.is_symmetric,
         lx.positive_semidefinite_tag: is_positive,
         lx.negative_semidefinite_tag: is_negative,
     }
-    kept = [] if _has_tangent(operator) else promises.items()
-    layout = layout_wished(operator)
+    kept = [] if _has_tangent(operator) else questions.items()
+    layout = layout_tag(operator)
     tags = [tag for tag, holds in kept if holds(operator)] + ([layout] if layout else [])
     structure = operator.in_structure()
     return lx.FunctionLinearOperator(code, structure, tags, closure_convert=False)
@@ -238,7 +231,7 @@ def by_application(
 def known_diagonal(
     operator: lx.AbstractLinearOperator,
 ) -> tuple[Inexact[Array, " n"], int] | None:
-    """The exact diagonal and its price in applications, where structure gives it."""
+    """The exact diagonal and the applications that it costs, if the structure gives it."""
     dtype = working_dtype(operator)
     if _has_tangent(operator):
         return None
@@ -251,7 +244,7 @@ def known_diagonal(
 
 def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """B* B or B B*, whichever acts on the smaller space."""
-    operator = prepare(operator)
+    operator = canonicalise(operator)
     adjoint = LinearMap(operator).adjoint.operator
     wide = dimension(operator.out_structure()) < size(operator)
     gram = operator @ adjoint if wide else adjoint @ operator
@@ -264,25 +257,25 @@ def _is_dense(operator: lx.AbstractLinearOperator) -> bool:
     return isinstance(operator, lx.MatrixLinearOperator)
 
 
-def stores_matrix(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether its entries are there to be looked up."""
-    match operator:
-        case (
-            lx.MatrixLinearOperator()
-            | lx.PyTreeLinearOperator()
-            | lx.DiagonalLinearOperator()
-            | lx.IdentityLinearOperator()
-            | lx.TridiagonalLinearOperator()
-        ):
-            return True
-        case (
-            lx.TaggedLinearOperator()
-            | lx.NegLinearOperator()
-            | lx.MulLinearOperator()
-            | lx.DivLinearOperator()
-        ):
-            return stores_matrix(operator.operator)
-        case lx.AddLinearOperator():
-            return stores_matrix(operator.operator1) and stores_matrix(operator.operator2)
-        case _:
-            return False
+_STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    lx.TridiagonalLinearOperator,
+)
+_WRAPPERS = (
+    lx.TaggedLinearOperator,
+    lx.NegLinearOperator,
+    lx.MulLinearOperator,
+    lx.DivLinearOperator,
+)
+
+
+def stores_matrix(operator: Any) -> bool:
+    """Whether its entries are stored."""
+    if isinstance(operator, lx.AddLinearOperator):
+        return stores_matrix(operator.operator1) and stores_matrix(operator.operator2)
+    if isinstance(operator, _WRAPPERS):
+        return stores_matrix(operator.operator)
+    return isinstance(operator, _STORED)

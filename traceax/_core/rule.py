@@ -1,4 +1,4 @@
-"""The derivative rule, the heart of the library, in its only place.
+"""The derivative rule of all estimators.
 
 Notation: A the operator; t(A) what is estimated of it (its trace, diagonal, row norms); dA
 a tangent; * the conjugate transpose.
@@ -14,14 +14,14 @@ E[R L*] = I (`_estimators.readouts`). The estimate is r(A; X). Its derivative ha
     d r(A; X) = D_B r(A; X)[dA] + D_X r(A; X)[dX].
 
 The second has mean zero: E r(A; X) = t(A) for *every* X that the algorithm could have made.
-It is pure noise, and costs the derivative of a QR or an eigendecomposition, which does not
+It is noise only. It costs the derivative of a QR or an eigendecomposition, which does not
 exist where the sketch is rank-deficient. The rule drops it, by freezing X:
 
     d value  :=  D_B r(A; X)[dA],    for traces and diagonals  r(dA; X).
 
-So the rule is linear in dA, and JAX derives its transpose: nothing is transposed by hand,
-no cotangent has to look like an operator, and every operator class works. It is unbiased,
-and unbiased again when differentiated twice. Applied to dA = A it returns the value, where
+The rule is linear in dA, so JAX derives its transpose: nothing is transposed by hand, no
+cotangent has to look like an operator, and every operator class works. It is unbiased, and
+unbiased again when differentiated twice. Applied to dA = A it returns the value, where
 value = r(A; X) and r is linear. (XNysTrace, NA-Hutch++, XNysDiag and the one-sided forms of
 Diag++ and XDiag spend fewer applications on their value than reading it would take: there
 r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
@@ -36,35 +36,27 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Structure, as_result, prepare
+from traceax._core.estimate import Estimate, error_tangent
+from traceax._core.operator import LinearMap, Structure, as_result, canonicalise
 
 Values = Inexact[Array, "*values"]
-Errors = Float[Array, "*values"]
-
-
 Readout = Callable[[Any], Values]
+Subject = eqx.Module  # what a readout reads: an operator, or a function of one
+Algorithm = Callable[[Any, PyTree], "Outcome"]
 
 
 class Outcome(eqx.Module):
     """What an algorithm returns: an estimate, and the frozen blocks of its derivative."""
 
     value: Values
-    standard_error: Errors
+    standard_error: Float[Array, "*values"]
     readout: Readout
-    report: PyTree = None  # what else there is to tell: it has no derivative
-
-
-# What is estimated of: an operator, or a function of one. A pytree that a readout reads.
-Subject = eqx.Module
-
-Algorithm = Callable[[Any, PyTree], Outcome]
+    report: PyTree = None  # anything else, without a derivative
 
 
 @eqx.filter_custom_jvp
@@ -76,43 +68,41 @@ def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome
 def _evaluate_jvp(
     primals: tuple[Subject, Algorithm, PyTree], tangents: tuple[Any, Any, Any]
 ) -> tuple[Outcome, Outcome]:
-    subject, _, _ = primals
-    tangent, _, _ = tangents
-    # Through `_evaluate` again, so that a second derivative meets the rule again.
+    subject, tangent = primals[0], tangents[0]
+    # A call of `_evaluate`, so that the rule holds for second derivatives, too.
     outcome = _evaluate(*primals)
     unperturbed = jax.tree.map(lambda _: None, outcome)
     if not jax.tree.leaves(tangent):
         return outcome, unperturbed
-    # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of whatever is not perturbed, and gives
-    # `None` where the matvec does not depend on what is (a constant Jacobian's point).
+    # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of what is not perturbed. It returns
+    # `None` if the matvec does not depend on what is (the point of a constant Jacobian).
     _, read = eqx.filter_jvp(outcome.readout, (subject,), (tangent,))
     if read is None:
         return outcome, unperturbed
     if not jnp.iscomplexobj(outcome.value):
         read = read.real
     read = read.astype(outcome.value.dtype)
-    refused = _refuse(outcome.standard_error, read.real)
-    return outcome, Outcome(read, refused, unperturbed.readout, unperturbed.report)
+    error = error_tangent(outcome.standard_error, read.real)
+    return outcome, Outcome(read, error, unperturbed.readout, unperturbed.report)
 
 
 @eqx.filter_custom_jvp
-def settled(
+def with_own_jvp(
     value: PyTree,
     function: Callable[..., PyTree],
     subject: Subject,
     held: Callable[[Any], PyTree] | None = None,
 ) -> PyTree:
-    """`value`, which `function(subject)` would make over again: taken as it is, and
-    differentiated, where anybody asks, as `function`. So blocks that depend on the operator
-    may be used again without computing them twice or freezing them.
+    """`value`, which equals `function(subject)`, with the derivative of the latter. Blocks
+    that depend on the operator are so used again: neither computed twice nor frozen.
 
-    With `held` it is differentiated as `function(subject, block)`, block = `held(subject)`,
-    which is constant for a first derivative, but not for a second one."""
+    With `held` the derivative is that of `function(subject, block)` in its first argument,
+    block = `held(subject)`; only the second derivative includes that of the block."""
     return value
 
 
-@settled.def_jvp
-def _settled_jvp(
+@with_own_jvp.def_jvp
+def _with_own_jvp_jvp(
     primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[PyTree, PyTree]:
     value, function, subject, *held = primals
@@ -120,41 +110,7 @@ def _settled_jvp(
         return value, jax.tree.map(lambda _: None, value)
     blocks = [make(subject) for make in held]
     _, moved = eqx.filter_jvp(lambda s: function(s, *blocks), (subject,), (tangents[2],))
-    return settled(*primals), moved
-
-
-@eqx.filter_custom_jvp
-def refusing(error: Errors, source: Values | None = None) -> Errors:
-    """A standard error that was made of differentiable numbers; or, with a `source` of its
-    shape, of what was frozen of them."""
-    return error
-
-
-@refusing.def_jvp
-def _refusing_jvp(
-    primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[Errors, Errors | None]:
-    error = primals[0]
-    moved = [tangent for tangent in tangents if tangent is not None]
-    return error, _refuse(error, moved[-1].real) if moved else None
-
-
-def _refuse(error: Errors, tangent: Errors) -> Errors:
-    """The tangent of the standard error: infinite forwards, an error by name backwards.
-
-    (Not NaN: `jax_debug_nans` would stop at it, though nobody reads it.)
-
-    The choice is always taken, but hangs on a value that the compiler does not know, or it
-    would fold the choice, and with it the error.
-    """
-    unknown = jnp.where(error > -1, jnp.inf, tangent)
-    return eqxi.nondifferentiable_backward(
-        unknown,
-        msg="traceax: `standard_error` of an Estimate must not be differentiated, because "
-        "the derivative rule freezes what it is made of, but got a cotangent for it. Wrap "
-        "it in jax.lax.stop_gradient.",
-        symbolic=False,
-    )
+    return with_own_jvp(*primals), moved
 
 
 def estimate(
@@ -165,7 +121,7 @@ def estimate(
     degrees_of_freedom: float,
     structure: Structure | None = None,
 ) -> Estimate:
-    """Run an algorithm under the rule. A `structure` cuts what it returns into leaves."""
+    """Run an algorithm under the rule. A `structure` splits its results into leaves."""
     outcome = run(algorithm, subject, probes)
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
@@ -174,8 +130,8 @@ def estimate(
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
-    """Run an algorithm under the rule. What is read of a Hermitian operator is real."""
-    subject = prepare(subject)
+    """Run an algorithm under the rule. The value is real if the operator is Hermitian."""
+    subject = canonicalise(subject)
     outcome = _evaluate(subject, algorithm, probes)
     if isinstance(subject, LinearMap) and subject.is_hermitian:
         return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)

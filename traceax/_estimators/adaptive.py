@@ -36,8 +36,8 @@ from traceax._core.operator import (
     frozen,
     is_negative,
     is_positive,
-    resolution,
     size,
+    unit_roundoff,
     working_dtype,
 )
 from traceax._core.rule import Outcome, run
@@ -298,7 +298,7 @@ class _Growing(NamedTuple):
     def value_and_error(
         self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-        eps, resphere = resolution(linear_map.operator), self.resphere
+        eps, resphere = unit_roundoff(linear_map.operator), self.resphere
         if sketch.basis is None or sketch.images is None:
             of_sketch = xnystrace_of(sketch.products, sketch.probes, eps, resphere=resphere)
             return self.sign * of_sketch[0], of_sketch[1]

@@ -19,17 +19,17 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import Canonical, canonical
-from traceax._core.checks import check_function_request
-from traceax._core.estimate import Estimate
-from traceax._core.function_checks import (
-    check_algorithm,
+from traceax._core.checks import (
     check_applied,
     check_block,
     check_blocks,
+    check_callable,
+    check_function_request,
     check_result,
     check_value,
 )
-from traceax._core.jaxprs import inner_jaxprs
+from traceax._core.estimate import Estimate
+from traceax._core.layout import inner_jaxprs
 from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Pairs
@@ -106,7 +106,8 @@ def custom_trace(
     **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++,
     doi:10.1137/1.9781611976496.16; the rule is the library's own.
     """
-    check_algorithm("custom_trace", algorithm)
+    form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
+    check_callable("custom_trace", "algorithm", algorithm, form, cure)
     operator = check_function_request(
         "custom_trace", operator, key, {"num_probes": num_probes}
     )

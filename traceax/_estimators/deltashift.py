@@ -56,9 +56,9 @@ from traceax._core.operator import (
     LinearMap,
     application,
     by_application,
-    resolution,
     size,
     stores_matrix,
+    unit_roundoff,
 )
 from traceax._core.rule import Outcome, run
 from traceax._estimators.hutchinson import hutchinson_trace
@@ -216,7 +216,7 @@ def _correct(
 ) -> Outcome:
     probes, before, state = known
     w = linear_map(probes)
-    eps = resolution(linear_map.operator)
+    eps = unit_roundoff(linear_map.operator)
     value, error, size = _value_error_size(probes, before, w, state[:3], eps)
     weight = Pairs(probes / probes.shape[1], probes)
     return Outcome(value, error, weight, report=size)

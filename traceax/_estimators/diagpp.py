@@ -7,7 +7,7 @@ import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBlocks, Method, Probes, estimate
 from traceax._estimators.leave_one_out import outside
@@ -74,7 +74,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     known = weight.known(image, image) if hermitian else row_dots(q, image)
     scattered = magnitude(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
-    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
+    error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
     return Outcome(known + mean(samples), error, weight)
 
 

@@ -24,9 +24,15 @@ from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
 from traceax._estimators.readouts import Target, cost_of_exact
 from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
-from traceax._probes.probing import Witnesses, witnesses_of
+from traceax._probes.probing import Neighbourhood, neighbourhood_of
 from traceax._probes.samplers import Sampler
-from traceax._probes.stream import Plan, ProgressMeter, Stream, checked_meter, plan_and_draw
+from traceax._probes.stream import (
+    ProgressMeter,
+    SamplingDesign,
+    Stream,
+    checked_meter,
+    design_and_draw,
+)
 
 # Up to this dimension a batch of n applications takes as long as a batch of a few.
 SMALL = 64
@@ -145,19 +151,21 @@ class Streamed(eqx.Module):
     """Independent samples, a batch at a time; `witnesses` are those of `probing`."""
 
     probes: Stream
-    witnesses: Witnesses | None
+    witnesses: Neighbourhood | None
     meter: ProgressMeter
-    plan: Plan = eqx.field(static=True)
+    plan: SamplingDesign = eqx.field(static=True)
 
 
 class InBatches(NamedTuple):
     """Draws independent samples, one application a probe."""
 
-    degrees: Callable[[Plan, bool], float]
+    degrees: Callable[[SamplingDesign, bool], float]
 
     def __call__(self, request: Request) -> Drawn:
         name, operator, key, num_matvecs, sampler, batch_size, meter = request
-        plan, probes = plan_and_draw(name, operator, key, num_matvecs, sampler, batch_size)
-        witnesses = witnesses_of(sampler)
+        plan, probes = design_and_draw(
+            name, operator, key, num_matvecs, sampler, batch_size
+        )
+        witnesses = neighbourhood_of(sampler)
         streamed = Streamed(probes, witnesses, meter, plan)
         return Drawn(streamed, plan.num_probes, self.degrees(plan, witnesses is not None))

@@ -9,16 +9,16 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import both_errors, error_of_sum, length
 from traceax._linalg.moments import Moments, moments
-from traceax._probes.probing import DEGREES, account, pooled
+from traceax._probes.probing import DEGREES, combined_error, neighbour_residuals
 from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.stream import Plan, ProgressMeter
+from traceax._probes.stream import ProgressMeter, SamplingDesign
 
 
 def hutchinson_trace(
@@ -130,11 +130,11 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
         products = linear_map(z)
         samples = target.of(z.conj() * products, linear_map)
         sizes = target.of(jnp.abs(z) * jnp.abs(products), linear_map)
-        told = None if witnesses is None else account(z, products, witnesses)
+        told = None if witnesses is None else neighbour_residuals(z, products, witnesses)
         return samples, sizes, told
 
     samples, sizes, told = probes.collect(samples_of, streamed.meter)
-    eps = resolution(linear_map.operator)
+    eps = unit_roundoff(linear_map.operator)
     rounding = 4 * eps * mean(sizes)
     value, error = plan.mean_and_error(samples, rounding)
     if witnesses is not None:
@@ -149,11 +149,11 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome
     probes of modulus 1 no more than a mean. Each repeat of `probing` tells something of its
     own error, too."""
     probes, witnesses, plan = streamed.probes, streamed.witnesses, streamed.plan
-    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
 
     def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Any]:
         products = linear_map(z)
-        told = None if witnesses is None else account(z, products, witnesses)
+        told = None if witnesses is None else neighbour_residuals(z, products, witnesses)
         return _moments_of(z, products, plan, hermitian), told
 
     def merged(one: Any, other: Any) -> Any:
@@ -161,30 +161,33 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome
         return tuple(None if a is None else a.merged(b) for a, b in pairs)
 
     total, told = probes.reduce(sums_of, merged, streamed.meter)
-    spread = plan.shrink * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
+    spread = plan.correction * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
     unit = total.scale / total.weight
     error, rounding = unit * spread, unit * 4 * eps * total.size
     if told is not None:
         repeats = plan.num_samples
-        error = pooled(error, told.error(witnesses, repeats, eps), repeats)
+        error = combined_error(error, told.error(witnesses, repeats, eps), repeats)
     readout = Batches(probes, total.weight, target.read)
     return Outcome(total.scale * total.value(), both_errors(error, rounding), readout)
 
 
 def _moments_of(
-    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], plan: Plan, hermitian: bool
+    z: Inexact[Array, "n b"],
+    products: Inexact[Array, "n b"],
+    plan: SamplingDesign,
+    hermitian: bool,
 ) -> Moments:
     products = z.conj() * products
     products = products.real if hermitian else products
     return moments(plan.totals(products), plan.totals((z * z.conj()).real))
 
 
-def _degrees_of_mean(plan: Plan, witnessed: bool) -> float:
+def _degrees_of_mean(plan: SamplingDesign, witnessed: bool) -> float:
     alone = plan.num_samples == 1 and witnessed
     return DEGREES if alone else plan.degrees_of_freedom
 
 
-def _degrees_of_ratio(plan: Plan, witnessed: bool) -> float:
+def _degrees_of_ratio(plan: SamplingDesign, witnessed: bool) -> float:
     degrees = plan.num_samples - 1
     return degrees + DEGREES if witnessed else max(degrees, 1)
 

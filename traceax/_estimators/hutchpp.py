@@ -21,7 +21,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBlocks, Method, Probes, estimate
 from traceax._estimators.readouts import TRACE, Pairs, Target
@@ -123,7 +123,7 @@ def _hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     h = column_dots(q, linear_map(q))
     samples = resphering * column_dots(mu, linear_map(mu))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
-    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
+    error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
     return Outcome(jnp.sum(h) + mean(samples), error, _pairs(q, mu, resphering))
 
 
@@ -154,7 +154,7 @@ def _na_hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcom
     missed = products - q @ (inverse @ (co_range.conj().T @ rest))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
+    error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
     weight = _pairs(q, *_project(rest, q, probes.resphere))
     return Outcome(low + mean(samples), error, weight)
 

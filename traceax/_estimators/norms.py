@@ -21,7 +21,7 @@ from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_operator
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, gram, is_hermitian, resolution
+from traceax._core.operator import LinearMap, gram, is_hermitian, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import leave_one_out
@@ -146,7 +146,7 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     known = readout.known(image / scale)
     samples = known + readout.remainders(remainder)
     sizes = mean(jnp.abs(samples))
-    rounding = 4 * resolution(linear_map.operator) * (sizes + mean(sizes))
+    rounding = 4 * unit_roundoff(linear_map.operator) * (sizes + mean(sizes))
     n, k = block.shape
     if k < 3:
         error = standard_error(samples, rounding)

@@ -83,7 +83,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Request
 from traceax._estimators.leave_one_out import LeaveOneOut, independent, leave_one_out
@@ -153,7 +153,7 @@ def sketched_or_sampled(
     loo = leave_one_out(sketch, block, resphere=resphere)
     choice = choose(sketch_weights(loo, sketch), probes.uniform)
     images = linear_map(jnp.where(choice.sketches, loo.basis.columns, probes.fresh))
-    eps, weights = resolution(linear_map.operator), choice.weights
+    eps, weights = unit_roundoff(linear_map.operator), choice.weights
     sketched, sketched_error = xtrace_of(
         loo, sketch, images, eps, resphere=resphere, weights=weights
     )
@@ -175,7 +175,7 @@ def sketched_or_sampled_diagonal(
     loo = leave_one_out(sketch, block, resphere=False)
     choice = choose(sketch_weights_of_diagonal(loo, sketch), probes.uniform)
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
     sketched = samples_of(loo, sketch, image, eps, hermitian=hermitian)
     scale, weights = sketched.scale, choice.weights
     first = independent(block.conj() * (sketch / scale), scale, eps, hermitian)

@@ -30,7 +30,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.operator import LinearMap, is_negative, resolution
+from traceax._core.operator import LinearMap, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, one_block
 from traceax._estimators.leave_one_out import (
@@ -55,7 +55,7 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = sign * linear_map(block)
     factor = nystrom(sketch, block)
     weights = sketch_weights(factor, sketch, block)
-    samples = _samples(factor, sketch, block, weights, resolution(linear_map.operator))
+    samples = _samples(factor, sketch, block, weights, unit_roundoff(linear_map.operator))
     value, error = samples.value_and_error()
     loo = leave_one_out(sketch, block, resphere=False)
     return Outcome(sign * value, error, _readout(target, loo, weights))

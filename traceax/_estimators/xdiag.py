@@ -31,7 +31,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import LeaveOneOut, Samples, leave_one_out, outside
@@ -97,7 +97,7 @@ def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
-    eps, hermitian = resolution(linear_map.operator), linear_map.is_hermitian
+    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
     samples = samples_of(loo, sketch, image, eps, hermitian=hermitian)
     value, error = samples.of(target, linear_map).value_and_error()
     return Outcome(value, error, two_sided(target, loo))

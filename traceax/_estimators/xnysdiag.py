@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, resolution
+from traceax._core.operator import LinearMap, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import Samples, leave_one_out
@@ -79,7 +79,7 @@ def _xnysdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     see `automatic.leaf_traces`."""
     (block,) = probes.blocks
     sign = -1 if is_negative(linear_map.operator) else 1
-    sketch, eps = sign * linear_map(block), resolution(linear_map.operator)
+    sketch, eps = sign * linear_map(block), unit_roundoff(linear_map.operator)
     factor = nystrom(sketch, block)
     samples = samples_of(factor, block, eps).of(target, linear_map)
     value, error = samples.value_and_error()

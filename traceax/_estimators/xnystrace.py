@@ -19,7 +19,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, resolution
+from traceax._core.operator import LinearMap, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import leave_one_out
@@ -87,7 +87,7 @@ def _xnystrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     del target
     (block,), resphere = probes.blocks, probes.resphere
     sign = -1 if is_negative(linear_map.operator) else 1
-    sketch, eps = sign * linear_map(block), resolution(linear_map.operator)
+    sketch, eps = sign * linear_map(block), unit_roundoff(linear_map.operator)
     value, error = xnystrace_of(sketch, block, eps, resphere=resphere)
     weight = trace_pairs(leave_one_out(sketch, block, resphere=resphere))
     return Outcome(sign * value, error, weight)

@@ -25,7 +25,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, resolution
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import LeaveOneOut, leave_one_out
@@ -88,7 +88,7 @@ def _xtrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
-    eps = resolution(linear_map.operator)
+    eps = unit_roundoff(linear_map.operator)
     value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
     return Outcome(value, error, trace_pairs(loo))
 

@@ -40,7 +40,7 @@ from equinox.internal import Static
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import LinearMap, resolution, size
+from traceax._core.operator import LinearMap, size, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.leave_one_out import leave_one_out
 from traceax._estimators.readouts import DIAGONAL, TwoSided, two_sided
@@ -63,7 +63,7 @@ def block_diagonal(
     eigen, slopes = defined(eigen, subject.fn, is_unfinished(space))
     values = at_nodes(subject.fn, eigen.values)[..., 0]
     sizes = jnp.abs(values[0]) + slopes[:, 0]
-    eps, unresolved = resolution(operator), depth == 1 and size(operator) > 1
+    eps, unresolved = unit_roundoff(operator), depth == 1 and size(operator) > 1
     run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
     value, error, sketch = _value_error_sketch(
         run, space, eigen, values, sizes, eps, unresolved

@@ -15,10 +15,10 @@ from traceax._core.operator import (
     LinearMap,
     Structure,
     as_columns,
-    cut,
     flatten,
     stores_matrix,
     unflatten,
+    unflatten_rows,
     working_dtype,
 )
 from traceax._functions.slq import real_dtype
@@ -67,7 +67,7 @@ class RightHandSides(eqx.Module):
     def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, ...]]:
         """Columns in the structure of the right-hand sides that were given."""
         if self.several:
-            return cut(columns.T, self.structure)
+            return unflatten_rows(columns.T, self.structure)
         return unflatten(columns[:, 0], self.structure)
 
 

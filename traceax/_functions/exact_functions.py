@@ -30,11 +30,11 @@ from traceax._core.operator import (
     Structure,
     as_result,
     known_diagonal,
-    resolution,
     size,
     stores_matrix,
+    unit_roundoff,
 )
-from traceax._core.rule import Outcome, estimate, settled
+from traceax._core.rule import Outcome, estimate, with_own_jvp
 from traceax._estimators.driver import SMALL
 from traceax._linalg import lapack
 from traceax._linalg.columns import magnitude
@@ -134,7 +134,7 @@ def _exact(subject: MatrixFunction, _: None) -> Outcome:
 
 def _pairs(matrix: Inexact[Array, "n n"], eigen: Eigen, subject: MatrixFunction) -> Paired:
     """tr(f'(A) dA)."""
-    matrix = settled(matrix, LinearMap.dense, subject.linear_map)
+    matrix = with_own_jvp(matrix, LinearMap.dense, subject.linear_map)
     slopes = columns(Slope(subject.fn), matrix, eigen, count=len(matrix))
     return None, lambda rows: jnp.einsum("pij,ij->p", slopes, rows.astype(slopes.dtype))
 
@@ -156,7 +156,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
     if real:
         # Conjugate eigenvalues have conjugate values, but not across a branch cut. (The
         # root of a zero that rounding has made negative is not across.)
-        noise = 30 * resolution(subject.linear_map.operator) ** 0.5
+        noise = 30 * unit_roundoff(subject.linear_map.operator) ** 0.5
         sizes = jnp.sum(jnp.abs(values), axis=0)
         crossed = jnp.abs(value.imag) > min(noise, 1e-3) * sizes
         value = jnp.where(crossed, jnp.nan, value.real)
@@ -167,7 +167,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
 
 def _general_pairs(matrix: Inexact[Array, "n n"], subject: MatrixFunction) -> Paired:
     """tr(f'(A) dA)."""
-    spectrum = settled(_spectrum(matrix), refuse_second, subject.linear_map)
+    spectrum = with_own_jvp(_spectrum(matrix), refuse_second, subject.linear_map)
     nodes, vectors, inverse = spectrum
     slopes = at_nodes(Slope(subject.fn), nodes).astype(nodes.dtype)
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, check_samples
+from traceax._core.checks import check_request, check_samples, check_scalar_values
 from traceax._core.estimate import Estimate
-from traceax._core.function_checks import check_scalar_values
 from traceax._core.operator import LinearMap, as_result, frozen, size
 from traceax._core.rule import estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
@@ -21,7 +20,7 @@ from traceax._functions.function_trace import checked_run
 from traceax._functions.slq import Function, real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._linalg.jackknife import both_errors
-from traceax._probes.draw import check_independent, draw, probes_a_sample
+from traceax._probes.draw import check_independent, draw, probes_per_sample
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
@@ -94,7 +93,7 @@ def function_diagonal(
     operator = check_request(name, operator, key, num_matvecs, 6)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar_values(name, structure)
-    colours = probes_a_sample(sampler)
+    colours = probes_per_sample(sampler)
     if colours > 1:
         choose, tests = partial(_coloured, name=name, colours=colours), 3 * _TESTS // 2
         asked = (num_matvecs, num_probes, num_steps, choose, tests)

@@ -32,8 +32,8 @@ from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
-from traceax._core.operator import LinearMap, frozen, resolution
-from traceax._core.rule import Outcome, Readout, run, settled
+from traceax._core.operator import LinearMap, frozen, unit_roundoff
+from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._functions.equations import Shift, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.logdet import factorised
@@ -221,7 +221,7 @@ class Report(eqx.Module):
         return self.solve(subject, subject.vectors)
 
     def solution(self, subject: Likelihood) -> Inexact[Array, "n t"]:
-        return settled(self.solve.solution, self, subject)
+        return with_own_jvp(self.solve.solution, self, subject)
 
 
 def likelihood(
@@ -248,7 +248,7 @@ def likelihood(
     how = {"rtol": rtol, "max_steps": max_steps}
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)
     solution = start + rest.solution
-    rounding = 4 * resolution(subject.function.linear_map.operator)
+    rounding = 4 * unit_roundoff(subject.function.linear_map.operator)
     forms, errors = _forms_and_errors(inverse, y, solution, y - subject(solution), rounding)
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
@@ -282,7 +282,7 @@ def _forms_and_errors(
 
 def _read(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
     form = _form(frozen(subject), report.solve.solution)
-    form = settled(form, _form, subject, report.solution)
+    form = with_own_jvp(form, _form, subject, report.solution)
     return jnp.append(traces(subject.function), form)
 
 

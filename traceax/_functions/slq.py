@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_batch_size, check_function_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, frozen, resolution, size, working_dtype
+from traceax._core.operator import LinearMap, frozen, size, unit_roundoff, working_dtype
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg.jackknife import (
@@ -201,7 +201,7 @@ class Sampled(eqx.Module):
         """The quadrature error of one step cannot be told, unless n = 1."""
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and size(operator) > 1
-        eps = resolution(operator)
+        eps = unit_roundoff(operator)
         total, samples = jnp.sum(terms, axis=1), terms * terms.shape[1]
         slope = slope_of(subject.combine, total)
         sizes, slopes = (bounds_through(slope, x) for x in (self.sizes, self.slopes))

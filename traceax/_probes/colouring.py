@@ -1,23 +1,22 @@
 """Colourings: which dimensions may share a probe.
 
-All of it is made on the host, and nothing is random. First stands the graph of a pattern,
-and which dimensions are within so many steps of each other in it.
+Colours are computed on the host, and nothing is random. The graph of a pattern has an edge
+wherever the pattern has an entry. Dimensions within so many steps of each other in it get
+different colours.
 
-*Grids* are coloured by lattices (Korobov's, who took them for quadrature): dimension
-(i, j, k) has the colour (i + s j + s^2 k) mod c.
+*Grids* are coloured by lattices (Korobov's, who used them for quadrature): dimension
+(i, j, k) has the colour (i + s j + s^2 k) mod c. A grid is recognised by its pattern alone:
+its strides are offsets of diagonals, and each step between neighbours occurs as often as in
+a grid, where each axis is open or closed (a torus).
 
-A grid is recognised by its pattern alone: its strides are offsets of diagonals, and each
-step between neighbours occurs as often as in a grid, open or closed (a torus) on each axis.
-
-*Any graph* is coloured greedily; colours to spare then lower the disturbance.
-
-`improved` moves one dimension at a time to the colour that disturbs it least. How much two
-dimensions disturb each other is the graph's to say: by the square of an entry of
+*Any graph* is coloured greedily. `improved` then uses colours to spare: it moves one
+dimension at a time to the colour that disturbs it least. Two dimensions disturb each other
+by the square of an entry of
 
     sum over k <= depth of (d T)^k,    T_ab = 1 / sqrt(degree of a, degree of b),
 
-a resolvent of the graph, cut off. Pairs that must not share a colour weigh more than all
-others together.
+a truncated resolvent of the graph. Pairs that must not share a colour have a larger weight
+than all others together.
 """
 
 from __future__ import annotations
@@ -29,14 +28,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-# A sparse n x n matrix of SciPy, which is imported where it is needed: that takes longer
-# than importing all of traceax.
+from traceax._core.checks import argument_error, check_count
+
+# A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
+# takes longer than importing all of traceax.
 Sparse = Any
+Colours = Int[np.ndarray, " n"]
 
-# Products that make the entries of one power of a pattern: seconds.
-_MOST_PRODUCTS = 100_000_000
+_MOST_PRODUCTS = 100_000_000  # for the entries of one power of a pattern: seconds
+_MOST_OFFSETS = 130  # of diagonals: a stencil that reaches five steps in a plane
+_MOST_IN_BOX, _MOST_WORK = 40_000, 400_000_000
+_ROUNDS, _SWEEPS, _DAMPING = 6, 8, 0.9
+_FURTHER = 2  # steps beyond the last that is kept apart, for which spare colours are used
+
+# From so many dimensions on, moves at the edges of a lattice gain too little, and a lower
+# bound for the number of colours is enough for the message, because it is less work.
+_MANY = 20_000
 
 
 def graph(name: str, pattern: Any) -> Sparse:
@@ -44,23 +53,22 @@ def graph(name: str, pattern: Any) -> Sparse:
     import scipy.sparse  # noqa: PLC0415
     from jax.experimental.sparse import BCOO  # noqa: PLC0415
 
-    indices: Any
-    shape: Any
+    data: Any = pattern.indices if isinstance(pattern, BCOO) else pattern
+    if isinstance(data, Tracer):
+        must = "be concrete, because it is coloured on the host"
+        cure = "Colour it outside of jax.jit."
+        raise argument_error(TypeError, name, "pattern", must, "a traced array", cure)
     if isinstance(pattern, BCOO):
-        _check_concrete(name, pattern.indices)
-        indices = np.asarray(pattern.indices).reshape(-1, pattern.indices.shape[-1])
-        shape = pattern.shape
+        indices, shape = np.asarray(data).reshape(-1, data.shape[-1]), pattern.shape
     else:
-        _check_concrete(name, pattern)
         matrix: Any = scipy.sparse.coo_array(pattern)
         indices, shape = np.stack(matrix.coords, axis=-1), matrix.shape
     if len(shape) != 2 or shape[0] != shape[1] or indices.shape[-1] != 2:
-        raise ValueError(
-            f"traceax.{name}(pattern=...) must be a square matrix, because its rows and "
-            f"columns are the dimensions to colour, but got shape {shape}. Of a "
-            "rectangular B take that of B.T @ B or B @ B.T; of a BCOO one with n_batch=0 "
-            "and n_dense=0."
+        must = "be a square matrix, a row and a column for each dimension"
+        cure = (
+            "Of a rectangular B take B.T @ B or B @ B.T, of a BCOO n_batch = n_dense = 0."
         )
+        raise argument_error(ValueError, name, "pattern", must, f"shape {shape}", cure)
     n = shape[0]
     indices = indices[np.all(indices < n, axis=1)]  # a BCOO pads with out-of-bounds ones
     rows = np.concatenate([indices[:, 0], indices[:, 1], np.arange(n)])
@@ -69,16 +77,8 @@ def graph(name: str, pattern: Any) -> Sparse:
     return scipy.sparse.csr_array((ones, (rows, columns)), shape=(n, n))
 
 
-def _check_concrete(name: str, pattern: Any) -> None:
-    if isinstance(pattern, Tracer):
-        raise TypeError(
-            f"traceax.{name}(pattern=...) must be concrete, because it is coloured "
-            "on the host, but got a traced array. Colour it outside of jax.jit."
-        )
-
-
 def within(step: Sparse, power: int) -> Sparse:
-    """Who is within so many steps of whom."""
+    """The pairs within so many steps of each other."""
     reached = step
     for _ in range(power - 1):
         further = reached @ step
@@ -89,24 +89,15 @@ def within(step: Sparse, power: int) -> Sparse:
 
 
 def one_further(reached: Sparse, step: Sparse) -> Sparse | None:
-    """Who is within one step more; `None` where that is too much to work out."""
+    """The pairs within one step more; `None` if they are too many to compute."""
     products = np.sum(np.diff(step.indptr)[reached.indices], dtype=float)
     return None if products > _MOST_PRODUCTS else reached @ step
 
 
-def neighbours(reached: Sparse, node: int) -> Int[np.ndarray, " _"]:
-    """Itself among them."""
-    return reached.indices[reached.indptr[node] : reached.indptr[node + 1]]
-
-
-def keeps_apart(colours: Int[np.ndarray, " n"], reached: Sparse) -> bool:
-    """Whether those within reach of each other differ."""
+def keeps_apart(colours: Colours, reached: Sparse) -> bool:
+    """Whether all pairs have different colours."""
     rows, columns = reached.tocoo().coords
     return np.count_nonzero(colours[rows] == colours[columns]) == colours.size
-
-
-_MOST_OFFSETS = 130  # of diagonals: a stencil that reaches five steps in a plane
-_MOST_IN_BOX, _MOST_WORK = 40_000, 400_000_000
 
 
 class Grid(NamedTuple):
@@ -117,7 +108,7 @@ class Grid(NamedTuple):
 
 
 def as_grid(step: Sparse) -> Grid | None:
-    """The grid that a pattern is, if it is one of at most three axes."""
+    """The grid of a pattern, if it is one of at most three axes."""
     n, edges = step.shape[0], np.stack(step.tocoo().coords)
     edges = edges[:, edges[0] != edges[1]]
     offsets = np.unique(np.abs(edges[1] - edges[0]))
@@ -136,21 +127,21 @@ def as_grid(step: Sparse) -> Grid | None:
 
 
 def _stencil(sides: tuple[int, ...], edges: Int[np.ndarray, "2 e"]) -> Any:
-    """The steps that all edges are, if each occurs wherever it can and is short."""
+    """The steps of all edges, if they are short and each occurs wherever it can."""
     side, (rows, columns) = np.array(sides)[:, None], edges
     steps = np.stack(np.unravel_index(columns, sides)) - np.unravel_index(rows, sides)
     closed = np.max(np.abs(steps), axis=1, keepdims=True) > side / 2
     steps = np.where(closed, (steps + side // 2) % side - side // 2, steps)
     kinds, counts = np.unique(steps, axis=1, return_counts=True)
-    room = np.prod(np.where(closed, side, side - np.abs(kinds)), axis=0)
-    fits = np.all(4 * np.abs(kinds) <= side) and np.array_equal(room, counts)
+    most = np.prod(np.where(closed, side, side - np.abs(kinds)), axis=0)
+    fits = np.all(4 * np.abs(kinds) <= side) and np.array_equal(most, counts)
     return kinds.T if fits else None
 
 
 def best_lattice(grid: Grid, counts: range, power: int) -> tuple[Any, int] | None:
-    """Colours, and how many steps they keep apart: of lattices of so many colours that keep
-    `power` steps apart, and at most one less than any other, the one whose colours share
-    the least of the box's weights."""
+    """Colours, and how many steps they keep apart. Candidates are the lattices of so many
+    colours that keep `power` steps apart, and at most one less than any other. The best one
+    has the least sum of the box's weights over pairs of one colour."""
     differences, distances, weights = _box(grid, counts[0])
     axes, most, found = len(grid.sides), counts[0] // 2 if len(grid.sides) > 1 else 1, []
     for count in counts[: max(1, _MOST_WORK // (weights.size * max(1, most)))]:
@@ -168,8 +159,9 @@ def best_lattice(grid: Grid, counts: range, power: int) -> tuple[Any, int] | Non
 
 
 def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
-    """Differences of places in an endless grid, within twice the distance of neighbours in
-    a lattice, their steps, and the squares of a resolvent that reaches a third of it."""
+    """Differences of places in an infinite grid, within twice the distance of neighbours in
+    a lattice; the number of steps of each; its weight, the square of a resolvent that
+    reaches a third of that distance."""
     axes, spacing = len(grid.sides), num_colours ** (1 / len(grid.sides))
     most = int((_MOST_IN_BOX ** (1 / axes) - 1) / 2)
     side = 2 * max(2, min(math.ceil(2.2 * spacing), most)) + 1
@@ -189,13 +181,6 @@ def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
     return differences[1:], steps.ravel()[1:], green[1:] ** 2
 
 
-Colours = Int[np.ndarray, " n"]
-
-_ROUNDS = 6
-_SWEEPS = 8
-_DAMPING = 0.9
-
-
 def fewest(reached: Sparse) -> Colours:
     """The best of some greedy colourings: in the order of the dimensions, those with many
     neighbours first, and again by the classes of the best so far, which never takes more
@@ -213,48 +198,44 @@ def fewest(reached: Sparse) -> Colours:
 
 
 def _first_fit(reached: Sparse, order: Iterable[int]) -> Colours:
-    """The first colour that nobody within reach has."""
+    """Each dimension gets the first colour that no dimension within reach has."""
     colours = np.full(reached.shape[0], -1)
     for node in order:
-        taken = set(colours[neighbours(reached, node)].tolist())
+        near = reached.indices[reached.indptr[node] : reached.indptr[node + 1]]
+        taken = set(colours[near].tolist())
         colours[node] = next(c for c in itertools.count() if c not in taken)
     return colours
 
 
 def disturbance(step: Sparse, forbidden: Sparse, reached: Sparse) -> Sparse:
-    """By how much two dimensions of one colour disturb each other, a sparse matrix of the
+    """How much two dimensions of one colour disturb each other: a sparse matrix of the
     pattern `reached`."""
     import scipy.sparse  # noqa: PLC0415
 
     n, degrees = step.shape[0], np.maximum(np.diff(step.indptr) - 1.0, 1)
+    identity = scipy.sparse.eye_array(n, format="csr")
     scale = scipy.sparse.diags_array(np.sqrt(_DAMPING / degrees))
-    hop = scale @ (step.astype(float) - scipy.sparse.eye_array(n)) @ scale
-    hop, total = hop.tocsr(), scipy.sparse.eye_array(n, format="csr")
+    hop, total = (scale @ (step.astype(float) - identity) @ scale).tocsr(), identity
     while total.nnz < reached.nnz:
         before = total.nnz
-        total = (hop @ total + scipy.sparse.eye_array(n, format="csr")).tocsr()
+        total = (hop @ total + identity).tocsr()
         if total.nnz == before:
             break
     weights = total.multiply(total).tocsr()
     weights.setdiag(0)
     most = 1 + np.max(weights.sum(axis=1))
-    weights = weights + most * (forbidden.astype(float) - scipy.sparse.eye_array(n))
-    weights = weights.tocsr()
+    weights = (weights + most * (forbidden.astype(float) - identity)).tocsr()
     weights.eliminate_zeros()
     return weights
 
 
-def crowding(colours: Colours, weights: Sparse, count: int) -> Float[np.ndarray, "n c"]:
-    """By how much each dimension would be disturbed in each of `count` colours."""
+def improved(colours: Colours, weights: Sparse, count: int) -> Colours:
+    """Colours out of `count`, after moves that each reduce the disturbance."""
     import scipy.sparse  # noqa: PLC0415
 
-    n = colours.size
+    n, colours = colours.size, colours.copy()
     members = (np.ones(n), (np.arange(n), colours))
-    return (weights @ scipy.sparse.csr_array(members, shape=(n, count))).toarray()
-
-
-def improved(colours: Colours, weights: Sparse, count: int) -> Colours:
-    colours, cost = colours.copy(), crowding(colours, weights, count)
+    cost = (weights @ scipy.sparse.csr_array(members, shape=(n, count))).toarray()
     for _ in range(_SWEEPS):
         moved = False
         own = np.take_along_axis(cost, colours[:, None], axis=1)[:, 0]
@@ -269,14 +250,6 @@ def improved(colours: Colours, weights: Sparse, count: int) -> Colours:
         if not moved:
             break
     return colours
-
-
-# Steps beyond the last that is kept apart, which colours to spare are spent on.
-_FURTHER = 2
-
-# From so many dimensions on, what moves at the edges of a lattice gain is not worth it, nor
-# is a message that tells the number of colours, where it is less work to tell a bound.
-_MANY = 20_000
 
 
 def colouring(
@@ -327,7 +300,7 @@ def colouring(
     **Reference**: Tang and Saad (2012), A probing method, doi:10.1002/nla.779, section 3;
     Korobov (1959), Doklady Akademii Nauk SSSR 124, for lattices of one parameter.
     """
-    return coloured("colouring", pattern, power, num_colours)[1].colours
+    return colour_pattern("colouring", pattern, power, num_colours)[1].colours
 
 
 class Best(NamedTuple):
@@ -337,37 +310,35 @@ class Best(NamedTuple):
     power: int
 
 
-def coloured(
+def colour_pattern(
     name: str, pattern: Any, power: int, num_colours: int | None
 ) -> tuple[Sparse, Best]:
     """The graph of a pattern, and its colouring."""
-    _check_count(name, "power", power, "Pass 1 for the pattern itself.")
+    check_count(name, "power", power, 1, "a step", "Pass 1 for the pattern itself.")
     step = graph(name, pattern)
     if num_colours is None:
         return step, Best(_of_power(step, power), power)
     cure = "Pass as many as there are matvecs to spend."
-    _check_count(name, "num_colours", num_colours, cure)
+    check_count(name, "num_colours", num_colours, 1, "one for all dimensions", cure)
     found = best_colouring(step, power, num_colours)
     if found is None:
         needed = _clique(step, power)
         if needed <= num_colours or step.shape[0] <= _MANY:
             needed = int(_of_power(step, power).max()) + 1
-        cure = "Raise it, or lower the power" if power > 1 else "Raise it"
-        raise ValueError(
-            f"traceax.{name}(num_colours=...) must be at least {needed}, because no "
-            f"colouring with fewer was found that keeps {power} steps apart, but got "
-            f"{num_colours}. {cure}."
-        )
+        must = f"be at least {needed}, the fewest found for a colouring that keeps {power} "
+        must += "step apart" if power == 1 else "steps apart"
+        cure = "Raise it, or lower the power." if power > 1 else "Raise it."
+        raise argument_error(ValueError, name, "num_colours", must, num_colours, cure)
     return step, found
 
 
 def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
-    """With at most so many colours, that of the largest power, spread; `None` if it is less
-    than `power`."""
+    """With at most so many colours, the colouring of the largest power, then improved;
+    `None` if that power is less than `power`."""
     if num_colours >= step.shape[0]:
         return Best(np.arange(step.shape[0]), step.shape[0])
     lattice = _by_lattice(step, power, num_colours)
-    best = lattice or _by_greed(step, power, num_colours)
+    best = lattice or _greedily(step, power, num_colours)
     if best is None and _clique(step, power) <= num_colours:
         best = Best(_of_power(step, power), power)
     if best is None or best.colours.max() >= num_colours:
@@ -378,13 +349,15 @@ def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
 
 
 def _clique(step: Sparse, power: int) -> int:
-    """So many dimensions are within `power` steps of each other: those half as far from
-    one. Of graphs with hubs it tells before the power is worked out, which may be full."""
+    """A lower bound for the number of colours: all dimensions within `power`/2 steps of one
+    are within `power` steps of each other. It is cheap if a graph has hubs, where the
+    pattern of the power may be full."""
     half = power // 2
     return int(np.diff(within(step, half).indptr).max()) if half else 1
 
 
 def _of_power(step: Sparse, power: int) -> Colours:
+    """As few colours as are found."""
     reached = within(step, power)
     found, grid = fewest(reached), as_grid(step)
     if grid is None:
@@ -397,20 +370,20 @@ def _of_power(step: Sparse, power: int) -> Colours:
 
 
 def _by_lattice(step: Sparse, power: int, num_colours: int) -> Best | None:
-    """Of more than four fifths of the colours."""
+    """The best lattice with more than four fifths of the colours."""
     grid = as_grid(step)
-    fewest = num_colours - math.ceil(num_colours / 5)
-    counts = range(num_colours, fewest, -1)
+    counts = range(num_colours, num_colours - math.ceil(num_colours / 5), -1)
     lattice = None if grid is None else best_lattice(grid, counts, power)
-    # A closed grid has a seam, where colours may be nearer.
+    # On a closed axis colours may be nearer to each other where the lattice meets itself.
     if lattice is None or not keeps_apart(lattice[0], within(step, lattice[1])):
         return None
     return Best(*lattice)
 
 
-def _by_greed(step: Sparse, power: int, num_colours: int) -> Best | None:
-    """Two powers in a row that do not fit are the end: greed may need fewer colours for the
-    larger one. So is one of which a dimension and those half as far from it need more."""
+def _greedily(step: Sparse, power: int, num_colours: int) -> Best | None:
+    """The search ends after two powers in a row that do not fit, because a greedy colouring
+    may need fewer colours for the larger one. It also ends if a dimension and those within
+    half of the steps are too many (see `_clique`)."""
     best, failed, reached, balls = None, 0, step, [1]
     while failed < 2:
         colours, steps = fewest(reached), len(balls)
@@ -426,26 +399,11 @@ def _by_greed(step: Sparse, power: int, num_colours: int) -> Best | None:
 
 
 def _spread(best: Best, step: Sparse, num_colours: int) -> Colours:
-    """With what is left of the colours."""
+    """Colours that use all of `num_colours`, improved."""
     near = further = within(step, best.power)
     for _ in range(_FURTHER):
         reached = one_further(further, step)
         if reached is None:
             return best.colours
         further = reached
-    weights = disturbance(step, near, further)
-    return improved(best.colours, weights, num_colours)
-
-
-def _check_count(name: str, argument: str, count: object, cure: str) -> None:
-    if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(
-            f"traceax.{name}({argument}=...) must be a Python int, because it counts "
-            f"{'steps in a graph' if argument == 'power' else 'probes'}, but got "
-            f"{count!r}. {cure}"
-        )
-    if count < 1:
-        raise ValueError(
-            f"traceax.{name}({argument}=...) must be at least 1, but got {count}. One "
-            "colour for all is numpy.zeros(n, int)."
-        )
+    return improved(best.colours, disturbance(step, near, further), num_colours)

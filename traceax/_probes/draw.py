@@ -1,35 +1,35 @@
-"""A sampler's probes for an operator: checked, constant, as columns of a block.
+"""The sampler's probes for an operator: checked, constant, as columns of a block.
 
-Estimators must know of a sampler whether its probes are independent of each other, whether
-they may be resphered, how many of them make one sample. Of a sampler that is not one of the
-library's nothing is assumed but that E[z z*] = I.
+Estimators ask of a sampler whether its probes are independent of each other, whether they
+may be resphered, and how many of them make one sample. Of a sampler that is not one of the
+library's only E[z z*] = I is assumed.
 
-Where the user names no sampler, the choice is this:
+If the user names no sampler, the choice is this:
 
-*Sketches.* Points of the sphere have projections that can be resphered, which takes all of
-the variance that a multiple of I contributes; signs cost a fifth to a tenth of them to draw
-(50 probes, n = 200,000: 28 against 135 ms, where applying a stencil takes 35). What
-resphering gains falls with n. Measured (`tests.benchmarks.samplers`, XTrace with 40
+*Sketches.* Points of the sphere have projections that can be resphered, which removes all
+of the variance that a multiple of I contributes; drawing signs takes a fifth to a tenth of
+the time (50 probes, n = 200,000: 28 against 135 ms, where applying a stencil takes 35). The
+gain of resphering falls with n. Measured (`tests.benchmarks.samplers`, XTrace with 40
 matvecs): where eigenvalues lie between 1 and 3 signs have 1.5, 1.3, 1.1, 0.9 times the
 error of the sphere at n = 300, 1000, 3000, 10,000; where they decay, 1.0 to 1.1 times at
-any. Where all lie within a percent of each other, signs go on being worse, by a little: at
-n = 30,000 7e-5 of the trace against 6e-6, falling as 1/n. From MANY on that is 1e-5 or
-less.
+any n. Where all lie within a percent of each other, signs stay a little worse: at
+n = 30,000 the errors are 7e-5 and 6e-6 of the trace, falling as 1/n. From MANY on that is
+1e-5 or less.
 
-*Means* of quadratic forms. Signs that exclude each other, rows of a Hadamard matrix, have
-(m - k)/(m - 1) times the variance of independent ones for any operator, with m the least
-power of 2 from n on: for m = n .94 of the error where k is an eighth of n, .71 where it is
-half. Drawing them takes a sort of m numbers, which is not worth it below PART of the
-dimensions.
+*Means* of quadratic forms. Signs without replacement, rows of a Hadamard matrix, have
+(m - k)/(m - 1) times the variance of independent ones for any operator, where m is the
+least power of 2 that is at least n: for m = n .94 of the error where k is an eighth of n,
+.71 where it is half. Drawing them takes a sort of m numbers, which is too long for fewer
+probes than PART of the dimensions.
 
-*Operators of which a pattern is known.* Measured (n = 1000 to 1300, budgets of 20, 50 and
-100; the inverse of a graph's Laplacian plus 0.1 or 1, and exp(A)): where the budget buys
-colours for three steps or more (grids of two and three axes, roads, random graphs of mean
-degree 2 and 4), probing has 1.1 to 10^9 times less error than sketches, of diagonals and
-traces. Where it buys one step or two (random graphs of mean degree 8, those grown by
-preferential attachment) it has from 0.2 of the error to 6 times as much. Plus 0.01, where
-nearly everything is near, sketches win by up to ten times on grids of three axes: such a
-matrix does not decay within its pattern.
+*Operators with a known pattern.* Measured (n = 1000 to 1300, budgets of 20, 50 and 100; the
+inverse of a graph's Laplacian plus 0.1 or 1, and exp(A)): where the budget buys colours for
+three steps or more (grids of two and three axes, roads, random graphs of mean degree 2 and
+4), probing has 1.1 to 10^9 times less error than sketches, of diagonals and traces. Where
+it buys one step or two (random graphs of mean degree 8, those grown by preferential
+attachment) it has from 0.2 to 6 times the error. Plus 0.01, where nearly everything is
+near, sketches win by up to ten times on grids of three axes: such a matrix does not decay
+within its pattern.
 """
 
 from __future__ import annotations
@@ -45,16 +45,23 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import compiled
+from traceax._core.checks import argument_error
 from traceax._core.operator import Structure, as_columns, size, working_dtype
 from traceax._probes.colouring import best_colouring, graph
-from traceax._probes.hadamard import hadamard, order
-from traceax._probes.probing import Probing, of_graph, probing
-from traceax._probes.samplers import Sampler, normal, orthogonal, rademacher, sphere
+from traceax._probes.probing import Probing, probing, probing_of_graph
+from traceax._probes.samplers import (
+    Sampler,
+    hadamard,
+    hadamard_order,
+    normal,
+    orthogonal,
+    rademacher,
+    sphere,
+)
 
-
-def is_rotation_invariant(sampler: Sampler) -> bool:
-    """Whether projected probes may be resphered; a sampler we do not know, never."""
-    return _is_any(sampler, sphere, normal, orthogonal)
+MANY = 100_000
+PART = 1 / 8
+ENOUGH = 3  # steps that colours have to keep apart, or a sketch is the better choice
 
 
 def _innermost(sampler: Sampler) -> Sampler:
@@ -64,58 +71,71 @@ def _innermost(sampler: Sampler) -> Sampler:
 
 
 def _is_any(sampler: Sampler, *known: Sampler) -> bool:
-    """By identity: what is no sampler at all, an array say, may compare as it likes."""
+    """By identity, because comparisons with arrays and other objects may fail."""
     return any(_innermost(sampler) is one for one in known)
 
 
+def is_rotation_invariant(sampler: Sampler) -> bool:
+    """Whether projected probes may be resphered; of an unknown sampler, never."""
+    return _is_any(sampler, sphere, normal, orthogonal)
+
+
 def is_without_replacement(sampler: Sampler) -> bool:
-    """Whether its probes exclude each other, hence are dependent."""
+    """Whether its probes are dependent, because they are drawn without replacement."""
     return _is_any(sampler, orthogonal, hadamard)
 
 
-def population(sampler: Sampler, n: int) -> float:
-    """How many probes there are to draw from, so to speak: infinitely many, unless they
-    exclude each other."""
-    sampler = _innermost(sampler)
-    if sampler is orthogonal:
-        return n
-    return order(n) if sampler is hadamard else math.inf
-
-
-def comes_in_samples(sampler: Sampler) -> bool:
-    """Whether samples may be drawn one by one: of a sampler we do not know, never."""
-    independent = is_known(sampler) and not is_without_replacement(sampler)
-    return independent or probes_a_sample(sampler) > 1
-
-
 def is_known(sampler: Sampler) -> bool:
-    """Whether it is one of ours."""
+    """Whether it is one of the library's."""
     return _is_any(sampler, rademacher, normal, sphere, orthogonal, hadamard)
 
 
-def probes_a_sample(sampler: Sampler) -> int:
-    """How many probes make one sample, E[sum of z z*] their number times I: the colours of
-    `probing`; for all others each probe is one."""
+def population_size(sampler: Sampler, n: int) -> float:
+    """How many probes there are to draw from: infinitely many with replacement."""
+    if _is_any(sampler, orthogonal):
+        return n
+    return hadamard_order(n) if _is_any(sampler, hadamard) else math.inf
+
+
+def probes_per_sample(sampler: Sampler) -> int:
+    """How many probes make one sample, with E[sum of z z*] their number times I: the number
+    of colours for `probing`, 1 for all others."""
     return getattr(_innermost(sampler), "num_colours", 1)
 
 
+def has_independent_samples(sampler: Sampler) -> bool:
+    """Whether samples may be drawn one by one; of an unknown sampler, never."""
+    independent = is_known(sampler) and not is_without_replacement(sampler)
+    return independent or probes_per_sample(sampler) > 1
+
+
+def check_sampler(name: str, sampler: object) -> None:
+    if not callable(sampler) or sampler is probing:
+        must = "be a function (key, structure, num_probes) -> probes"
+        got = "traceax.probing itself" if sampler is probing else type(sampler).__name__
+        cure = "Pass traceax.rademacher, say, or, of colours, traceax.probing(colours)."
+        raise argument_error(TypeError, name, "sampler", must, got, cure)
+
+
 def check_independent(name: str, sampler: Sampler) -> None:
-    if is_without_replacement(sampler) or probes_a_sample(sampler) > 1:
-        alone = is_without_replacement(sampler)
-        got = getattr(_innermost(sampler), "__name__", "") if alone else "probing"
-        raise ValueError(
-            f"traceax.{name}(sampler=...) must draw independent probes, because each probe "
-            "is tested against a sketch made of the others or is a sample of its own, but "
-            f"got traceax.{got}. Use traceax.sphere or traceax.rademacher; traceax.{got} "
-            "is for traceax.hutchinson_trace and traceax.hutchinson_diagonal."
+    alone = is_without_replacement(sampler)
+    if alone or probes_per_sample(sampler) > 1:
+        got = f"traceax.{_innermost(sampler)!r}" if alone else "traceax.probing"
+        must = "draw independent probes, because each is a sample of its own"
+        cure = (
+            f"Use traceax.sphere or traceax.rademacher; {got} is for "
+            "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
         )
+        raise argument_error(ValueError, name, "sampler", must, got, cure)
 
 
-MANY = 100_000
-PART = 1 / 8
-
-# Steps that colours must keep apart, or a sketch is the better choice.
-ENOUGH = 3
+def check_pattern(name: str, operator: lx.AbstractLinearOperator, pattern: Any) -> None:
+    n = size(operator)
+    shape = (n, n) if pattern is None else graph(name, pattern).shape
+    if shape != (n, n):
+        must, got = f"be {n} x {n}, like the operator's matrix", f"shape {shape}"
+        cure = "Pass the pattern of this operator, or of the matrix it is a function of."
+        raise argument_error(ValueError, name, "pattern", must, got, cure)
 
 
 def for_sketch(sampler: Sampler | None, operator: lx.AbstractLinearOperator) -> Sampler:
@@ -133,24 +153,13 @@ def for_mean(
     return hadamard if many else rademacher
 
 
-def check_pattern(name: str, operator: lx.AbstractLinearOperator, pattern: Any) -> None:
-    n = size(operator)
-    shape = (n, n) if pattern is None else graph(name, pattern).shape
-    if shape != (n, n):
-        raise ValueError(
-            f"traceax.{name}(pattern=...) must be {n} x {n}, a row and a column for each "
-            f"dimension of the operator, but got shape {shape}. Pass the pattern of this "
-            "operator, or of the matrix it is a function of."
-        )
-
-
 def for_pattern(name: str, num_matvecs: int, pattern: Any) -> Probing | None:
     """Probing, if so many colours keep enough steps apart in the graph of the pattern."""
     if pattern is None:
         return None
     step = graph(name, pattern)
     best = best_colouring(step, ENOUGH, num_matvecs)
-    return None if best is None else of_graph(step, best)
+    return None if best is None else probing_of_graph(step, best)
 
 
 def draw(
@@ -162,45 +171,31 @@ def draw(
     *,
     in_samples: bool = False,
 ) -> Inexact[Array, "n k"]:
-    """The sampler's probes for an operator, checked, frozen, as columns of a block.
+    """The sampler's probes for an operator, checked, constant, as columns of a block.
 
-    `in_samples`: the estimator keeps together what makes one sample (`probes_a_sample`).
+    `in_samples`: the estimator keeps the probes of each sample together.
     """
-    structure = operator.in_structure()
+    structure, dtype = operator.in_structure(), working_dtype(operator)
     check_sampler(name, sampler)
-    if probes_a_sample(sampler) > 1 and not in_samples:
+    if probes_per_sample(sampler) > 1 and not in_samples:
         check_independent(name, sampler)
     if is_known(sampler):
-        dtype = working_dtype(operator)
         drawn = compiled(_drawn, sampler, key, structure, num_probes, dtype)
         return jax.lax.stop_gradient(drawn)
     probes = sampler(key, structure, num_probes)
 
-    def described(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def expected(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_probes, *leaf.shape), leaf.dtype)
 
     def shaped(leaf: Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
     got = jax.tree.map(shaped, probes)
-    if eqx.tree_equal(got, jax.tree.map(described, structure)) is not True:
-        raise ValueError(
-            f"traceax.{name}(sampler=...) must return the operator's input structure with "
-            f"a leading axis of {num_probes} probes, because each is one application, but "
-            f"got {got}. Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
-        )
-    dtype = working_dtype(operator)
+    if eqx.tree_equal(got, jax.tree.map(expected, structure)) is not True:
+        must = f"return the operator's input structure with a leading axis of {num_probes}"
+        cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
+        raise argument_error(ValueError, name, "sampler", must, got, cure)
     return jax.lax.stop_gradient(as_columns(probes, dtype))
-
-
-def check_sampler(name: str, sampler: object) -> None:
-    if not callable(sampler) or sampler is probing:
-        got = "traceax.probing itself" if sampler is probing else type(sampler).__name__
-        raise TypeError(
-            f"traceax.{name}(sampler=...) must be a function (key, structure, num_probes) "
-            f"-> probes, but got {got}. Pass traceax.rademacher, say, or, of colours, "
-            "traceax.probing(colours)."
-        )
 
 
 def _drawn(
@@ -214,26 +209,19 @@ def _drawn(
 
 
 class Samples(NamedTuple):
-    """A sample for each key (see `stream`); hashable, to be kept in a static field."""
+    """Draws one sample for each key. It is hashable: `Stream` has it in a static field."""
 
     name: str
     sampler: Sampler
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     treedef: Any
 
-    @staticmethod
-    def of(name: str, sampler: Sampler, structure: Structure) -> Samples:
-        if isinstance(sampler, partial) and not sampler.args and not sampler.keywords:
-            sampler = sampler.func  # which, unlike a partial, is equal to itself made anew
-        leaves, treedef = jax.tree.flatten(structure)
-        return Samples(name, sampler, tuple(leaves), treedef)
-
     def __call__(self, keys: PRNGKeyArray) -> Inexact[Array, "n k"]:
-        group = probes_a_sample(self.sampler)
+        count = probes_per_sample(self.sampler)
         space = lx.IdentityLinearOperator(jax.tree.unflatten(self.treedef, self.leaves))
 
         def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
-            return draw(self.name, self.sampler, key, space, group, in_samples=True)
+            return draw(self.name, self.sampler, key, space, count, in_samples=True)
 
         columns = jax.vmap(one, out_axes=1)(keys)
         return columns.reshape(columns.shape[0], -1)

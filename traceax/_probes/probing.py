@@ -1,25 +1,24 @@
-"""Probing: probes that know which entries of a sparse operator can disturb each other.
+"""Probing: probes for sparse operators, one for each colour of a colouring.
 
-What one repeat of probing tells of its own error: each entry between neighbours is seen
-twice.
-
-With s the signs, c(a) the colour of a, and P_ac the entry a of A times the probe of colour
-c, the product P_bc(a) conj(s_a) reads A_ba for every b, as that of a reads A_aa, disturbed
-by what else has the colour of a; and P_ac(b) conj(s_b) reads A_ab, disturbed by what else
-has the colour of b. If A = A* (or is real and symmetric) the two should be each other's
-conjugates, and the difference
+Each repeat of probing has an error indicator, because each entry between neighbours of the
+graph is seen twice. With s the signs, c(a) the colour of a, and P_ac the entry a of A times
+the probe of colour c, the product P_bc(a) conj(s_a) estimates A_ba for every b, as that of
+a estimates A_aa: disturbed by the other dimensions of the colour of a. In the same way
+P_ac(b) conj(s_b) estimates A_ab, disturbed by the other dimensions of the colour of b. If
+A = A* (or is real and symmetric) the two should be each other's conjugates, and the
+neighbour residual
 
     d_ab = P_ac(b) conj(s_b) - conj(P_bc(a) conj(s_a))
 
 is disturbance only: that of the colour of a, as seen from b, and that of the colour of b,
-as seen from a. If a and b are neighbours, these are what disturbs the diagonal entries a
-and b, but for one step. So half of the mean of |d_ab|^2 over the neighbours b of a is about
-the variance of a's estimate. Some of the others of a colour are a step nearer to the
-neighbour, some a step further away, and entries decay convexly: the mean is no less. If A
-is not Hermitian, |A_ab - conj(A_ba)|^2 comes on top.
+as seen from a. If a and b are neighbours, these are the disturbances of the diagonal
+entries a and b, but for one step. So half of the mean of |d_ab|^2 over the neighbours b of
+a is about the variance of a's estimate. Some of the other dimensions of a colour are a step
+nearer to the neighbour, some a step further away, and entries decay convexly: so the mean
+is no less than the variance. If A is not Hermitian, |A_ab - conj(A_ba)|^2 is added.
 
-Where no entry at all is seen one or two steps beyond what the colouring keeps apart, though
-there are colours that would show it, the colouring is exact, and its error rounding.
+If a colour is one or two steps beyond those that the colouring keeps apart, but no entry
+is seen at that distance, then the colouring is exact, and the error is rounding.
 """
 
 from __future__ import annotations
@@ -34,65 +33,63 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.operator import Structure, common_dtype, dimension, unflatten
+from traceax._core.checks import argument_error
+from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg.columns import magnitude, row_norms_squared
-from traceax._probes.colouring import Best, Sparse, coloured, one_further, within
+from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
 from traceax._probes.samplers import rademacher
 
-# Neighbours that are asked, of those that there are.
-_MOST = 8
+_MOST_NEIGHBOURS = 8  # that are used for each dimension
 
-# Of the interval by one repeat. Measured: see `tests.benchmarks.probing`.
+# Of the interval of one repeat. Measured: see `tests.benchmarks.probing`.
 DEGREES = 5.0
 
 
-class Witnesses(eqx.Module):
-    """For each dimension: its colour; neighbours, in rows filled up with itself, their
-    colours and their number; the colours that are one or two steps beyond what is kept
-    apart, and whether there are any. Whatever can be is worked out here, on the host: the
-    compiler would take longer."""
+class Neighbourhood(eqx.Module):
+    """For each dimension: its colour; its neighbours, in rows filled up with itself, their
+    colours and their number; the colours that are one or two steps beyond those kept apart,
+    and whether there are any. All of it is computed on the host, because the compiler would
+    take longer."""
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
     columns: Int[Any, "n m"]
     degrees: Int[Any, " n"]
     beyond: Bool[Any, "n c"]
-    shown: Bool[Any, " n"]
+    has_beyond: Bool[Any, " n"]
 
-    @property
-    def num_colours(self) -> int:
-        return self.beyond.shape[1]
 
-    @staticmethod
-    def of(colours: Int[np.ndarray, " n"], step: Sparse, power: int) -> Witnesses | None:
-        """Of colours that keep `power` steps apart. A graph without edges has none."""
-        if step.nnz == colours.size:
-            return None
-        nearby, beyond = _neighbours(step), _beyond(colours, step, power)
-        degrees = np.sum(nearby != np.arange(colours.size)[:, None], axis=1)
-        shown = beyond.any(axis=1)
-        return Witnesses(colours, nearby, colours[nearby], degrees, beyond, shown)
+def _neighbourhood(step: Sparse, best: Best) -> Neighbourhood | None:
+    """`None` for a graph without edges."""
+    colours = best.colours
+    if step.nnz == colours.size:
+        return None
+    nearby, beyond = _neighbours(step), _beyond(colours, step, best.power)
+    degrees = np.sum(nearby != np.arange(colours.size)[:, None], axis=1)
+    return Neighbourhood(
+        colours, nearby, colours[nearby], degrees, beyond, beyond.any(axis=1)
+    )
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
-    """Evenly out of each row, itself left out."""
+    """Neighbours evenly chosen from each row, without the dimension itself."""
     n = step.shape[0]
     rows, columns = step.tocoo().coords
     order = np.lexsort((columns, rows != columns, rows))  # itself first
     columns, degrees = columns[order], np.bincount(rows, minlength=n) - 1
     starts = np.concatenate([[0], np.cumsum(degrees + 1)[:-1]])
-    picks = np.arange(min(_MOST, int(degrees.max(initial=0))))[None, :]
-    spread = picks * degrees[:, None] // _MOST
-    places = 1 + np.where(degrees[:, None] > _MOST, spread, picks)
-    there = picks < degrees[:, None]
-    return columns[starts[:, None] + np.where(there, places, 0)]
+    picks = np.arange(min(_MOST_NEIGHBOURS, int(degrees.max(initial=0))))[None, :]
+    spread = picks * degrees[:, None] // _MOST_NEIGHBOURS
+    places = 1 + np.where(degrees[:, None] > _MOST_NEIGHBOURS, spread, picks)
+    return columns[starts[:, None] + np.where(picks < degrees[:, None], places, 0)]
 
 
 def _beyond(
     colours: Int[np.ndarray, " n"], step: Sparse, power: int
 ) -> Bool[np.ndarray, "n c"]:
-    """Of dimensions that have colours both one and two steps beyond: functions of bipartite
-    graphs may miss every other step. Nowhere, where that is too much to work out."""
+    """Colours one and two steps beyond those kept apart, for dimensions that have both:
+    functions of bipartite graphs may miss every other step. None if they are too many to
+    compute."""
     import scipy.sparse  # noqa: PLC0415
 
     n, count = colours.size, int(colours.max()) + 1
@@ -106,121 +103,119 @@ def _beyond(
         (reached @ members).astype(bool).toarray() for reached in (near, one, two)
     )
     second, third = second & ~first, third & ~second & ~first
-    shown = second.any(axis=1) & third.any(axis=1)
-    return (second | third) & shown[:, None]
+    both = second.any(axis=1) & third.any(axis=1)
+    return (second | third) & both[:, None]
 
 
-def witnesses_of(sampler: Any) -> Witnesses | None:
-    """Those of a `probing` sampler whose colours remember their graph."""
-    found: Witnesses | None = getattr(sampler, "witnesses", None)
+def neighbourhood_of(sampler: Any) -> Neighbourhood | None:
+    """That of a `probing` sampler made of a pattern."""
+    found: Neighbourhood | None = getattr(sampler, "neighbourhood", None)
     return None if found is None else jax.tree.map(jnp.asarray, found)
 
 
-class Account(eqx.Module):
-    """Sums over repeats, entry by entry, in units of `scale`: of variances, and of what is
-    seen beyond."""
+class NeighbourResiduals(eqx.Module):
+    """Sums over repeats, entry by entry, in units of `scale`: of variances, of the largest
+    entries seen beyond, and of the largest entries of all."""
 
     squares: Float[Array, " n"]
     beyond: Float[Array, " n"]
     size: Float[Array, " n"]
     scale: Float[Array, ""]
 
-    def merged(self, other: Account) -> Account:
+    def merged(self, other: NeighbourResiduals) -> NeighbourResiduals:
         scale = jnp.maximum(self.scale, other.scale)
+        one, two = self.scale / scale, other.scale / scale
+        return NeighbourResiduals(
+            self.squares * one**2 + other.squares * two**2,
+            self.beyond * one + other.beyond * two,
+            self.size * one + other.size * two,
+            scale,
+        )
 
-        def moved(part: Account) -> Account:
-            factor = part.scale / scale
-            return Account(
-                part.squares * factor**2, part.beyond * factor, part.size * factor, scale
-            )
-
-        sums = jax.tree.map(jnp.add, moved(self), moved(other))
-        return eqx.tree_at(lambda t: t.scale, sums, scale)
-
-    def error(self, witnesses: Witnesses, repeats: int, eps: float) -> Float[Array, " n"]:
-        """Of the mean over repeats."""
+    def error(self, near: Neighbourhood, repeats: int, eps: float) -> Float[Array, " n"]:
+        """The standard error of the mean over repeats."""
         error = self.scale * jnp.sqrt(self.squares) / repeats
-        shown = witnesses.shown
         none = self.beyond <= 4 * eps * self.size
-        all_none = jnp.any(shown) & jnp.all(none | ~shown)
-        return jnp.where(jnp.where(shown, none, all_none), 0, error)
+        all_none = jnp.any(near.has_beyond) & jnp.all(none | ~near.has_beyond)
+        return jnp.where(jnp.where(near.has_beyond, none, all_none), 0, error)
 
 
-def account(
-    z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], witnesses: Witnesses
-) -> Account:
-    """Of one or more repeats, each whole."""
-    neighbours, own = witnesses.neighbours, witnesses.colours[:, None]
-    n, count, scale = own.size, witnesses.num_colours, magnitude(products)
-    degrees = witnesses.degrees
-    there_are = jnp.arange(neighbours.shape[1]) < degrees[:, None]
+def neighbour_residuals(
+    z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], near: Neighbourhood
+) -> NeighbourResiduals:
+    """Of one or more whole repeats."""
+    n, count = near.beyond.shape
+    neighbours, own, degrees = near.neighbours, near.colours[:, None], near.degrees
+    scale = magnitude(products)
+    is_neighbour = jnp.arange(neighbours.shape[1]) < degrees[:, None]
 
-    def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> Account:
+    def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> NeighbourResiduals:
         signs = jnp.sum(z, axis=1) / count**0.5
-        here = jnp.take_along_axis(seen, witnesses.columns, axis=1)
+        here = jnp.take_along_axis(seen, near.columns, axis=1)
         there = seen[neighbours, own]
-        # The difference times s_a s_b, or its conjugate: of the same modulus.
+        # The residual times s_a s_b, or its conjugate: it has the same modulus.
         signed = signs[neighbours].conj() * here - signs[:, None] * there.conj()
-        between = row_norms_squared(jnp.where(there_are, signed, 0))
+        between = row_norms_squared(jnp.where(is_neighbour, signed, 0))
+        # Without neighbours, the mean square of the products with all other colours.
         alone = row_norms_squared(jnp.where(z == 0, seen, 0)) / max(count - 1, 1)
-        told = jnp.where(degrees > 0, between / (2 * jnp.maximum(degrees, 1)), alone)
+        variance = jnp.where(degrees > 0, between / (2 * jnp.maximum(degrees, 1)), alone)
         sizes = jnp.abs(seen)
-        beyond = jnp.max(jnp.where(witnesses.beyond, sizes, 0), axis=1)
-        return Account(told / count, beyond, jnp.max(sizes, axis=1), jnp.ones_like(scale))
+        beyond = jnp.max(jnp.where(near.beyond, sizes, 0), axis=1)
+        size, unit = jnp.max(sizes, axis=1), jnp.ones_like(scale)
+        return NeighbourResiduals(variance / count, beyond, size, unit)
 
-    def cut(block: Inexact[Array, "n k"]) -> Inexact[Array, "r n c"]:
+    def by_repeat(block: Inexact[Array, "n k"]) -> Inexact[Array, "r n c"]:
         return jnp.moveaxis(block.reshape(n, -1, count), 1, 0)
 
-    each = jax.vmap(of_one)(cut(z), cut(products / scale))
+    each = jax.vmap(of_one)(by_repeat(z), by_repeat(products / scale))
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), each)
     return eqx.tree_at(lambda t: t.scale, total, scale)
 
 
-def pooled(
-    spread: Float[Array, " n"], told: Float[Array, " n"], repeats: int
+def combined_error(
+    spread: Float[Array, " n"], indicator: Float[Array, " n"], repeats: int
 ) -> Float[Array, " n"]:
-    """The standard error of a mean over repeats, by their spread and by what each tells. Of
-    all entries together their spread is right: what is told is measured by it."""
+    """The standard error of a mean over repeats, by their spread and by the error indicator
+    of each. The spread of all entries together is right: it scales the indicator."""
     if repeats == 1:
-        return told
-    unit = jnp.maximum(magnitude(spread), magnitude(told))
-    by_spread, by_word = (spread / unit) ** 2, (told / unit) ** 2
-    total = jnp.sum(by_word)
-    by_word = by_word * (jnp.sum(by_spread) / jnp.where(total > 0, total, 1))
-    by_word = jnp.where(total > 0, by_word, by_spread)
+        return indicator
+    unit = jnp.maximum(magnitude(spread), magnitude(indicator))
+    by_spread, indicated = (spread / unit) ** 2, (indicator / unit) ** 2
+    total = jnp.sum(indicated)
+    indicated = indicated * (jnp.sum(by_spread) / jnp.where(total > 0, total, 1))
+    indicated = jnp.where(total > 0, indicated, by_spread)
     degrees = repeats - 1
-    return unit * jnp.sqrt((degrees * by_spread + DEGREES * by_word) / (degrees + DEGREES))
+    return unit * jnp.sqrt(
+        (degrees * by_spread + DEGREES * indicated) / (degrees + DEGREES)
+    )
 
 
 class Probing:
-    """A sampler of one signed probe a colour, times as often as the budget allows."""
+    """A sampler: one signed probe for each colour, repeated as often as is asked for."""
 
-    def __init__(self, colours: Int[np.ndarray, " n"], witnesses: Witnesses | None) -> None:
-        self.colours = colours
-        self.witnesses = witnesses
+    def __init__(
+        self, colours: Int[np.ndarray, " n"], neighbourhood: Neighbourhood | None
+    ) -> None:
+        self.colours, self.neighbourhood = colours, neighbourhood
         self.num_colours = int(colours.max()) + 1
 
     def __call__(
         self, key: PRNGKeyArray, structure: Structure, num_probes: int
     ) -> PyTree[Array]:
-        n, c = dimension(structure), self.num_colours
+        n, c, argument = dimension(structure), self.num_colours, "pattern_or_colours"
         if n != self.colours.size:
-            raise ValueError(
-                f"traceax.probing(pattern_or_colours=...) must have {n} rows or entries, "
-                "one for each dimension of the operator, but got "
-                f"{self.colours.size}. Pass the pattern of this operator."
-            )
+            must = f"have {n} rows or entries, one for each dimension of the operator"
+            got, cure = self.colours.size, "Pass the pattern of this operator."
+            raise argument_error(ValueError, "probing", argument, must, got, cure)
         if num_probes % c:
-            raise ValueError(
-                f"traceax.probing(pattern_or_colours=...) must draw a multiple of {c} "
-                f"probes, one for each colour, but got num_probes={num_probes}. Draw {c} "
-                f"or {2 * c}, say."
-            )
+            must = f"draw a multiple of {c} probes, one for each colour"
+            got, cure = f"num_probes={num_probes}", f"Draw {c} or {2 * c}, say."
+            raise argument_error(ValueError, "probing", argument, must, got, cure)
         column = jax.ShapeDtypeStruct((n,), common_dtype(structure))
         signs = rademacher(key, column, num_probes // c)
-        mine = self.colours == np.arange(c)[:, None]
-        probes = math.sqrt(c) * jnp.where(mine, signs[:, None, :], 0)
-        return jax.vmap(lambda probe: unflatten(probe, structure))(probes.reshape(-1, n))
+        is_own = self.colours == np.arange(c)[:, None]
+        probes = math.sqrt(c) * jnp.where(is_own, signs[:, None, :], 0)
+        return unflatten_rows(probes.reshape(-1, n), structure)
 
 
 def probing(
@@ -279,37 +274,35 @@ def probing(
     Hierarchical probing, doi:10.1137/120881452.
     """
     if hasattr(pattern_or_colours, "shape") and len(pattern_or_colours.shape) != 1:
-        return of_graph(*coloured("probing", pattern_or_colours, power, num_colours))
+        graph = colour_pattern("probing", pattern_or_colours, power, num_colours)
+        return probing_of_graph(*graph)
     if power != 1 or num_colours is not None:
-        raise ValueError(
-            "traceax.probing(power=..., num_colours=...) must come with a pattern, because "
-            f"colours are there already, but got power={power}, num_colours={num_colours}. "
-            "Leave them out, or pass them to traceax.colouring."
+        got, cure = f"power={power}, num_colours={num_colours}", "Leave them out."
+        must = "come with a pattern, because colours are there already"
+        raise argument_error(
+            ValueError, "probing", "power=..., num_colours", must, got, cure
         )
     leaves = [_concrete(leaf) for leaf in jax.tree.leaves(pattern_or_colours)]
     flat = np.concatenate(leaves) if leaves else np.zeros(0, int)
     if not flat.size or flat.min() < 0:
-        raise ValueError(
-            "traceax.probing(pattern_or_colours=...) must be integers of at least 0, "
-            "because they number the probes, but got "
-            f"{flat.min() if flat.size else 'none'}. Number the colours from 0; "
-            "traceax.colouring does."
-        )
+        must = "be integers of at least 0, because they number the probes"
+        got = flat.min() if flat.size else "none"
+        cure = "Number the colours from 0, as traceax.colouring does."
+        raise argument_error(ValueError, "probing", "pattern_or_colours", must, got, cure)
     return Probing(np.unique(flat, return_inverse=True)[1], None)
 
 
-def of_graph(step: Sparse, best: Best) -> Probing:
-    """Its witnesses are the neighbours in the graph."""
-    return Probing(best.colours, Witnesses.of(best.colours, step, best.power))
+def probing_of_graph(step: Sparse, best: Best) -> Probing:
+    return Probing(best.colours, _neighbourhood(step, best))
 
 
 def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
     traced = isinstance(leaf, Tracer)
     if traced or not np.issubdtype(np.asarray(leaf).dtype, np.integer):
-        got = "a traced array" if traced else f"{np.asarray(leaf).dtype}"
-        raise TypeError(
-            "traceax.probing(pattern_or_colours=...) must be concrete integers, because "
-            f"their number sets the shapes of arrays, but got {got}. Make the colouring "
-            "outside of jax.jit, with traceax.colouring, or with NumPy and .astype(int)."
+        must = "be concrete integers, because their number sets the shapes of arrays"
+        got = "a traced array" if traced else np.asarray(leaf).dtype
+        cure = (
+            "Colour outside of jax.jit, with traceax.colouring or NumPy and .astype(int)."
         )
+        raise argument_error(TypeError, "probing", "pattern_or_colours", must, got, cure)
     return np.asarray(leaf).ravel()

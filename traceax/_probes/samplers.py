@@ -1,52 +1,89 @@
-"""Probes: random vectors z with E[z z*] = I.
+"""Samplers: functions that draw probes, random vectors z with E[z z*] = I.
 
 A sampler is a function `(key, structure, num_probes) -> probes`: `structure` is the
 operator's input structure, and each leaf of `probes` has a leading axis of `num_probes`.
+
+`hadamard` draws signs without replacement. A Hadamard matrix H of order m has entries of
+modulus 1 and orthogonal columns. Take k of its rows r without replacement, restrict them to
+the first n columns, and multiply each column by a random sign:
+
+    z_r = d o H[r, :n],      sum over all m rows of z_r* A z_r = m tr A   for any signs d.
+
+Given d, the samples z_r* A z_r are drawn from a finite population of mean tr A. Their mean
+has the variance of a survey, (m - k)/(m - 1) of that of independent signs, term by term:
+E (1/k sum_r H_ra H_rb)^2 = (m - k)/(k (m - 1)) for every pair a != b, and signs of
+different pairs are uncorrelated. Like independent signs they are exact for diagonal
+operators. The matrix is Sylvester's: H_rc = (-1)^(number of ones that r and c have in
+common in binary), whose order is a power of 2.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_count, check_key
-from traceax._core.operator import Structure, common_dtype, cut, dimension
+from traceax._core.checks import argument_error, check_count, check_key
+from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
+
+Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _NamedFunction:
+    """A function that prints as its name, so that `help` shows it so where it is a default.
+
+    `inspect` and `help` take an object with a method `__get__` for a function."""
+
+    __name__: str
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
+def _named(fn: Function) -> Function:
+    named: Any = _NamedFunction(fn)
+    return named
 
 
 def space(
     name: str, key: object, structure: Structure, num_probes: object
 ) -> tuple[int, jnp.dtype]:
-    """Dimension and dtype of the columns that probes are cut from: one draw for all leaves,
-    so that a probe does not depend on how the space is cut into leaves."""
+    """Dimension and dtype of the vectors that are drawn. They are split into leaves after
+    the draw, so that a probe does not depend on how the space is split."""
     check_key(name, key)
-    if check_count(name, "num_probes", num_probes) < 1:
-        raise ValueError(
-            f"traceax.{name}(num_probes=...) must be at least 1, but got {num_probes}. "
-            "Pass as many as are to be drawn."
-        )
+    check_count(name, "num_probes", num_probes, 1)
     leaves = jax.tree.leaves(structure)
     kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
     if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
-        raise TypeError(
-            f"traceax.{name}(structure=...) must be a pytree of jax.ShapeDtypeStruct of "
-            "real or complex dtypes, because probes are drawn like it, but got "
-            f"{structure!r}. Pass operator.in_structure(), or "
-            "jax.ShapeDtypeStruct((n,), float)."
-        )
+        must = "be a pytree of jax.ShapeDtypeStruct of real or complex dtypes"
+        cure = "Pass operator.in_structure(), or jax.ShapeDtypeStruct((n,), float)."
+        raise argument_error(TypeError, name, "structure", must, repr(structure), cure)
     return dimension(structure), common_dtype(structure)
 
 
-Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
-
-
+@_named
 def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of independent random signs; for complex leaves, random phases (Steinhaus).
 
@@ -69,11 +106,11 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Girard (1989),
     Numerische Mathematik 56.
     """
-
     n, dtype = space("rademacher", key, structure, num_probes)
-    return cut(_signs(key, n, num_probes, dtype), structure)
+    return unflatten_rows(_signs(key, n, num_probes, dtype), structure)
 
 
+@_named
 def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of independent standard normal entries; for complex leaves, E|z|^2 = 1.
 
@@ -94,11 +131,11 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Reference**: Girard (1989), Numerische Mathematik 56.
     """
-
     n, dtype = space("normal", key, structure, num_probes)
-    return cut(_gaussian(key, n, num_probes, dtype), structure)
+    return unflatten_rows(_gaussian(key, n, num_probes, dtype), structure)
 
 
+@_named
 def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes uniform on the sphere of radius sqrt(n), n the size of the whole pytree.
 
@@ -123,9 +160,10 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     doi:10.1137/23M1548323.
     """
     n, dtype = space("sphere", key, structure, num_probes)
-    return cut(_on_sphere(key, n, num_probes, dtype), structure)
+    return unflatten_rows(_on_sphere(key, n, num_probes, dtype), structure)
 
 
+@_named
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes that are sqrt(n) times orthonormal columns, uniformly distributed (Haar).
 
@@ -152,31 +190,70 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     """
     n, dtype = space("orthogonal", key, structure, num_probes)
     if num_probes > n:
-        raise ValueError(
-            f"traceax.orthogonal(num_probes=...) must be at most {n}, the dimension of the "
-            f"space, but got {num_probes}. Draw fewer, or use traceax.sphere."
-        )
-    return cut(_frame(key, n, num_probes, dtype), structure)
+        must, cure = f"be at most {n}, the dimension", "Draw fewer, or use traceax.sphere."
+        raise argument_error(ValueError, "orthogonal", "num_probes", must, num_probes, cure)
+    return unflatten_rows(_orthogonal_rows(key, n, num_probes, dtype), structure)
+
+
+@_named
+def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
+    """Randomly signed rows of a Hadamard matrix, drawn without replacement.
+
+    For complex leaves the signs are random phases. The order m of the matrix is the least
+    power of 2 from n on. The variance of a Hutchinson mean of signs is multiplied by
+    (m - num_probes)/(m - 1), and like signs they are exact for diagonal operators. They
+    help if there are probes for a good part of the dimensions. They are dependent, so the
+    leave-one-out estimators raise an error.
+
+    **Arguments** `key`, `structure` and `num_probes` (at most m) and the errors are those
+    of all samplers: see the guide's conventions.
+
+    **Cost**: one random bit a dimension, a random order of m rows, and a sign an entry.
+
+    **Example**
+
+        >>> import jax, traceax as tx
+        >>> structure = jax.ShapeDtypeStruct((16,), jax.numpy.float32)
+        >>> probes = tx.hadamard(jax.random.key(0), structure, 3)
+        >>> print(probes @ probes.T)
+        [[16.  0.  0.]
+         [ 0. 16.  0.]
+         [ 0.  0. 16.]]
+
+    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
+    matrix, doi:10.1016/j.apnum.2007.01.003, for rows without random choice.
+    """
+    n, dtype = space("hadamard", key, structure, num_probes)
+    if num_probes > hadamard_order(n):
+        must = f"be at most {hadamard_order(n)}, the order of the matrix for {n} dimensions"
+        cure = "Draw fewer, or use traceax.rademacher."
+        raise argument_error(ValueError, "hadamard", "num_probes", must, num_probes, cure)
+    return unflatten_rows(_hadamard_rows(key, n, num_probes, dtype), structure)
 
 
 def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        turns = jax.random.uniform(key, (k * n,), jnp.finfo(dtype).dtype)
-        angles = 2 * math.pi * turns.reshape(k, n)
-        return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
-    # A sign for every bit: of the time, drawing is all but a tenth.
-    words = jax.random.bits(key, (k * -(-n // 32),), jnp.uint32)
-    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
+        return _phases(key, (k, n), dtype)
+    # One random bit for each sign, or drawing would take ten times as long.
+    integers = jax.random.bits(key, (k * -(-n // 32),), jnp.uint32)
+    bits = (integers[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
     return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
 
 
-def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
-    """In single precision, whose grain no estimate can show: half the time of double.
+def _phases(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    turns = jax.random.uniform(key, (math.prod(shape),), jnp.finfo(dtype).dtype)
+    angles = 2 * math.pi * turns.reshape(shape)
+    return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
 
-    Drawn as one long vector: the same numbers, but compiled four times as fast, because the
-    compiler unrolls loops over a short last axis. And as if there were a choice, of all
-    keys at once: elsewhere it would turn uniform numbers into normal ones anew wherever
-    these are used.
+
+def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
+    """Normal numbers in single precision, which takes half the time of double precision;
+    no estimate shows the difference.
+
+    They are drawn as one long vector: these are the same numbers, but the program compiles
+    four times as fast, because the compiler unrolls loops over a short last axis. The
+    branch of `cond` is always taken, for all keys of a batch at once. It keeps the compiler
+    from computing the normal numbers anew wherever they are used.
     """
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     single = jnp.complex64 if is_complex else jnp.float32
@@ -189,7 +266,7 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
         nothing = jnp.zeros(jax.eval_shape(draw, keys).shape, single)
         return jax.lax.cond(always, draw, lambda _: nothing, keys)
 
-    one = custom_vmap(partial(chosen, drawn))
+    one = custom_vmap(functools.partial(chosen, drawn))
     one.def_vmap(lambda _, __, keys: (chosen(jax.vmap(drawn), keys), True))
     return one(key).astype(dtype)
 
@@ -201,9 +278,28 @@ def _on_sphere(
     return rows * (math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
 
 
-def _frame(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
+def _orthogonal_rows(
+    key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
+) -> Inexact[Array, "k n"]:
     basis = orthonormalise(_gaussian(key, n, k, dtype).T)
     turn, triangle = lapack.qr(basis.factor)
     diagonal = jnp.diagonal(triangle)
     turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
     return (basis.columns @ turn).T
+
+
+def hadamard_order(n: int) -> int:
+    """The order of the Hadamard matrix for n dimensions."""
+    return 1 << (n - 1).bit_length()
+
+
+def _hadamard_rows(
+    key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
+) -> Inexact[Array, "k n"]:
+    rows_key, signs_key = jax.random.split(key)
+    rows = jax.random.permutation(rows_key, hadamard_order(n))[:k]
+    common = rows[:, None] & jnp.arange(n)
+    signs = 1 - 2 * (jax.lax.population_count(common) & 1)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return signs * _phases(signs_key, (n,), dtype)
+    return signs * jax.random.rademacher(signs_key, (n,), dtype)

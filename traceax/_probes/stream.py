@@ -1,13 +1,13 @@
-"""Probes a batch at a time, for what does not need all of them together.
+"""Probes in batches, for estimators that do not need all of them together.
 
-Estimates that are sums over independent probes can take them in batches: what lives at a
-time is one batch, its images, and the sums. A gradient would bring everything back, the
-probes and whatever the applications leave for their transposes; so each batch is a
-`jax.checkpoint`: drawn and applied again where its derivative is taken. Each sample is
-drawn with a key of its own: the numbers are the same in batches of any size.
+An estimate that is a sum over independent probes can take them in batches: at a time only
+one batch, its images, and the sums are in memory. Reverse-mode differentiation would store
+all probes and all residuals of the applications. So each batch is a `jax.checkpoint`: the
+derivative draws it and applies the operator again. Each sample has a key of its own, so the
+numbers are the same for any batch size.
 
-A `Plan` says how a budget becomes probes, and how these make independent samples. The
-progress meters that show how far along the batches are have the methods of diffrax's.
+A `SamplingDesign` says how a budget becomes probes, and how these make independent samples.
+The progress meters have the methods of diffrax's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_batch_size, check_samples
+from traceax._core.checks import argument_error, check_batch_size, check_samples
 from traceax._core.operator import size
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
@@ -32,16 +32,16 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.draw import (
     Samples,
-    comes_in_samples,
     draw,
-    population,
-    probes_a_sample,
+    has_independent_samples,
+    population_size,
+    probes_per_sample,
 )
 from traceax._probes.samplers import Sampler
 
 
 class ProgressMeter(Protocol):
-    """What diffrax's progress meters do."""
+    """The methods of diffrax's progress meters."""
 
     def init(self) -> Any: ...
     def step(self, state: Any, progress: Any) -> Any: ...
@@ -55,32 +55,24 @@ class Silent:
         return None
 
     def step(self, state: Any, progress: Any) -> Any:
-        del progress
         return state
 
     def close(self, state: Any) -> Any:
-        del state
+        return state
 
 
 SILENT = Silent()
 
 
-def checked_meter(name: str, progress_meter: ProgressMeter | None) -> ProgressMeter:
+def checked_meter(name: str, progress_meter: Any) -> ProgressMeter:
     meter = SILENT if progress_meter is None else progress_meter
-    _check(name, meter)
+    methods = [getattr(meter, method, None) for method in ("init", "step", "close")]
+    if isinstance(meter, type) or not all(map(callable, methods)):
+        must = "be a progress meter of diffrax, or have its methods init, step and close"
+        got = "a class" if isinstance(meter, type) else type(meter).__name__
+        cure = "Pass diffrax.TextProgressMeter(), say."
+        raise argument_error(TypeError, name, "progress_meter", must, got, cure)
     return meter
-
-
-def _check(name: str, progress_meter: object) -> None:
-    parts = ("init", "step", "close")
-    is_class = isinstance(progress_meter, type)
-    if is_class or not all(callable(getattr(progress_meter, p, None)) for p in parts):
-        raise TypeError(
-            f"traceax.{name}(progress_meter=...) must be a progress meter of diffrax, or "
-            "an object with its methods init, step and close, but got "
-            f"{'a class' if is_class else type(progress_meter).__name__}. Pass "
-            "diffrax.TextProgressMeter(), say."
-        )
 
 
 T = TypeVar("T")
@@ -88,9 +80,9 @@ Columns = Array
 
 
 class Stream(eqx.Module):
-    """Samples of `group` probes each, of which `batch` samples live at a time.
+    """Samples of `group` probes each, in batches of `batch` samples.
 
-    `source` is a block of all; or has, for each sample, what `draw` makes it of.
+    `source` is a block of all probes; or, with `draw`, its argument for each sample.
     """
 
     source: Columns | Shaped[Array, " samples"]
@@ -101,7 +93,7 @@ class Stream(eqx.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all live together anyway."""
+        """Whether one batch has all samples."""
         return self.batch >= self.num_samples
 
     @property
@@ -111,8 +103,8 @@ class Stream(eqx.Module):
     def _scan(
         self, fn: Callable[[T, Columns], tuple[T, Any]], carry: T, meter: ProgressMeter
     ) -> tuple[T, Any]:
-        """Batches through `fn(carry, columns)`; what it returns besides has a last axis of
-        probes, and comes for all of them."""
+        """`carry, output = fn(carry, columns)` over all batches. Outputs have a last axis
+        of probes, along which they are joined."""
         if self.is_whole:
             return fn(carry, self._columns(0, self.num_samples))
 
@@ -123,20 +115,20 @@ class Stream(eqx.Module):
         often = jax.checkpoint(partial(step, count=self.batch), prevent_cse=False)
 
         def shown(both: tuple[T, Any], first: Array) -> tuple[tuple[T, Any], Any]:
-            carry, piece = often(both[0], first)
+            carry, output = often(both[0], first)
             done = (first + self.batch) / self.num_samples
-            return (carry, meter.step(both[1], done)), piece
+            return (carry, meter.step(both[1], done)), output
 
         starts = self.batch * jnp.arange(whole)
-        (carry, seen), pieces = jax.lax.scan(shown, (carry, meter.init()), starts)
-        pieces = jax.tree.map(_side_by_side, pieces)
+        (carry, state), outputs = jax.lax.scan(shown, (carry, meter.init()), starts)
+        outputs = jax.tree.map(_joined, outputs)
         if rest:
             last = jax.checkpoint(partial(step, count=rest))
-            carry, piece = last(carry, jnp.asarray(self.batch * whole))
-            pieces = jax.tree.map(_append, pieces, piece)
-            seen = meter.step(seen, jnp.asarray(1.0))
-        meter.close(seen)
-        return carry, pieces
+            carry, output = last(carry, jnp.asarray(self.batch * whole))
+            outputs = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), outputs, output)
+            state = meter.step(state, jnp.asarray(1.0))
+        meter.close(state)
+        return carry, outputs
 
     def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
         return self._scan(lambda _, columns: (None, fn(columns)), None, meter)[1]
@@ -147,7 +139,7 @@ class Stream(eqx.Module):
         merge: Callable[[T, T], T] = jnp.add,
         meter: ProgressMeter = SILENT,
     ) -> T:
-        """Of sums over batches; `merge` must take zeros for the sum over none."""
+        """The sum of `fn` over batches; zeros must be neutral for `merge`."""
         if self.is_whole:
             return fn(self._columns(0, self.num_samples))
         shapes = jax.eval_shape(lambda: fn(self._columns(0, self.batch)))
@@ -169,7 +161,7 @@ def all_at_once(block: Columns, group: int = 1) -> Stream:
 
 
 def unit_vectors(n: int, dtype: Any, batch: int) -> Stream:
-    """The probes of which nothing is random."""
+    """All unit vectors, as probes that are not random."""
     return Stream(jnp.arange(n), _Units(n, dtype), n, 1, min(batch, n))
 
 
@@ -181,34 +173,31 @@ class _Units(NamedTuple):
         return jax.nn.one_hot(indices, self.n, axis=0, dtype=self.dtype)
 
 
-def _side_by_side(pieces: Array) -> Array:
-    moved = jnp.moveaxis(pieces, 0, -2)
+def _joined(outputs: Array) -> Array:
+    """Outputs of several batches along their last axis, instead of along the first."""
+    moved = jnp.moveaxis(outputs, 0, -2)
     return moved.reshape(*moved.shape[:-2], -1)
 
 
-def _append(pieces: Array, piece: Array) -> Array:
-    return jnp.concatenate([pieces, piece], axis=-1)
-
-
-class Plan(NamedTuple):
-    """Probes come as samples of a number of probes each; `shrink` is the factor by which
-    samples that exclude each other bring down the standard error of their mean.
+class SamplingDesign(NamedTuple):
+    """How many samples and probes there are. `correction` is the factor by which sampling
+    without replacement reduces the standard error of a mean, as in a survey.
 
     The probes of one sample are independent, too, but of different means, one for each
-    colour: of a sum over them each colour has a spread of its own."""
+    colour: the standard error of a sum over colours pools a spread within each colour."""
 
     num_samples: int
     num_probes: int
-    shrink: float
+    correction: float
 
     @property
     def group(self) -> int:
-        """Probes a sample."""
+        """The probes of one sample."""
         return self.num_probes // self.num_samples
 
     @property
     def degrees_of_freedom(self) -> float:
-        """Of the interval of a mean of quadratic forms."""
+        """Those of the interval of a mean of quadratic forms."""
         return self.group * independent_degrees_of_freedom(self.num_samples)
 
     def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
@@ -217,34 +206,29 @@ class Plan(NamedTuple):
     def _by_sample(self, by_probe: Inexact[Array, "*values k"]) -> Array:
         return by_probe.reshape((*by_probe.shape[:-1], -1, self.group))
 
-    def error_of_mean(
-        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
-    ) -> Float[Array, "*values"]:
-        return self.mean_and_error(by_probe, rounding)[1]
-
     def mean_and_error(
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
-        samples = self.shrink * self._by_sample(by_probe / self.group)
+        samples = self.correction * self._by_sample(by_probe / self.group)
         return mean(by_probe), standard_error_of_parts(samples, rounding)
 
 
-def plan_and_draw(
+def design_and_draw(
     name: str,
     operator: lx.AbstractLinearOperator,
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler,
     batch_size: int | None = None,
-) -> tuple[Plan, Stream]:
-    group = probes_a_sample(sampler)
+) -> tuple[SamplingDesign, Stream]:
+    group = probes_per_sample(sampler)
     check_samples(name, num_matvecs, group)
     num_samples = num_matvecs // group
     num_probes = num_samples * group
-    # The finite-population correction of a survey of k out of m.
-    shrink = (1 - num_probes / population(sampler, size(operator))) ** 0.5
-    plan = Plan(num_samples, num_probes, shrink)
-    return plan, stream(name, operator, key, num_probes, sampler, batch_size)
+    # The finite-population correction for k of m.
+    correction = (1 - num_probes / population_size(sampler, size(operator))) ** 0.5
+    design = SamplingDesign(num_samples, num_probes, correction)
+    return design, stream(name, operator, key, num_probes, sampler, batch_size)
 
 
 def stream(
@@ -255,21 +239,22 @@ def stream(
     sampler: Sampler,
     batch_size: int | None,
 ) -> Stream:
-    """All probes drawn, if nothing says that they must not live together."""
-    group = probes_a_sample(sampler)
+    """All probes drawn at once, unless `batch_size` or the sampler demands batches."""
+    group = probes_per_sample(sampler)
     check_batch_size(name, batch_size, group)
     count = num_probes // group
     batch = count if batch_size is None else batch_size // group
-    if count == 1 or not comes_in_samples(sampler):
+    if count == 1 or not has_independent_samples(sampler):
         block = draw(name, sampler, key, operator, num_probes, in_samples=True)
         return Stream(block, None, count, group, batch)
-    how = Samples.of(name, sampler, operator.in_structure())
+    if isinstance(sampler, partial) and not sampler.args and not sampler.keywords:
+        sampler = sampler.func  # Equal partial functions do not compare equal.
+    leaves, treedef = jax.tree.flatten(operator.in_structure())
+    samples = Samples(name, sampler, tuple(leaves), treedef)
     if batch >= count:
-        return all_at_once(compiled(_at_once, how, key, count), group)
-    return Stream(jax.random.split(key, count), how, count, group, batch)
+        return all_at_once(compiled(_all_samples, samples, key, count), group)
+    return Stream(jax.random.split(key, count), samples, count, group, batch)
 
 
-def _at_once(
-    how: Callable[[PRNGKeyArray], Inexact[Array, "n k"]], key: PRNGKeyArray, count: int
-) -> Inexact[Array, "n k"]:
-    return how(jax.random.split(key, count))
+def _all_samples(samples: Samples, key: PRNGKeyArray, count: int) -> Inexact[Array, "n k"]:
+    return samples(jax.random.split(key, count))

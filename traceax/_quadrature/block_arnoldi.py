@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import resolution, size
+from traceax._core.operator import size, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._linalg.columns import magnitude, mean
 from traceax._linalg.jackknife import (
@@ -100,7 +100,7 @@ def block_arnoldi(
     rule = _rule(space, n, depth, resphered)
     operator = subject.linear_map.operator
     unresolved = depth == 1 and size(operator) > 1
-    kind = Kind(resphered, real, unresolved, resolution(operator))
+    kind = Kind(resphered, real, unresolved, unit_roundoff(operator))
     values = at_nodes(subject.fn, rule.modes.nodes)
     value, error, share = _value_and_error(rule, values, kind)
     first = Modes(*(x[0] for x in rule.modes))

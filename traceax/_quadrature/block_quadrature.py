@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import resolution, size
+from traceax._core.operator import size, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._linalg.columns import magnitude, mean, squared_modulus
 from traceax._linalg.jackknife import (
@@ -121,7 +121,7 @@ def read_off(
     rule = quadrature(space, depth, inner, kept)
     eigen, slopes = defined(rule.eigen, subject.fn, is_unfinished(space))
     rule = eqx.tree_at(lambda r: r.eigen, rule, eigen)
-    eps = resolution(subject.linear_map.operator)
+    eps = unit_roundoff(subject.linear_map.operator)
     unresolved = depth == 1 and size(subject.linear_map.operator) > 1
     values = jnp.swapaxes(at_nodes(subject.fn, rule.eigen.values), -1, -2)
     sizes = jnp.abs(values[0]) + slopes.T

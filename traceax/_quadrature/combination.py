@@ -28,7 +28,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import canonical
-from traceax._core.function_checks import check_combine, check_combined
+from traceax._core.checks import check_callable, check_returned
 from traceax._core.operator import Structure, as_result
 from traceax._core.rule import Outcome, Readout
 from traceax._linalg.columns import mean
@@ -49,14 +49,16 @@ def combination(
     the structure of its result."""
     if combine is None:
         return None, structure
-    check_combine(name, combine)
+    cure = "Pass a function of what fn returns, lambda t: t['a'] / t['b'], say."
+    check_callable(name, "combine", combine, "of the traces", cure)
     traces = eqx.filter_eval_shape(fn, fn.point)
 
     def of_vector(t: Inexact[Array, " p"]) -> PyTree[Array]:
         return combine(as_result(t, structure))
 
     result = eqx.filter_eval_shape(of_vector, traces)
-    check_combined(name, result)
+    must, cure = "arrays of numbers", "Return what depends on the traces only."
+    check_returned(name, "combine", result, jnp.number, must, cure)
     return ScalarFunction(canonical(of_vector, traces), traces), inexact(
         result, traces.dtype
     )

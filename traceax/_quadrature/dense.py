@@ -14,14 +14,8 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core.operator import (
-    LinearMap,
-    Structure,
-    flatten,
-    unflatten,
-    working_dtype,
-)
-from traceax._core.rule import settled
+from traceax._core.operator import LinearMap, Structure, flatten, unflatten, working_dtype
+from traceax._core.rule import with_own_jvp
 from traceax._linalg import lapack
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.scalar import Flat, Slope, moving
@@ -148,7 +142,7 @@ class FunctionOfOperator(lx.AbstractLinearOperator):
         subject = (LinearMap(self.operator), self.fn, column)
         apply = partial(_apply, num_steps=self.num_steps)
         value = apply(subject, differentiable=False)
-        value = settled(value, partial(apply, differentiable=True), subject)
+        value = with_own_jvp(value, partial(apply, differentiable=True), subject)
         return unflatten(value, self.operator.out_structure())
 
     def as_matrix(self) -> Inexact[Array, "n n"]:

@@ -6,9 +6,9 @@ A quadrature has nodes x with weights w, and pairs of vectors l, r, both made of
     d tr f(A) = tr(f'(A) dA) ~ sum over pairs of l^T dA r.
 
 The pairs depend on f and on A. A first derivative takes them as constants; for a second
-one, whatever makes the pairs differentiates them or refuses (`settled`). What `fn` depends
-on moves the sum as another function would, d tr f(A) = tr((df)(A)), so its derivative is
-the same quadrature, of df.
+one, whatever makes the pairs differentiates them or refuses (`with_own_jvp`). What `fn`
+depends on moves the sum as another function would, d tr f(A) = tr((df)(A)), so its
+derivative is the same quadrature, of df.
 
 **The split rule** makes the pairs for Hermitian A. With probes v for which E[v v*] = I, and
 f' = g1 g2,
@@ -50,7 +50,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
-from traceax._core.rule import settled
+from traceax._core.rule import with_own_jvp
 from traceax._linalg import lapack
 from traceax._linalg.columns import magnitude
 from traceax._linalg.krylov import lanczos
@@ -198,7 +198,7 @@ def _split_pairs(
     blocks = _vectors(subject.fn, soft, basis, None, eigen, count)
     starts = basis[:, :count].reshape(-1, n)
     again = Partial(_again, starts, soft, blocks[1], num_steps)
-    left, right = settled(blocks, again, subject)
+    left, right = with_own_jvp(blocks, again, subject)
     rows = left.conj().reshape(len(left), -1, count, n)
     weighted = jnp.einsum("Nab,pNbn->pNan", coefficients.astype(rows.dtype), rows)
     weighted = weighted.reshape(left.shape)
@@ -328,7 +328,7 @@ def _arnoldi_pairs(
     subject: MatrixFunction,
 ) -> Paired:
     """The columns of Z f'(H)[:, :r], and tr(M Z_r* dA Z f'(H)[:, :r])."""
-    modes = settled(modes, refuse_second, subject.linear_map)
+    modes = with_own_jvp(modes, refuse_second, subject.linear_map)
     slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
     inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
     inside = inside.real if real.value else inside
