@@ -108,8 +108,7 @@ def test_operators_that_store_their_diagonal_are_free() -> None:
 )
 def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     """Over 1,000 keys: mean of values and slopes within six standard errors, intervals that
-    hold in at least nine of ten. Standard errors are as large as errors are, up to a third;
-    what is half of them is seen."""
+    hold in at least nine of ten."""
     decay = jnp.exp(-jnp.arange(N) / 15.0)
     base = matrices(kind) * jnp.sqrt(decay)[:, None] * jnp.sqrt(decay)[None, :]
     direction = general(N)
@@ -123,18 +122,12 @@ def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
             stacked(estimate.value),
             stacked(low),
             stacked(high),
-            stacked(estimate.standard_error),
         )
 
     each = jax.vmap(jax.value_and_grad(run, argnums=1, has_aux=True), (0, None))
-    (_, (values, low, high, errors)), slopes = jax.jit(each)(
-        jax.random.split(KEY, 1000), 0.0
-    )
+    (_, (values, low, high)), slopes = jax.jit(each)(jax.random.split(KEY, 1000), 0.0)
     truth = sums(base)
     assert is_unbiased(values, truth)
-    if kind == "general":
-        ratio = jnp.sqrt(jnp.mean(errors**2, axis=0)) / jnp.std(values, axis=0)
-        assert jnp.all((ratio > 0.75) & (ratio < 1.33)), ratio
     assert jnp.all(jnp.mean((low <= truth) & (truth <= high), axis=0) > 0.9)
     moved = sums(direction if kind == "general" else base) @ jnp.arange(1.0, 4.0)
     assert is_unbiased(slopes, moved)

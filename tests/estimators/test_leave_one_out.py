@@ -19,6 +19,7 @@ from tests.helpers import (
     general,
     given,
     hermitian,
+    pytree,
     slow,
     spectrum,
 )
@@ -188,6 +189,34 @@ def test_leave_one_out_diagonals(form: str, dtype: Any, k: int) -> None:
         return
     spread = np.sum(np.abs(samples - samples.mean(0)) ** 2, axis=0)
     close(got.standard_error, np.sqrt(2 * spread / (k * (k - 1))), 1e-10)
+
+
+@pytest.mark.parametrize("form", ["two-sided", "one-sided", "few"])
+def test_leave_one_out_leaf_traces(form: str) -> None:
+    """The sums over leaves of a diagonal's samples, or of fewer products of single
+    entries, which do not share probes."""
+    n, k = 70, 3 if form == "few" else 5
+    matrix = hermitian(spectrum("poly", n))
+    if form != "two-sided":
+        matrix = matrix + 0.3 * jnp.triu(matrix)
+    blocks = pytree(matrix)
+    tags = lx.symmetric_tag if form == "two-sided" else ()
+    operator = lx.FunctionLinearOperator(blocks.mv, blocks.in_structure(), tags)
+    space = jax.ShapeDtypeStruct((n,), float)
+    probes = np.asarray(tx.rademacher(KEY, space, k))
+    if form == "few":  # drawn one by one
+        keys = jax.random.split(KEY, k)
+        probes = np.concatenate([tx.rademacher(key, space, 1) for key in keys])
+        got = tx.leaf_traces(operator, KEY, k)
+        samples, sharing = probes * (probes @ matrix.T), 1
+    else:
+        got = tx.leaf_traces(operator, KEY, 2 * k)
+        samples = xdiag_by_loop(np.asarray(matrix), probes.T, form == "two-sided")
+        sharing = 2
+    sums = np.add.reduceat(samples, [0, n // 3], axis=1)
+    close(jnp.stack([got.value["a"], got.value["b"]]), sums.mean(0), 1e-11)
+    error = jnp.stack([got.standard_error["a"], got.standard_error["b"]])
+    close(error, (sharing * sums.var(0, ddof=1) / k) ** 0.5, 1e-10)
 
 
 @pytest.mark.parametrize("tagged", [True, False])
