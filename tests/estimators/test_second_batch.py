@@ -74,8 +74,8 @@ def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
         left_out = [np.delete(block, (i, j), axis=1) for j in range(k) if j != i]
         tested = np.delete(block, i, axis=1).T
         pairs = zip(left_out, tested, strict=True)
-        left, whole = np.sum([missed(what, np.asarray(matrix), *pair) for pair in pairs], 0)
-        return left / whole
+        sums = np.array([missed(what, np.asarray(matrix), *pair) for pair in pairs]).sum(0)
+        return sums[0] / sums[1]
 
     got = shares(probes[:, :k])
     close(got, np.array([share(i) for i in range(k)]), 1e-9)
