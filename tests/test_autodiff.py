@@ -161,7 +161,7 @@ def test_python_floats_are_differentiated(entry: Entry) -> None:
     ids=["eager", "jit", "jit of vmap"],
 )
 def test_the_standard_error_has_no_derivative(transform: Any, request: Any) -> None:
-    """In reverse mode an error names it, in forward mode it is infinite. It may be logged."""
+    """In reverse mode an error names it, in forward mode it is infinite."""
     base = general(N)
     x = jnp.ones(3 if "vmap" in request.node.name else ())
 
