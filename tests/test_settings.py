@@ -14,7 +14,7 @@ from jax import export
 from jax.experimental import checkify
 
 import traceax as tx
-from tests.calls import CALLS, OTHERS, PSD, N, energy, field, hutchinson, logarithm
+from tests.calls import CALLS, OTHERS, N, logarithm, operator
 from tests.helpers import (
     ALL,
     DRAWN,
@@ -62,55 +62,22 @@ def test_no_estimator_escapes_the_tables() -> None:
 
 # Further paths: exact answers, and probes in batches.
 WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
-    "trace, exact": lambda a, k: tx.trace(a, k, N),
-    "hutchinson_trace, exact": lambda a, k: tx.hutchinson_trace(a, k, N),
-    "hutchinson_diagonal, exact": lambda a, k: tx.hutchinson_diagonal(a, k, N),
-    "hutchinson_trace, batched": lambda a, k: tx.hutchinson_trace(a, k, 12, batch_size=5),
-    "hutchinson_trace, both": lambda a, k: tx.hutchinson_trace(a, k, N, batch_size=30),
-    "hutchinson_diagonal, batched": lambda a, k: tx.hutchinson_diagonal(
-        a, k, 12, sampler=partial(tx.sphere), batch_size=5
+    "trace, exact": lambda m, k: tx.trace(operator(m), k, N),
+    "hutchinson_trace, exact": lambda m, k: tx.hutchinson_trace(operator(m), k, N),
+    "hutchinson_diagonal, exact": lambda m, k: tx.hutchinson_diagonal(operator(m), k, N),
+    "hutchinson_trace, batched": lambda m, k: tx.hutchinson_trace(
+        operator(m), k, 12, batch_size=5
     ),
-    "slq_trace, batched": lambda a, k: tx.slq_trace(
-        a, logarithm, k, num_probes=4, num_steps=5, batch_size=3
+    "hutchinson_trace, both": lambda m, k: tx.hutchinson_trace(
+        operator(m), k, N, batch_size=30
+    ),
+    "hutchinson_diagonal, batched": lambda m, k: tx.hutchinson_diagonal(
+        operator(m), k, 12, sampler=partial(tx.sphere), batch_size=5
+    ),
+    "slq_trace, batched": lambda m, k: tx.slq_trace(
+        operator(m), logarithm, k, num_probes=4, num_steps=5, batch_size=3
     ),
 }
-
-
-def kept(name: str) -> Callable[[Any], tx.Estimate]:
-    """The call with an operator that is made once."""
-    structure = jax.ShapeDtypeStruct((N,), MATRIX.dtype)
-    shared = lx.FunctionLinearOperator(lambda v: MATRIX @ v, structure, PSD)
-    counts: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
-    grid, tracker = jnp.linspace(0.0, 3.0, 4), tx.deltashift(8)
-    state = tracker.init(shared, KEY) if name == "deltashift" else None
-    special: dict[str, Callable[[Any], Any]] = {
-        "adaptive_trace": lambda k: tx.adaptive_trace(shared, k, rtol=0.3, max_matvecs=32),
-        "custom_trace": lambda k: tx.custom_trace(hutchinson, shared, k, 6),
-        "deltashift": lambda k: tracker.update(shared, state, k)[0],  # pyright: ignore
-        "function_trace": lambda k: tx.function_trace(shared, logarithm, k, 40),
-        "logdet": lambda k: tx.logdet(shared, k, 40),
-        "inv_quad_logdet": lambda k: tx.inv_quad_logdet(shared, MATRIX[0], k, 40).logdet,
-        "slq_trace": lambda k: tx.slq_trace(shared, logarithm, k, **counts),
-        "arnoldi_trace": lambda k: tx.arnoldi_trace(shared, logarithm, k, **counts),
-        "function_diagonal": lambda k: tx.function_diagonal(shared, logarithm, k, **counts),
-        "schatten_norm": lambda k: tx.schatten_norm(shared, 1, k, **counts),
-        "spectral_density": lambda k: tx.spectral_density(shared, grid, k, **counts),
-        "divergence": lambda k: tx.divergence(field, MATRIX[0], k, 6, args=MATRIX),
-        "laplacian": lambda k: tx.laplacian(energy, MATRIX[0], k, 6, args=MATRIX),
-        "biharmonic": lambda k: tx.biharmonic(energy, MATRIX[0], k, 6, args=MATRIX),
-        "pool": lambda k: tx.pool(
-            [tx.hutchinson_trace(shared, jax.random.fold_in(k, i), 4) for i in range(3)]
-        ),
-        "hessian_diagonal": lambda k: tx.hessian_diagonal(
-            energy, MATRIX[0], k, 6, args=MATRIX
-        ),
-        "unbiased_square": lambda k: tx.unbiased_square(
-            lambda key: tx.hutchinson_trace(shared, key, 4), k
-        ),
-    }
-    if name in WAYS:
-        return partial(WAYS[name], shared)
-    return special.get(name, lambda k: getattr(tx, name)(shared, k, 12))
 
 
 def test_compilations_are_counted() -> None:
@@ -122,12 +89,12 @@ def test_compilations_are_counted() -> None:
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *cases(WAYS, "slq_trace, batched")])
 def test_the_second_call_compiles_nothing(name: str) -> None:
-    """Outside of `jax.jit`, with the same functions and shapes."""
-    call = kept(name)
+    """Outside of `jax.jit`, with operators and functions made anew."""
+    call = CALLS[name] if name in CALLS else WAYS[name]
     keys = [jax.random.fold_in(KEY, i) for i in range(2)]
-    jax.block_until_ready(call(keys[0]).value)
+    jax.block_until_ready(call(MATRIX, keys[0]).value)
     with compilations() as compiled:
-        jax.block_until_ready(call(keys[1]).value)
+        jax.block_until_ready(call(MATRIX, keys[1]).value)
     assert not compiled
 
 

@@ -169,19 +169,6 @@ def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xtrace", "xnystrace"])
-def test_the_usual_leave_one_out_error_is_too_small(name: str) -> None:
-    """Why there is a jackknife: the spread of the leave-one-out samples, as if they were
-    independent, is well below the error that is made."""
-    (entry,) = (entry for entry in ESTIMATORS if entry.name == name)
-    matrix = hermitian(spectrum_of("exp", 200))
-    operator = lx.MatrixLinearOperator(matrix, PSD)
-    estimates = repeated(lambda key: entry.estimate(operator, key, 40), 400)
-    error = np.sqrt(np.mean((estimates.value - float(jnp.trace(matrix))) ** 2))
-    assert 1 <= np.sqrt(np.mean(estimates.standard_error**2)) / error <= 20
-
-
-@pytest.mark.slow
 def test_sketches_pay_on_decaying_spectra() -> None:
     """Errors at equal matvecs, in the order that theory gives them."""
     matrix = hermitian(spectrum_of("exp", 200))

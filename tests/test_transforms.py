@@ -17,12 +17,10 @@ import pytest
 
 import traceax as tx
 from tests.helpers import (
-    ALL,
     DRAWN,
     ESTIMATORS,
     PSD,
     REST,
-    REST_ALL,
     Entry,
     as_semidefinite,
     close,
@@ -85,35 +83,6 @@ def test_filtered_transformations_return_what_their_names_say(entry: Entry) -> N
         jnp.sum(gradient * matrix),
         1e-11,
     )
-
-
-@each(ALL + REST_ALL, "xtrace", "xdiag")
-def test_by_position_and_by_keyword(entry: Entry) -> None:
-    matrix = suitable(entry, N)
-
-    def by_keyword(matrix: Any) -> Any:
-        operator = as_semidefinite(entry, function(matrix))
-        estimate = entry.estimate(num_matvecs=BUDGET, key=KEY, operator=operator)
-        return entry.contracted(estimate.value)
-
-    def by_position(matrix: Any) -> Any:
-        return entry.contracted(estimate(entry, matrix).value)
-
-    assert by_keyword(matrix) == by_position(matrix)
-    gradient = jax.grad(by_position)(matrix)
-    np.testing.assert_array_equal(jax.grad(by_keyword)(matrix), gradient)
-
-
-@each([*ALL, *REST[2:5]], "hutchinson_trace", "row_norms_squared")
-def test_same_key_same_answer(entry: Entry) -> None:
-    matrix = suitable(entry, 70)
-    one, two = estimate(entry, matrix), estimate(entry, matrix)
-    other = estimate(entry, matrix, jax.random.key(8))
-    assert jnp.all(one.value == two.value)
-    assert jnp.all(one.standard_error == two.standard_error)
-    assert not jnp.any(one.value == other.value)
-    old_style = estimate(entry, matrix, jax.random.PRNGKey(7))
-    assert jnp.all(old_style.value == one.value)
 
 
 @pytest.mark.slow
