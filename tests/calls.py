@@ -68,14 +68,14 @@ def squared(matrix: Any, key: Any) -> Any:
 
 
 def likelihood(matrix: Any, key: Any) -> Any:
-    """The sum of both, which is what it is for."""
+    """The sum of both."""
     both = tx.inv_quad_logdet(operator(matrix), matrix[0], key, 40, shift=0.5)
     value = both.inv_quad.value + both.logdet.value
     return tx.Estimate(value, both.logdet.standard_error, both.logdet.num_matvecs)
 
 
 def by_leaves(matrix: Any, key: Any) -> Any:
-    """Of a space of two leaves; their sum, which is a number."""
+    """The sum over a space of two leaves."""
     structure = jax.eval_shape(lambda: (matrix[0, :30], matrix[0, 30:]))
 
     def apply(v: Any) -> Any:
@@ -140,7 +140,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "unbiased_square": squared,
 }
 
-# What does not estimate.
+# Public names that are no estimators.
 OTHERS = {
     "Estimate",
     "InvQuadLogdet",

@@ -1,19 +1,18 @@
-"""Double precision everywhere; float32 is asked for by name where it is meant.
+"""The settings of all tests: double precision, strict promotion, compilers that are quick.
 
-Most of the suite's time is compilation, so the compiler is told not to optimise, and to use
-the emitters that take a third of the time of its newer ones (TRACEAX_COMPILER=default
-leaves it as users have it); the workers share what they compiled in a folder that goes with
-the run; the tests whose subject is the compiled program start a process of their own.
-LAPACK is given one thread: its threads and those of JAX get in each other's way.
+Dtypes and ranks are not promoted, and float32 is asked for by name where it is meant. Most
+of the suite's time is compilation, so the compiler is told not to optimise, and to use the
+emitters that take a third of the time of its newer ones (TRACEAX_COMPILER=default leaves it
+as users have it). The workers share compiled programs in a folder that is deleted at the
+end. A test of a compiled program itself starts a process of its own. LAPACK is given one
+thread, because its threads and those of JAX compete.
 """
 
 import gc
 import os
-import re
 import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if os.environ.get("TRACEAX_COMPILER") != "default":
@@ -31,68 +30,18 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the folder
 
 import jax
 import pytest
-from xdist.scheduler import LoadScopeScheduling
-
-from tests.helpers import ALL, REST_ALL, names
-from tests.seldom import is_seldom, is_spare_twin
 
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 
-LONGEST = (
-    "tests/test_devices.py",
-    "tests/functions/test_logdet.py",
-    "tests/test_batches.py",
-)
-ESTIMATORS = frozenset(names(ALL + REST_ALL))
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the collector need not look through the imported modules again
 
 
-def scope(nodeid: str) -> str:
-    """The estimator whose test it is, if there is one among its parameters, or the file."""
-    words = re.split(r"[\[\]-]", nodeid)
-    return next((w for w in words if w in ESTIMATORS), nodeid.partition("::")[0])
-
-
-class ByScope(LoadScopeScheduling):
-    """What shares compiled programs goes to one worker."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return scope(nodeid)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByScope:
-    return ByScope(config, log)
-
-
-def leave_twins(items: list[pytest.Item]) -> None:
-    """Marks what the README's command has no time for."""
-    begun = set()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if is_seldom(item.nodeid) or (test in begun and is_spare_twin(item.nodeid)):
-            item.add_marker(pytest.mark.slow)
-        elif item.get_closest_marker("slow") is None:
-            begun.add(test)
-
-
-@pytest.hookimpl(tryfirst=True)  # `-m` must see the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: whoever has them alone at the end keeps the others waiting."""
-    leave_twins(items)
-    scopes = {id(item): scope(item.nodeid) for item in items}
-    sizes = Counter(scopes.values())
-
-    def place(item: pytest.Item) -> tuple[bool, int, str]:
-        ours = scopes[id(item)]
-        return ours not in LONGEST, -sizes[ours], ours
-
-    items.sort(key=place)
-    gc.freeze()  # what was imported stays
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What was compiled for one scope is of no use to the next, and takes gigabytes."""
-    if nextitem and scope(item.nodeid) != scope(nextitem.nodeid):
-        jax.clear_caches()
-        gc.collect()
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs() -> Iterator[None]:
+    """The programs of all modules together would take several gigabytes for each worker."""
+    yield
+    jax.clear_caches()
+    gc.collect()

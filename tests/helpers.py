@@ -34,8 +34,9 @@ def slow(*values: Any) -> Any:
 
 
 def cases(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Parameters of a test, of which only the named ones are in the quick run: an entry of
-    a table by its name, a dtype or function by its `__name__`, others as they are."""
+    """Parameters of a test, of which only the named ones are in the quick run. An entry of
+    a table is named by its name, a dtype or function by its `__name__`, others by
+    themselves."""
 
     def name(value: Any) -> Any:
         return getattr(value, "name", getattr(value, "__name__", value))
@@ -43,6 +44,13 @@ def cases(values: Iterable[Any], *quick: Any) -> list[Any]:
     values = list(values)
     assert set(quick) <= {name(value) for value in values}
     return [value if name(value) in quick else slow(value) for value in values]
+
+
+def each(entries: list["Entry"], *quick: str) -> pytest.MarkDecorator:
+    """Parametrises a test by the entries of a table. If names are given, only those entries
+    are in the quick run."""
+    chosen = cases(entries, *quick) if quick else entries
+    return pytest.mark.parametrize("entry", chosen, ids=lambda entry: entry.name)
 
 
 def given(probes: Any) -> Callable[..., Any]:
@@ -108,8 +116,8 @@ ESTIMATORS = [
     Entry("xtrace", tx.xtrace, 2),
     Entry("xnystrace", tx.xnystrace, 1, semidefinite=True, euler=False),
 ]
-FRONT_DOOR = Entry("trace", tx.trace, 1)
-ALL = [*ESTIMATORS, FRONT_DOOR]
+AUTOMATIC_TRACE = Entry("trace", tx.trace, 1)
+ALL = [*ESTIMATORS, AUTOMATIC_TRACE]
 """The traces."""
 
 DIAGONALS = [
@@ -129,9 +137,9 @@ NORMS = [
         euler=False,
     ),
 ]
-DIAGONAL_DOOR = Entry("diagonal", tx.diagonal, 1, truth=jnp.diagonal)
+AUTOMATIC_DIAGONAL = Entry("diagonal", tx.diagonal, 1, truth=jnp.diagonal)
 REST = [*DIAGONALS, *NORMS]
-REST_ALL = [*REST, DIAGONAL_DOOR]
+REST_ALL = [*REST, AUTOMATIC_DIAGONAL]
 """Diagonals and norms."""
 
 

@@ -1,17 +1,15 @@
-"""Executes the notebooks afresh, and compares what comes out with what is stored.
+"""Executes the notebooks and compares their outputs with the stored ones.
 
 `python -m tests.notebooks [--store] [NAME ...]`, from the root of the repository, with the
-extra `notebooks`; all if no NAME. Stored are the outputs of a whole run (TRACEAX_SHARE, the
-part of the steps that training takes, is 1), made by `--store`. A fresh run must
+extra `notebooks`; all of them if no NAME is given. `--store` writes the outputs. A run must
 
-- get to its end, so that every assertion holds, and say nothing on stderr;
+- reach its end, so that all assertions hold, and write nothing to stderr;
 - have the same outputs in every cell, pictures and texts, and in these the same words;
-- where a cell asserts something, print the numbers that are stored, but for their digits:
-  within a factor of two, and what is below 1e-9 as zero. They come from one key but from
-  other machines, and training magnifies rounding. Times (`3.1 ms`, `2.0 times as long`)
-  are each machine's own.
+- print the stored numbers within a factor of two in cells that assert something, because
+  training magnifies the rounding of other machines. Times (`3.1 ms`) are not compared.
 
-With a smaller share only the first is asked, and that the same cells draw.
+If TRACEAX_SHARE, the part of the training steps that is run, is below 1, a run must reach
+its end and draw in the same cells.
 """
 
 import argparse
@@ -47,13 +45,13 @@ def kind_of(output: Cell) -> str:
 
 
 def is_progress(output: Cell) -> bool:
-    """A bar that was drawn on stderr while it ran: `  40%|####      | 4/10`."""
+    """A progress bar on stderr: `  40%|####      | 4/10`."""
     words = text_of(output).strip()
     return output.get("name") == "stderr" and bool(re.match(r"$|[^|\n]*\d+%\|", words))
 
 
 def kinds(cell: Cell) -> list[str]:
-    """Of its outputs; texts that are printed one after the other are one."""
+    """The kinds of the outputs; consecutive texts are one."""
     found = [kind_of(output) for output in cell["outputs"]]
     both = zip(found, [None, *found], strict=False)
     return [kind for kind, before in both if (kind, before) != ("text", "text")]
@@ -65,19 +63,16 @@ def printed(cell: Cell) -> str:
 
 
 def same_number(stored: float, fresh: float) -> bool:
-    small = max(abs(stored), abs(fresh)) < 1e-9
-    return small or 0.5 * abs(stored) <= fresh * (1 if stored >= 0 else -1) <= 2 * abs(
-        stored
-    )
+    both_are_zero = max(abs(stored), abs(fresh)) < 1e-9
+    return both_are_zero or (stored != 0 and 0.5 <= fresh / stored <= 2)
 
 
 def comparable(text: str) -> list[str]:
-    """Its numbers, but for times."""
+    """The numbers of a text without times."""
     return [n[0] for n in NUMBER.finditer(text) if not TIME.match(text, n.end())]
 
 
 def differences(stored: Cell, fresh: Cell) -> list[str]:
-    """What a fresh cell says otherwise than the stored one, by lines."""
     if kinds(stored) != kinds(fresh):
         return [f"outputs {kinds(fresh)}, stored {kinds(stored)}"]
     old, new = printed(stored), printed(fresh)
@@ -105,8 +100,7 @@ def faults(stored: dict[str, Any], fresh: dict[str, Any], *, whole: bool) -> lis
 
 
 def executed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The notebook as a fresh kernel leaves it, and the drawings that it left in its
-    folder."""
+    """The notebook after a run in a new kernel, and the drawings that the run saved."""
     import nbclient  # noqa: PLC0415  (an extra; the comparison does without)
     import nbformat  # noqa: PLC0415
 
@@ -125,29 +119,16 @@ def executed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def lighter(picture: str) -> str:
-    """Packed as well as can be; where that leaves it too large to be stored, with colours
-    rounded to fewer levels, all alike, so that maps keep their hues; and else, where too
-    many lines cross, with 256 colours."""
+    """The picture in a size that may be stored, if need be with 256 colours."""
     from PIL import Image  # noqa: PLC0415
 
     if len(base64.b64decode(picture)) <= LARGEST_PICTURE:
         return picture
-    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
-        whole = image.convert("RGB")
-    levels = ([min(255, round(v / s) * s) for v in range(256)] for s in (1, 2, 4, 8))
-    versions = [
-        *(whole.point(level * 3) for level in levels),
-        whole.quantize(256, kmeans=3),
-    ]
-    packed = [packed_png(version) for version in versions]
-    light = (picture for picture in packed if len(picture) <= LARGEST_PICTURE)
-    return base64.b64encode(next(light, packed[-1])).decode()
-
-
-def packed_png(image: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "png", optimize=True)
-    return buffer.getvalue()
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+        colours = image.convert("RGB").quantize(256, kmeans=3)
+    colours.save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def store(path: Path, fresh: dict[str, Any]) -> None:

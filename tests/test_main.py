@@ -17,12 +17,12 @@ import pytest
 import scipy.io
 import scipy.sparse as sp
 
+from tests.helpers import slow
 from traceax.__main__ import main, read_matrix
 
 COORDINATE = "%%MatrixMarket matrix coordinate real general\n"
 ARRAY = "%%MatrixMarket matrix array real general\n"
 COMPLEX = COORDINATE.replace("real", "complex")
-INTEGER = COORDINATE.replace("real", "integer")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def symmetric(n: int) -> Any:
     return sp.diags_array([-1.0, 2.5, -1.0], offsets=offsets, shape=(n, n)).tocsr()
 
 
-@pytest.mark.parametrize("name", ["a.mtx", "a.npz", "a.npy"])
+@pytest.mark.parametrize("name", ["a.mtx", slow("a.npz"), slow("a.npy")])
 def test_a_definite_matrix(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,48 +180,32 @@ HEADER = "{'descr': '<f8', 'fortran_order': False, 'shape': (3000000, 3000000), 
 BAD: dict[str, tuple[str, Any, str]] = {
     "a pickle": ("a.mtx", pickle.dumps(Trap()), "no %%MatrixMarket line"),
     "a pickle as an archive": ("a.npz", pickle.dumps(Trap()), "not a zip file"),
-    "a pickle as an array": ("a.npy", pickle.dumps(Trap()), "pickled"),
     "a pickle in an array": ("a.npy", np.array([[Trap()]], object), "Python objects"),
     "a pickle in an archive": ("a.npz", CSR | {"data": np.array([Trap()] * 4)}, "pickle"),
     "cut short": ("a.mtx", COORDINATE + "2 2 2\n1 1 1\n", "Truncated"),
     "an array cut short": ("a.npy", b"\x93NUMPY\1\0" + bytes(20), ""),
-    "an archive cut short": ("a.npz", b"PK\3\4" + bytes(20), "zip"),
-    "empty text": ("a.mtx", "", "no %%MatrixMarket line"),
     "an empty archive": ("a.npz", b"", "zip"),
-    "an empty array": ("a.npy", b"", "No data left"),
     "words": ("a.mtx", "hello world\n", "no %%MatrixMarket line"),
     "words for numbers": ("a.mtx", COORDINATE + "1 1 1\n1 1 one\n", "is '1 1 one'"),
     "one dimension": ("a.npy", np.ones(9), "shape is 9"),
-    "no dimension": ("a.npy", np.ones(()), r"shape is \(\)"),
     "not square": ("a.npy", np.ones((2, 3)), "shape is 2 x 3"),
-    "text not square": ("a.mtx", ARRAY + "3 2\n" + "1\n" * 6, "shape is 3 x 2"),
     "NaN": ("a.npy", np.full((2, 2), np.nan), "NaN or infinite"),
     "NaN in text": ("a.mtx", COORDINATE + "1 1 1\n1 1 nan\n", "is '1 1 nan'"),
-    "infinite": ("a.npz", sp.eye_array(3) * np.inf, "NaN or infinite"),
     "overflow": ("a.mtx", COORDINATE + "1 1 1\n1 1 1e999\n", "NaN or infinite|range"),
     "strings": ("a.npy", np.array([["a"]]), "type <U1"),
-    "strings in an archive": ("a.npz", CSR | {"data": np.array(list("abcd"))}, "type"),
     "0 x 0": ("a.mtx", ARRAY + "0 0\n", "shape is 0 x 0"),
-    "0 x 0 in coordinates": ("a.mtx", COORDINATE + "0 0 0\n", "shape is 0 x 0"),
-    "a 0 x 0 array": ("a.npy", np.ones((0, 0)), "shape is 0 x 0|empty"),
     "a large header": ("a.mtx", ARRAY + "3000000 3000000\n1\n", "It needs"),
-    "a large count": ("a.mtx", COORDINATE + "9 9 9000000000000\n1 1 1\n", "It needs"),
     "a large array": ("a.npy", b"\x93NUMPY\1\0" + b"v\0" + HEADER.encode() + b" " * 99, ""),
     "a large archive": ("a.npz", COO | {"shape": (10**9, 10**9)}, "It needs"),
     "an index": ("a.mtx", COORDINATE + "2 2 1\n3 1 1\n", "out of bounds"),
-    "an index of 0": ("a.mtx", COORDINATE + "2 2 1\n0 1 1\n", "out of bounds"),
     "an index of an archive": ("a.npz", CSR | {"indices": [0, 1, 2, 9]}, "must be < 4"),
-    "a negative one": ("a.npz", CSR | {"indices": [0, 1, 2, -1]}, "must be >= 0"),
     "an index of pairs": ("a.npz", COO | {"col": [0, 4]}, "exceeds matrix dimension"),
     "pointers": ("a.npz", CSR | {"indptr": [0, 3, 1, 4, 4]}, "non-decreasing"),
     "blocks": ("a.npz", BSR | {"shape": (5, 5)}, "do not divide"),
-    "blocks of nothing": ("a.npz", BSR | {"data": np.ones((2, 0, 2))}, ""),
     "a fraction as an index": ("a.mtx", COORDINATE + "2 2 1\n1.5 1 1\n", "is '1.5 1 1'"),
-    "a fraction as an integer": ("a.mtx", INTEGER + "1 1 1\n1 1 1.5\n", "is '1 1 1.5'"),
     "a column too many": ("a.mtx", COORDINATE + "1 1 1\n1 1 1 7\n", "is '1 1 1 7'"),
     "a line too many": ("a.mtx", COORDINATE + "1 1 1\n1 1 1\n1 1 1\n", "Too many lines"),
     "a null byte": ("a.mtx", COORDINATE + "1 1 1\n1 1 2\0\n", "is '1 1 2"),
-    "a null byte above": ("a.mtx", COORDINATE[:-1] + "\0\n1 1 1\n1 1 1\n", "MatrixMarket"),
     "a header of brackets": ("a.npy", b"\x93NUMPY\1\0\x28\x23" + b"(" * 9000, ""),
 }
 
@@ -245,11 +229,8 @@ def test_a_bad_file_is_one_line(
 
 
 def test_names_that_are_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, reason in (
-        (".", "a folder"),
-        ("none", "no such file"),
-        ("a\x1b\nb", "no such"),
-    ):
+    reasons = {".": "a folder", "none": "no such file", "a\x1b\nb": "no such file"}
+    for name, reason in reasons.items():
         assert main([str(tmp_path / name)]) == 2
         error = capsys.readouterr().err
         assert reason in error
@@ -257,37 +238,19 @@ def test_names_that_are_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert error.count("\n") == 1
 
 
-def mutated(content: bytes, rng: random.Random) -> bytes:
-    damaged = bytearray(content)
-    for _ in range(rng.choice([1, 1, 2, 5])):
-        at = rng.randrange(len(damaged) or 1)
-        until = at + rng.randrange(1, 20)
-        match rng.randrange(5):
-            case 0:
-                del damaged[at:]
-            case 1:
-                del damaged[at:until]
-            case 2:
-                damaged[at:at] = damaged[at:until]
-            case 3:
-                damaged[at:at] = rng.choice([b"", b"0", b"-1", b"\0", b"D", b"\n", b"\xff"])
-            case _:
-                damaged[at : at + 1] = bytes([rng.randrange(256)])
-    return bytes(damaged)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.mtx", "csr.npz", "bsr.npz", "dia.npz", "a.npy"])
+@pytest.mark.parametrize("name", ["a.mtx", "csr.npz", "bsr.npz", "a.npy"])
 def test_damaged_files_are_read_or_refused(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    matrix = symmetric(6)
+    path, matrix = tmp_path / name, symmetric(6)
     if path.suffix == ".npz":
         sp.save_npz(path, matrix.asformat(path.stem), compressed=False)
     else:
         write(path, matrix if path.suffix == ".mtx" else matrix.toarray())
     content, rng, refusals = path.read_bytes(), random.Random(0), []
     for _ in range(300):
-        path.write_bytes(mutated(content, rng))
+        at, length = rng.randrange(len(content)), rng.choice([1, 1, 5, len(content)])
+        new = rng.choice([b"", b"0", b"-1", b"\0", b"D", b"\n", b"\xff", rng.randbytes(3)])
+        path.write_bytes(content[:at] + new + content[at + length :])
         try:
             assert read_matrix(path).shape[0] > 0
         except ValueError as error:

@@ -1,6 +1,6 @@
-"""What the changelog tells a user of traceax 1.0.2 to write runs, and agrees with what such
-users wrote: with the folder that `pip install --no-deps --target FOLDER traceax==1.0.2`
-makes, named by TRACEAX_1, as CI does."""
+"""The changelog's program for users of traceax 1.0.2 runs and agrees with the one that it
+replaces. CI names by TRACEAX_1 the folder that `pip install --no-deps --target FOLDER
+traceax==1.0.2` makes."""
 
 import json
 import os
@@ -25,26 +25,8 @@ TRUTH = float(jnp.sum(jnp.arange(1.0, 201.0) ** -2) + 200 * 0.01)
 OLD = os.environ.get("TRACEAX_1")
 
 
-def now() -> dict[str, float]:
-    scope: dict[str, Any] = {}
-    with jax.enable_x64(False):
-        exec(compile(AFTER, "CHANGELOG.md", "exec"), scope)
-    return {name: float(scope[name]) for name in NAMES}
-
-
-def then(folder: str) -> dict[str, float]:
-    program = f"{BEFORE}\nimport json, traceax\nassert traceax.__version__ == '1.0.2'\n"
-    program += f"print(json.dumps([float(x) for x in ({', '.join(NAMES)})]))"
-    run = [sys.executable, "-c", program]
-    where = os.environ | {"PYTHONPATH": folder}
-    done = subprocess.run(
-        run, cwd=folder, env=where, capture_output=True, text=True, timeout=100, check=True
-    )
-    return dict(zip(NAMES, json.loads(done.stdout.splitlines()[-1]), strict=True))
-
-
 def hutchinson_deviation() -> float:
-    """Of normal probes: var z* A z = 2 |A|_F^2."""
+    """The standard deviation with normal probes: var z* A z = 2 |A|_F^2."""
     matrix = jnp.diag(jnp.arange(1.0, 201.0) ** -2) + 0.01
     return float(jnp.sqrt(2 * jnp.sum(matrix**2) / 60))
 
@@ -57,18 +39,26 @@ def agrees(found: dict[str, float]) -> None:
         assert abs(found[name] - TRUTH) < 0.02
 
 
-def test_what_one_must_write_now() -> None:
-    agrees(now())
+def test_the_new_program() -> None:
+    scope: dict[str, Any] = {}
+    with jax.enable_x64(False):
+        exec(compile(AFTER, "CHANGELOG.md", "exec"), scope)
+    agrees({name: float(scope[name]) for name in NAMES})
 
 
 @pytest.mark.skipif(OLD is None, reason="TRACEAX_1 names no folder with traceax 1.0.2")
-def test_what_one_wrote() -> None:
-    assert OLD is not None
-    agrees(then(OLD))
+def test_the_old_program() -> None:
+    program = f"{BEFORE}\nimport json, traceax\nassert traceax.__version__ == '1.0.2'\n"
+    program += f"print(json.dumps([float(x) for x in ({', '.join(NAMES)})]))"
+    run, where = [sys.executable, "-c", program], os.environ | {"PYTHONPATH": str(OLD)}
+    done = subprocess.run(
+        run, cwd=OLD, env=where, capture_output=True, text=True, timeout=100, check=True
+    )
+    agrees(dict(zip(NAMES, json.loads(done.stdout.splitlines()[-1]), strict=True)))
 
 
 def test_every_old_name_has_a_new_one() -> None:
-    """The public names of 1.0.2 are in the table, and what stands beside them exists."""
+    """The public names of 1.0.2 are in the table; the names beside them exist."""
     old = ("Hutchinson", "HutchPlusPlus", "XTrace", "XNysTrace", "AbstractTrace")
     names = [f"{name}Estimator" for name in old]
     names += [f"{name}Sampler" for name in ("Rademacher", "Normal", "Sphere", "Abstract")]

@@ -1,4 +1,4 @@
-"""What always holds, on generated operators: classes, sizes, dtypes, keys, budgets."""
+"""What holds for all generated operators: classes, sizes, dtypes, keys, budgets."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import ESTIMATORS, PSD, Entry, as_semidefinite, close, slow
+from tests.helpers import ESTIMATORS, PSD, Entry, as_semidefinite, close, each
 from traceax.testing import operators
 
 hypothesis.settings.register_profile(
@@ -21,7 +21,7 @@ hypothesis.settings.load_profile("suite")
 
 
 class Case(NamedTuple):
-    """An operator and the dense matrix that is its oracle. Shrinks to n = 1, Matrix."""
+    """An operator and its dense matrix. It shrinks to a MatrixLinearOperator with n = 1."""
 
     operator: lx.AbstractLinearOperator
     dense: Any
@@ -52,28 +52,21 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: Any, *, semidefinite: bool) -> Case:
+def drawn(draw: Any, *, semidefinite: bool) -> Case:
     operator, dense = draw(operators(semidefinite=semidefinite))
     key = jax.random.key(draw(st.integers(0, 99)))
     budget = draw(st.sampled_from((4, 5, dense.shape[0], 50)))
     return Case(operator, dense, key, budget)
 
 
-EITHER = {known: cases(semidefinite=known) for known in (True, False)}
-every_estimator = pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
-FEW = ("hutchinson_trace", "xtrace")
-a_few_estimators = pytest.mark.parametrize(
-    "entry",
-    [e if e.name in FEW else slow(e) for e in ESTIMATORS],
-    ids=lambda e: e.name,
-)
+EITHER = {known: drawn(semidefinite=known) for known in (True, False)}
 
 
 def suitable(data: st.DataObject, entry: Entry) -> Case:
     return data.draw(EITHER[entry.semidefinite])
 
 
-@every_estimator
+@each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data(), factor=st.sampled_from((1e-20, 0.25, 3.0, 1e20)))
 def test_linear_in_the_scale(entry: Entry, data: st.DataObject, factor: float) -> None:
     case = suitable(data, entry)
@@ -81,7 +74,7 @@ def test_linear_in_the_scale(entry: Entry, data: st.DataObject, factor: float) -
     close(scaled.value / factor, plain.value, case.tolerance, case.size)
 
 
-@a_few_estimators
+@each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data())
 def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
     case = suitable(data, entry)
@@ -93,10 +86,10 @@ def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
     assert exact.standard_error == 0
 
 
-@a_few_estimators
+@each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data())
 def test_jvp_is_vjp_and_euler(entry: Entry, data: st.DataObject) -> None:
-    """In a factor of the operator, and in all that it holds."""
+    """In a factor of the operator, and in all its arrays."""
     case = suitable(data, entry)
 
     def value(scale: Any) -> Any:
@@ -123,7 +116,7 @@ def test_jvp_is_vjp_and_euler(entry: Entry, data: st.DataObject) -> None:
         close(backwards, forwards, case.tolerance, size)
 
 
-@every_estimator
+@each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data())
 def test_same_key_same_answer_and_within_budget(entry: Entry, data: st.DataObject) -> None:
     case = suitable(data, entry)
@@ -134,8 +127,9 @@ def test_same_key_same_answer_and_within_budget(entry: Entry, data: st.DataObjec
     assert one.standard_error >= 0
 
 
+@pytest.mark.slow
 @hypothesis.given(case=EITHER[False])
-def test_the_front_door_on_small_operators_is_exact(case: Case) -> None:
+def test_the_automatic_choice_is_exact_for_small_operators(case: Case) -> None:
     def value(scale: Any) -> Any:
         return tx.trace(scale * case.operator, case.key, case.budget).value.real
 

@@ -1,4 +1,4 @@
-"""What random probes do, with tolerances computed from theory, and a sabotage twin each."""
+"""Statistics of random probes, with tolerances from theory. A wrong estimate must fail."""
 
 import inspect
 from typing import Any
@@ -27,7 +27,7 @@ KEY = jax.random.key(1)
 REPEATS = 4000
 
 
-def test_no_sampler_escapes_the_table() -> None:
+def test_the_table_has_every_sampler() -> None:
     same = {
         thing
         for thing in vars(tx).values()
@@ -80,26 +80,13 @@ def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -
     squares = np.abs(samples - np.trace(matrix)) ** 2
     assert mean_is(squares, variance, float(np.std(squares)))
     assert np.std(squares) / np.sqrt(REPEATS) < 0.1 * variance
-    # Sabotage: probes 2 % too long are noticed.
+    # Probes that are 2 % too long fail.
     assert not mean_is(samples * 1.02**2, np.trace(matrix), np.sqrt(variance) / 8) or (
         abs(np.trace(matrix)) * 0.04 < 6 * np.sqrt(variance / REPEATS)
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("dtype", [float, complex])
-def test_probes_are_isotropic(sampler: Any, dtype: Any) -> None:
-    n = 4
-    structure = jax.ShapeDtypeStruct((n,), dtype)
-    probes = repeated(lambda key: sampler(key, structure, 2)[0])
-    second = probes[:, :, None] * probes[:, None, :].conj()
-    deviation = np.abs(second.mean(0) - np.eye(n))
-    limit = 6 * second.std(0) / np.sqrt(REPEATS) + 1e-12
-    assert np.all(deviation <= limit)
-    assert not np.all(np.abs(1.2 * second.mean(0) - np.eye(n)) <= limit)
-
-
 def test_orthogonal_probes_lower_the_variance() -> None:
     n, k = 10, 5
     matrix = general(n)
@@ -123,10 +110,9 @@ def test_orthogonal_probes_lower_the_variance() -> None:
 @pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
 @pytest.mark.parametrize("name", ["flat", "poly", "exp", "step"])
 def test_intervals_hold_the_truth(entry: Entry, name: str) -> None:
-    """interval(0.95) in at least 90 % of runs: of 400 runs, one that holds exactly 90 %
-    falls below 86 % once in a hundred times. n = 200; n = 1000 is measured in the
-    benchmarks. Sabotage: an error bar a third as long does not pass, unless it is one of
-    the jackknife's, which are conservative on fast spectra."""
+    """interval(0.95) in at least 90 % of runs. Of 400 runs, one that holds exactly 90 %
+    falls below 86 % once in a hundred times. An error bar a third as long fails, except
+    for the jackknife, which is conservative for fast decaying spectra."""
     matrix = hermitian(spectrum_of(name, 200))
     operator = as_semidefinite(entry, function(matrix))
     truth = float(jnp.trace(matrix))
@@ -159,8 +145,8 @@ SPIKED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("estimate", "budget"), SPIKED)
 def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> None:
-    """I + c uu*: few probes have much of u, and those that have none see neither trace nor
-    spread. 90 % at least, where the jackknife alone holds 83 to 90 %."""
+    """I + c uu*: a probe that is nearly orthogonal to u shows neither trace nor spread. At
+    least 90 %, while the jackknife alone holds 83 to 90 %."""
     n, direction = 96, jax.random.normal(jax.random.key(3), (96,))
     direction = direction / jnp.linalg.norm(direction)
     structure = jax.ShapeDtypeStruct((n,), float)
@@ -183,36 +169,17 @@ def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xtrace", "xnystrace"])
-def test_the_usual_leave_one_out_error_is_too_small(name: str) -> None:
-    """Why there is a jackknife: the spread of the leave-one-out samples, as if they were
-    independent, is well below the error that is made."""
-    (entry,) = (entry for entry in ESTIMATORS if entry.name == name)
-    matrix = hermitian(spectrum_of("exp", 200))
-    operator = lx.MatrixLinearOperator(matrix, PSD)
-    estimates = repeated(lambda key: entry.estimate(operator, key, 40), 400)
-    error = np.sqrt(np.mean((estimates.value - float(jnp.trace(matrix))) ** 2))
-    assert 1 <= np.sqrt(np.mean(estimates.standard_error**2)) / error <= 20
-
-
-@pytest.mark.slow
 def test_sketches_pay_on_decaying_spectra() -> None:
     """Errors at equal matvecs, in the order that theory gives them."""
     matrix = hermitian(spectrum_of("exp", 200))
     operator = lx.MatrixLinearOperator(matrix, PSD)
-    errors = [
-        np.sqrt(
-            np.mean(
-                (
-                    repeated(lambda k, e=e: e.estimate(operator, k, 40).value, 50)
-                    - float(jnp.trace(matrix))
-                )
-                ** 2
-            )
-        )
-        for e in ESTIMATORS
-    ]
-    hutchinson, hutchpp, na_hutchpp, xtrace, xnystrace = errors
+    truth = float(jnp.trace(matrix))
+
+    def error(entry: Entry) -> float:
+        values = repeated(lambda key: entry.estimate(operator, key, 40).value, 50)
+        return float(np.sqrt(np.mean((values - truth) ** 2)))
+
+    hutchinson, hutchpp, na_hutchpp, xtrace, xnystrace = map(error, ESTIMATORS)
     assert xnystrace < xtrace / 10 < hutchpp / 20 < hutchinson / 100
     assert hutchpp < na_hutchpp < hutchinson
 
@@ -220,8 +187,8 @@ def test_sketches_pay_on_decaying_spectra() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [4, 20])
 def test_the_worst_case_of_independent_samples(budget: int) -> None:
-    """Rank one, normal probes: chi-squared samples of one degree of freedom. 90 % of 2000
-    runs are uncertain by 0.7 %. Sabotage: with k - 1 degrees it is 82 and 89 %."""
+    """Rank one and normal probes: chi-squared samples of one degree of freedom. 90 % of
+    2000 runs are uncertain by 0.7 %. With k - 1 degrees of freedom it is 82 and 89 %."""
     direction = jnp.ones(30)
     operator = function(jnp.outer(direction, direction) / 30)
 
@@ -242,9 +209,8 @@ def test_the_worst_case_of_independent_samples(budget: int) -> None:
 @pytest.mark.parametrize("entry", REST, ids=lambda e: e.name)
 @pytest.mark.parametrize("tagged", [True, False])
 def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
-    """interval(0.95) holds at least 90 % of all entries in 25 runs, on every spectrum:
-    multiples of I, where pairs of probes are all that is left to chance, and a step at the
-    size of the sketch, where all probes miss the same, are the worst."""
+    """interval(0.95) holds at least 90 % of all entries in 25 runs, for every spectrum. The
+    worst are nearly a multiple of I, and a step at the size of the sketch."""
     if entry.semidefinite and not tagged:
         return
     n, budget, keys = 200, 36, jax.random.split(KEY, 25)
@@ -268,8 +234,8 @@ def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
 
 
 @pytest.mark.slow
-def test_the_two_sided_form_is_the_more_accurate() -> None:
-    """XDiag of a symmetric operator, told so or not, at equal matvecs: 0.7 or less."""
+def test_the_two_sided_form_is_more_accurate() -> None:
+    """XDiag of a symmetric operator with and without its tag, at equal matvecs."""
     matrix = hermitian(spectrum_of("poly", 200))
 
     def error(tags: Any) -> float:

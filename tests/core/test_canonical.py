@@ -1,4 +1,4 @@
-"""Functions in canonical form: what is compiled for one serves its equals alone."""
+"""Functions in canonical form: equal functions share a compiled program, others do not."""
 
 import gc
 import time
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, compilations, slow
+from tests.helpers import cases, close, compilations
 from traceax._core.canonical import compiled
 from traceax._core.operator import application, by_application, layout_tag
 
@@ -25,7 +25,7 @@ MATRICES = [jnp.eye(5) * (i + 1.0) for i in range(2)]
 Apply = Callable[[Any], Any]
 
 
-# What is the same, and what only looks so.
+# Pairs of functions: those of SAME differ in arrays only, those of OTHERS in more.
 
 
 def scanned(i: int) -> Apply:
@@ -122,7 +122,7 @@ def run(apply: Any, v: Any) -> Any:
     return apply.mv(v)
 
 
-@pytest.mark.parametrize("make", [*SAME, *OTHERS])
+@pytest.mark.parametrize("make", cases(SAME + OTHERS, "scanned", "closed_over", "crossed"))
 def test_programs_are_shared_by_equals_and_by_no_others(
     make: Callable[[int], Apply],
 ) -> None:
@@ -166,8 +166,8 @@ def test_tags_and_layouts_are_kept() -> None:
 # What is kept, hashed and copied.
 
 
-def test_nothing_of_a_users_is_kept() -> None:
-    """Matrices that jitted functions close over, also nested ones."""
+def test_matrices_of_a_user_are_not_kept() -> None:
+    """Those that jitted functions close over, nested ones too."""
     seen = []
     for i in range(10):
         matrix = jnp.asarray(np.random.default_rng(i).random((N, N)))
@@ -184,7 +184,7 @@ def test_nothing_of_a_users_is_kept() -> None:
 
 @pytest.mark.slow
 def test_large_constants_cost_nothing() -> None:
-    """Of 1.6 GB, inside of a jitted function: no more than a product with them."""
+    """1.6 GB in a jitted function cost no more than a product with them."""
     matrix = jnp.ones((14_000, 14_000))
     inner = jax.jit(lambda v: matrix @ v)
     space = jax.ShapeDtypeStruct((14_000,), float)
@@ -205,28 +205,9 @@ def test_large_constants_cost_nothing() -> None:
 
 # Estimators.
 
-COUNTS: dict[str, Any] = {"num_probes": 4, "num_steps": 5}
-CALLS = {
-    "hutchinson_trace": lambda a, fn: tx.hutchinson_trace(a, KEY, 8),
-    "in batches": lambda a, fn: tx.hutchinson_trace(a, KEY, 8, batch_size=3),
-    "exact": lambda a, fn: tx.hutchinson_trace(a, KEY, N),
-    "xtrace": lambda a, fn: tx.xtrace(a, KEY, 12),
-    "xnystrace": lambda a, fn: tx.xnystrace(a, KEY, 12),
-    "hutchpp_trace": lambda a, fn: tx.hutchpp_trace(a, KEY, 12),
-    "logdet": lambda a, fn: tx.logdet(a, KEY, 40),
-    "function_trace": lambda a, fn: tx.function_trace(a, fn, KEY, 40),
-    "slq_trace": lambda a, fn: tx.slq_trace(a, fn, KEY, **COUNTS),
-    "combined": lambda a, fn: tx.function_trace(a, fn, KEY, 40, combine=squared()),
-}
-
-
-def squared() -> Any:
-    weight = jnp.ones(())
-    return lambda t: weight * t**2
-
 
 def made_anew(numbers: Any, power: float) -> tuple[lx.AbstractLinearOperator, Any]:
-    """As in a loop of a user's: every function in it is a new one."""
+    """As in a user's loop, with new functions each time."""
 
     def step(v: Any, _: Any) -> Any:
         return numbers * v, None
@@ -237,28 +218,26 @@ def made_anew(numbers: Any, power: float) -> tuple[lx.AbstractLinearOperator, An
     return lx.FunctionLinearOperator(apply, SPACE, PSD), lambda x: x**power
 
 
-QUICK = ("in batches", "xtrace", "slq_trace")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in CALLS])
+@pytest.mark.parametrize("name", ["xtrace", "slq_trace"])
 def test_functions_made_anew_compile_nothing(name: str) -> None:
-    """With other numbers in them, which are seen; another function is another program."""
-    first = jnp.linspace(1.0, 2.0, N)
-    values = []
+    """Their arrays are inputs of the program. Another function is another program."""
+    first, values = jnp.linspace(1.0, 2.0, N), []
+
+    def value(numbers: Any, power: float) -> Any:
+        operator, fn = made_anew(numbers, power)
+        if name == "xtrace":
+            return tx.xtrace(operator, KEY, 12).value
+        return tx.slq_trace(operator, fn, KEY, num_probes=4, num_steps=5).value
+
     for scale in (1.0, 2.0, 3.0):
         numbers = scale * first
         with compilations() as compiled:
-            values.append(CALLS[name](*made_anew(numbers, 0.5)).value)
-        if scale > 1:
-            assert not compiled
-    whole = jax.jit(lambda a: CALLS[name](*made_anew(a, 0.5)).value)(3 * first)
-    close(values[2], whole, 1e-11)
-    degree = {"logdet": 0.0, "function_trace": 1.0, "slq_trace": 1.0}.get(name, 2.0)
-    if degree:
-        close(values[2], values[0] * 3**degree, 1e-9)
-    if degree == 1.0:
-        other = CALLS[name](*made_anew(first, 1.0)).value
-        assert abs(other - values[0]) > 1
+            values.append(value(numbers, 0.5))
+        assert scale == 1 or not compiled
+    close(values[2], jax.jit(lambda a: value(a, 0.5))(3 * first), 1e-11)
+    close(values[2], values[0] * (9 if name == "xtrace" else 3), 1e-9)
+    if name == "slq_trace":
+        assert abs(value(first, 1.0) - values[0]) > 1
 
 
 def test_operators_of_ones_own_effects_and_other_arguments() -> None:
@@ -267,16 +246,16 @@ def test_operators_of_ones_own_effects_and_other_arguments() -> None:
     class Mine(lx.DiagonalLinearOperator):
         pass
 
-    def heard(v: Any) -> Any:
+    def logged(v: Any) -> Any:
         jax.debug.callback(lambda: seen.append(1))
         return numbers * v
 
     mine = lx.TaggedLinearOperator(Mine(numbers), lx.symmetric_tag)
-    audible = lx.FunctionLinearOperator(heard, SPACE)
+    effectful = lx.FunctionLinearOperator(logged, SPACE)
     scaled = lx.JacobianLinearOperator(
         lambda x, args: args[1](args[0]) * numbers * x, numbers, (1.0, jnp.cos)
     )
-    for operator, factor in ((mine, 1.0), (audible, 1.0), (scaled, np.cos(1.0))):
+    for operator, factor in ((mine, 1.0), (effectful, 1.0), (scaled, np.cos(1.0))):
         close(tx.xtrace(operator, KEY, N).value, factor * numbers.sum(), 1e-12)
     jax.effects_barrier()
     assert seen

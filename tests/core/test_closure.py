@@ -1,4 +1,4 @@
-"""What functions refer to reaches the gradient, in default arguments too."""
+"""Arrays that functions close over reach the gradient, in default arguments too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tx
 from tests.calls import CALLS, PSD, N, operator
-from tests.helpers import close, hermitian
+from tests.helpers import cases, close, hermitian, slow
 
 KEY = jax.random.key(5)
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
@@ -46,8 +46,8 @@ def jacobian(k: Any) -> lx.AbstractLinearOperator:
     return lx.JacobianLinearOperator(bent, jnp.zeros(N), tags=PSD)
 
 
-OPERATORS = [name for name in CALLS if name not in ("divergence", "laplacian")]
-OPERATORS = [name for name in OPERATORS if name not in ("hessian_diagonal",)]
+CALCULUS = ("divergence", "laplacian", "hessian_diagonal")
+OPERATORS = [name for name in CALLS if name not in (*CALCULUS, "biharmonic")]
 
 
 def loss_of(name: str, make: Callable[[Any], lx.AbstractLinearOperator]) -> Any:
@@ -59,34 +59,20 @@ def loss_of(name: str, make: Callable[[Any], lx.AbstractLinearOperator]) -> Any:
     return loss
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", cases(OPERATORS, "xtrace", "xdiag", "slq_trace"))
 def test_every_estimator(name: str) -> None:
-    """What leaks, leaks in tracing."""
+    """Leaks are a matter of tracing."""
     assert jax.eval_shape(jax.grad(loss_of(name, nested)), 1.3).shape == ()
 
 
-@pytest.mark.parametrize("name", ["xtrace", "slq_trace"])
-def test_every_way(name: str) -> None:
-    """Each has the gradient of a closure."""
+@pytest.mark.parametrize("name", ["xtrace", slow("slq_trace")])
+def test_every_kind_of_closure(name: str) -> None:
     expected = jax.grad(loss_of(name, operator))(1.3)
     for make in (positional, keyword, of_a_function, nested, jacobian):
         close(jax.grad(loss_of(name, make))(1.3), expected, 1e-8)
 
 
-def test_scalar_functions() -> None:
-    def value(shift: Any, *, held: bool) -> Any:
-        by_default = lambda x, shift=shift: jnp.log(x + shift)  # noqa: E731
-        fn = by_default if held else lambda x: jnp.log(x + shift)
-        a = operator(MATRIX)
-        return tx.slq_trace(a, fn, KEY, num_probes=3, num_steps=4).value
-
-    by_default, by_closure = (
-        jax.grad(lambda s, h=h: value(s, held=h))(1.3) for h in (True, False)
-    )
-    close(by_default, by_closure, 1e-12)
-
-
-@pytest.mark.parametrize("name", ["divergence", "laplacian", "hessian_diagonal"])
+@pytest.mark.parametrize("name", cases(CALCULUS, "laplacian"))
 def test_fields_and_energies(name: str) -> None:
     def slope(*, held: bool) -> Any:
         def loss(scale: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import sparse
 
 import traceax as tx
-from tests.helpers import close
+from tests.helpers import cases, close, slow
 from traceax._core import layout
 from traceax._core.operator import LinearMap, layout_tag
 
@@ -58,14 +58,14 @@ def loops(apply: Callable[[Any], Any], n: int, k: int = K) -> bool:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_what_shifts_or_scatters_is_a_loop(name: str) -> None:
+def test_shifts_and_scatters_are_loops(name: str) -> None:
     assert jax.default_backend() == "cpu"
     assert loops(LOOPS[name], N)
     assert not loops(LOOPS[name], N, 2)  # a few vectors are a batch
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_all_else_is_a_batch(name: str) -> None:
+def test_others_are_batches(name: str) -> None:
     assert not loops(BATCHES[name], N)
 
 
@@ -75,9 +75,9 @@ def test_scattered_entries_of_small_blocks_are_a_batch() -> None:
     assert not loops(sparsely, 3000)
 
 
-@pytest.mark.parametrize("wish", tx.Layout)
+@pytest.mark.parametrize("wish", cases(tx.Layout, "ROWS"))
 def test_numbers_are_the_same(wish: tx.Layout) -> None:
-    """Of value, error and gradient; also for stored matrices."""
+    """Values, errors and gradients, also of stored matrices."""
     structure = jax.ShapeDtypeStruct((60,), float)
     matrix = jax.random.normal(KEY, (60, 60)) + 5 * jnp.eye(60)
 
@@ -93,7 +93,7 @@ def test_numbers_are_the_same(wish: tx.Layout) -> None:
     close(1.5 * slopes, values[::2], 1e-12)
 
 
-def test_a_wish_is_found_under_other_tags() -> None:
+def test_a_layout_is_found_under_other_tags() -> None:
     structure = jax.ShapeDtypeStruct((5,), float)
     operator = lx.FunctionLinearOperator(rolled, structure, tx.Layout.ROWS)
     assert layout_tag(operator) is tx.Layout.ROWS
@@ -106,7 +106,9 @@ def test_a_wish_is_found_under_other_tags() -> None:
     assert "scan" in str(program)
 
 
-@pytest.mark.parametrize(("n", "sampler"), [(99_999, tx.sphere), (100_000, tx.rademacher)])
+@pytest.mark.parametrize(
+    ("n", "sampler"), [slow(99_999, tx.sphere), (100_000, tx.rademacher)]
+)
 def test_sketches_of_long_vectors_are_made_of_signs(n: int, sampler: Any) -> None:
     operator = lx.DiagonalLinearOperator(jnp.linspace(1.0, 2.0, n))
     close(

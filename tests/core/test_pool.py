@@ -1,7 +1,8 @@
-"""Several estimates of one quantity, made one; and estimates kept in files."""
+"""Pools of estimates, and estimates in files."""
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,7 @@ import pytest
 from jax import export
 
 import traceax as tx
-from tests.helpers import close, function, general
+from tests.helpers import PSD, cases, close, function, general
 
 KEY = jax.random.key(21)
 N = 80
@@ -38,16 +39,16 @@ def test_weights_are_the_shares_and_errors_add_in_squares() -> None:
 
 
 @pytest.mark.parametrize("runs", [1, 3])
-def test_what_cost_nothing_is_exact(runs: int) -> None:
-    """Of a matrix that is stored, whose trace takes no application."""
+def test_pools_of_exact_estimates_are_exact(runs: int) -> None:
+    """The trace of a stored matrix takes no application."""
     estimate = tx.trace(lx.MatrixLinearOperator(MATRIX), KEY)
     pooled = tx.pool([estimate] * runs)
     assert pooled.num_matvecs == pooled.standard_error == 0
     assert pooled.value == estimate.value
 
 
-def test_runs_that_contradict_each_other_are_believed() -> None:
-    """Their spread counts where it is larger; where they agree, their errors do."""
+def test_the_larger_of_both_errors_counts() -> None:
+    """The spread of the values, or what their standard errors give together."""
     apart = tx.pool(parts([10.0, 20.0, 15.0], [0.1] * 3, [50] * 3))
     spread = np.std([10.0, 20.0, 15.0], ddof=1) / 3**0.5
     close(apart.standard_error, spread, 1e-12)
@@ -55,7 +56,7 @@ def test_runs_that_contradict_each_other_are_believed() -> None:
     close(together.standard_error, 0.1 / 3**0.5, 1e-14)
 
 
-def test_runs_of_one_probe_tell_their_error_together() -> None:
+def test_the_error_of_runs_of_one_probe_is_their_spread() -> None:
     values = jax.random.normal(KEY, (40,))
     pooled = tx.pool(parts(values, [jnp.inf] * 40, [1] * 40))
     close(pooled.standard_error, jnp.std(values, ddof=1) / 40**0.5, 1e-12)
@@ -84,6 +85,7 @@ def run(key: Any, scale: Any = 1.0) -> tx.Estimate:
     return tx.hutchinson_diagonal(function(scale * MATRIX), key, 20)
 
 
+@pytest.mark.slow
 def test_a_batch_is_its_list_also_under_jit_with_its_slope() -> None:
     keys = jax.random.split(KEY, 3)
     batch = jax.jit(lambda keys: tx.pool(jax.vmap(run)(keys)))(keys)
@@ -103,9 +105,10 @@ def test_a_batch_is_its_list_also_under_jit_with_its_slope() -> None:
         jax.block_until_ready(jax.grad(error)(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [2, 8])
 def test_pools_are_as_honest_as_their_parts(runs: int) -> None:
-    """Of different budgets, over 400 pools."""
+    """Intervals of 400 pools of different budgets hold the truth."""
 
     def pooled(key: Any) -> Any:
         budgets = (4, 10, 20, 40) * (runs // 2) if runs > 2 else (6, 30)
@@ -124,101 +127,48 @@ def test_pools_are_as_honest_as_their_parts(runs: int) -> None:
     assert abs(jnp.mean(value) - truth) < 5 * jnp.std(value) / 400**0.5
 
 
-def test_wrong_use_says_the_cure() -> None:
-    one = tx.Estimate(jnp.ones(()), jnp.ones(()), 3)
-    other = tx.Estimate(jnp.ones(2), jnp.ones(2), 3)
-    call: Any = tx.pool
-    with pytest.raises(TypeError, match=r"pool\(estimates=.*sequence.*got float.*list"):
-        call(3.0)
-    with pytest.raises(ValueError, match=r"pool\(estimates=.*at least one"):
-        call([])
-    with pytest.raises(TypeError, match=r"pool\(estimates=.*got float as number 1"):
-        call([one, 3.0])
-    with pytest.raises(ValueError, match=r"pool\(estimates=.*one quantity.*number 1"):
-        call([one, other])
-    for single in (one, other):
-        with pytest.raises(ValueError, match=r"pool\(estimates=.*leading axis.*jax\.vmap"):
-            call(single)
+ONE = tx.Estimate(jnp.ones(()), jnp.ones(()), 3)
+OTHER = tx.Estimate(jnp.ones(2), jnp.ones(2), 3)
 
 
-# --- files ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (3.0, TypeError, "sequence.*got float.*list"),
+        ([], ValueError, "at least one"),
+        ([ONE, 3.0], TypeError, "got float as number 1"),
+        ([ONE, OTHER], ValueError, "one quantity.*number 1"),
+        (ONE, ValueError, r"leading axis.*jax\.vmap"),
+        (OTHER, ValueError, r"leading axis.*jax\.vmap"),
+    ],
+)
+def test_wrong_arguments(wrong: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=rf"pool\(estimates=.*{words}"):
+        tx.pool(wrong)
 
 
-def estimates() -> dict[str, Any]:
-    positive = lx.MatrixLinearOperator(MATRIX @ MATRIX.T, lx.positive_semidefinite_tag)
-    return {
-        "trace": tx.xtrace(function(MATRIX), KEY, 20),
-        "diagonal": tx.xdiag(function(MATRIX), KEY, 20),
-        "adaptive": tx.adaptive_trace(function(MATRIX), KEY, rtol=1.0, max_matvecs=20),
-        "likelihood": tx.inv_quad_logdet(positive, jnp.ones(N), KEY, 40, shift=1.0),
-    }
+# Files.
+
+ESTIMATES: dict[str, Callable[[], Any]] = {
+    "diagonal": lambda: tx.xdiag(function(MATRIX), KEY, 20),
+    "adaptive": lambda: tx.adaptive_trace(function(MATRIX), KEY, rtol=1.0, max_matvecs=20),
+    "likelihood": lambda: tx.inv_quad_logdet(
+        lx.MatrixLinearOperator(MATRIX @ MATRIX.T, PSD), jnp.ones(N), KEY, 40, shift=1.0
+    ),
+}
 
 
-def same(one: Any, other: Any) -> bool:
-    return bool(eqx.tree_equal(one, other))
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    return estimates()
-
-
-@pytest.mark.parametrize("name", ["trace", "diagonal", "adaptive", "likelihood"])
-def test_they_are_pickled_and_serialised(name: str, kept: dict[str, Any]) -> None:
-    """By pickle; by Equinox; and as what savers like flax's and orbax's keep, plain arrays
-    by their places in the tree."""
-    estimate = kept[name]
-    assert same(pickle.loads(pickle.dumps(estimate)), estimate)
+@pytest.mark.parametrize("name", cases(ESTIMATES, "diagonal"))
+def test_estimates_are_pickled_serialised_and_exported(name: str) -> None:
+    estimate = ESTIMATES[name]()
+    assert eqx.tree_equal(pickle.loads(pickle.dumps(estimate)), estimate)
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, estimate)
     file.seek(0)
-    blank = jax.tree.map(
-        lambda leaf: (
-            type(leaf)(0) if isinstance(leaf, int | float) else jnp.zeros_like(leaf)
-        ),
-        estimate,
-    )
-    assert same(eqx.tree_deserialise_leaves(file, blank), estimate)
-    flat = jax.tree.leaves_with_path(estimate)
-    arrays: dict[str, Any] = {
-        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat
-    }
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    file.seek(0)
-    with np.load(file) as read:
-        leaves = [read[place] for place in arrays]
-    rebuilt = jax.tree.unflatten(jax.tree.structure(estimate), leaves)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(rebuilt), jax.tree.leaves(estimate), strict=True)
-    )
-    assert str(rebuilt) == str(estimate)
-
-
-@pytest.mark.parametrize("name", ["trace", "adaptive", "likelihood"])
-def test_they_go_through_export(name: str, kept: dict[str, Any]) -> None:
-    estimate = jax.tree.map(jnp.asarray, kept[name])
-    exported = export.export(jax.jit(lambda e: jax.tree.map(lambda x: x + x, e)))(estimate)
-    read = export.deserialize(exported.serialize())
-    doubled = read.call(estimate)
+    blank = jax.tree.map(lambda x: 0 * x, estimate)
+    assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, blank), estimate)
+    arrays = jax.tree.map(jnp.asarray, estimate)
+    exported = export.export(jax.jit(lambda e: jax.tree.map(lambda x: x + x, e)))(arrays)
+    doubled = export.deserialize(exported.serialize()).call(arrays)
     assert type(doubled) is type(estimate)
-    assert same(doubled, jax.tree.map(lambda x: x + x, estimate))
-
-
-def test_stop_and_resume_are_machines_and_their_files() -> None:
-    """What README does: a run each, with a key of its own, saved, read, pooled."""
-    files = []
-    for machine in range(4):
-        key = jax.random.fold_in(KEY, machine)
-        file = io.BytesIO()
-        eqx.tree_serialise_leaves(file, tx.hutchinson_trace(function(MATRIX), key, 10))
-        files.append(file)
-    like = tx.Estimate(jnp.zeros(()), jnp.zeros(()), 0, 0.0)
-    read = []
-    for file in files:
-        file.seek(0)
-        read.append(eqx.tree_deserialise_leaves(file, like))
-    pooled = tx.pool(read)
-    assert pooled.num_matvecs == 40
-    assert abs(pooled.value - jnp.trace(MATRIX)) < 5 * pooled.standard_error
+    assert eqx.tree_equal(doubled, jax.tree.map(lambda x: x + x, arrays))

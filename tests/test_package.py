@@ -1,0 +1,52 @@
+"""What `import traceax` imports, and how its public names call themselves."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import traceax
+
+PACKAGE = Path(traceax.__file__).parent
+
+
+def output_of(program: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-c", program]
+    return subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_public_things_have_the_name_that_users_import() -> None:
+    for name, thing in vars(traceax).items():
+        if not name.startswith("_") and not inspect.ismodule(thing):
+            assert (thing.__module__, thing.__qualname__) == ("traceax", name)
+
+
+def test_the_import_leaves_out_what_few_calls_need() -> None:
+    before = "import sys, jax, equinox, lineax; before = set(sys.modules)"
+    done = output_of(f"{before}; import traceax; print(*(set(sys.modules) - before))")
+    new = done.stdout.split()
+    assert "traceax" in new
+    heavy = ("hypothesis", "scipy.sparse", "jax.experimental.sparse", "matplotlib")
+    heavy = (*heavy, "argparse", "traceax.testing")
+    assert not [name for name in new if name.startswith(heavy)]
+
+
+def test_the_testing_module_says_that_it_needs_hypothesis() -> None:
+    done = output_of("import sys; sys.modules['hypothesis'] = None; import traceax.testing")
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith("ImportError: traceax.testing must have hypothesis")
+    assert 'pip install "traceax[test]"' in last
+
+
+def test_the_map_of_the_package_names_only_what_exists() -> None:
+    """The table in the docstring of `traceax._core`: where a new thing goes."""
+    text = ast.get_docstring(ast.parse((PACKAGE / "_core/__init__.py").read_text())) or ""
+    named = re.findall(r"`([^`]+)`", text.split("to look at:")[1].split("Whatever")[0])
+    paths = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    known = {name for path in paths for name in (path.stem, path.name)}
+    known |= {f"{path.parent.name}.{path.stem}" for path in paths}
+    assert len(named) > 20
+    unknown = [name for name in named if name not in known]
+    assert [name for name in unknown if not (PACKAGE.parent / name).is_dir()] == []
