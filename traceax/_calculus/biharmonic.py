@@ -20,7 +20,7 @@ from traceax._calculus.sampled import AlongProbes, Field, Point, checked_point, 
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import canonical
 from traceax._core.checks import (
-    check_inexact_values,
+    check_returned,
 )
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
@@ -75,7 +75,9 @@ def biharmonic(
     3.3.
     """
     x = checked_point("biharmonic", fn, x, key, num_matvecs)
-    check_inexact_values("biharmonic", eqx.filter_eval_shape(fn, x, args))
+    check_returned(
+        "biharmonic", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
+    )
     subject = FourthDerivatives(canonical(fn, x, args), x, args)
     return sampled_mean(
         "biharmonic", subject, key, num_matvecs, rademacher, batch_size, progress_meter

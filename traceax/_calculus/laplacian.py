@@ -35,7 +35,7 @@ from traceax._calculus.sampled import (
 )
 from traceax._core.canonical import canonical
 from traceax._core.checks import (
-    check_inexact_values,
+    check_returned,
     is_one_real_number,
 )
 from traceax._core.estimate import Estimate
@@ -107,7 +107,9 @@ def laplacian(
     sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
-    check_inexact_values("laplacian", eqx.filter_eval_shape(fn, x, args))
+    check_returned(
+        "laplacian", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
+    )
     subject = Curvature(canonical(fn, x, args), x, args)
     chosen = sampler is None and batch_size is None
     if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):

@@ -48,7 +48,6 @@ from traceax._core.checks import (
     check_count,
     check_key,
     check_operator,
-    check_same_program,
     check_tracked,
 )
 from traceax._core.estimate import Estimate
@@ -181,8 +180,7 @@ def _update(
 ) -> tuple[Estimate, Tracked]:
     operator = _check("deltashift.update", operator, key, num_matvecs)
     code = application(operator)
-    check_tracked("deltashift.update", state, Tracked, code.arrays)
-    check_same_program("deltashift.update", state.program, _words(code))
+    check_tracked("deltashift.update", state, Tracked, code.arrays, _words(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
     before = by_application(operator, earlier)
     # Also of classes that are not lineax's: their functions are else compiled each time.

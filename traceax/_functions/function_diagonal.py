@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_function_request, check_samples, check_scalar_values
+from traceax._core.checks import check_function_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -98,7 +98,7 @@ def function_diagonal(
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     operator = check_function_request(name, operator, key, counts)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
-    check_scalar_values(name, structure)
+    check_scalar(name, "fn", structure)
     colours = probes_per_sample(sampler)
     if colours > 1:
         check_samples(name, num_probes, colours, "num_probes")
