@@ -116,8 +116,8 @@ def operators(
     for name, got, every in (("kinds", kinds, known), ("spectra", spectra, [*_SPECTRA])):
         if not set(got) <= set(every) or set(got) <= set(_WRAPPERS):
             must, cure = (
-                f"be names among {every}, not of wrappers alone",
-                f"Add {every[0]!r}.",
+                f"be names among {every}",
+                f"Not of wrappers alone: add {every[0]}.",
             )
             raise invalid(ValueError, "testing.operators", name, must, [*got], cure)
     double = ("float64", "complex128") if jnp.result_type(float) == np.float64 else ()

@@ -638,7 +638,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type, str]] = {
             function(smooth()), COMPLEX, KEY, num_probes=3, num_steps=3
         ),
         TypeError,
-        r"schatten_norm\(p=.*positive number",
+        r"schatten_norm\(p=.*real number",
     ),
     "grid": (
         lambda: tx.spectral_density(

@@ -318,15 +318,15 @@ def check_field(name: str, fn: object, x: object) -> None:
     cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
     check_callable(name, "fn", fn, "fn(x, args)", cure)
     leaves = jax.tree.leaves(x)
-    are_real = all(map(_is_real, leaves))
-    if not are_real or not sum(map(jnp.size, leaves)):
-        must = "be a pytree of real arrays, with entries to take derivatives in"
+    wrong = [leaf for leaf in leaves if not _is_real(leaf)]
+    if wrong or not sum(map(jnp.size, leaves)):
+        must = "be a pytree of real arrays" if wrong else "have at least one entry"
         cure = (
             "Put what is not differentiated into args (of a module, take its arrays by "
             "eqx.partition and combine the rest in fn); take complex numbers apart."
         )
-        kind = ValueError if are_real else TypeError
-        raise invalid(kind, name, "x", must, show(x), cure)
+        kind, got = (TypeError, show(wrong[0])) if wrong else (ValueError, repr(x))
+        raise invalid(kind, name, "x", must, got, cure)
 
 
 def check_same_structure(name: str, x: object, values: object) -> None:
@@ -358,7 +358,7 @@ def is_one_real_number(structure: object) -> bool:
 
 def check_scalar(name: str, argument: str, structure: object) -> None:
     if not is_one_real_number(structure):
-        must, cure = "return one real number", "Return an array of shape (): a sum, say."
+        must, cure = "return one real number", "Sum or average it to shape ()."
         raise invalid(TypeError, name, argument, must, repr(structure), cure)
 
 
@@ -378,9 +378,8 @@ def check_block(name: str, block: object, n: int) -> None:
     is_numbers = kind is not None and jnp.issubdtype(kind, jnp.number)
     if not is_numbers or len(shape) != 2 or shape[0] != n or not shape[1]:
         must = f"apply the operator to blocks of numbers of shape ({n}, k)"
-        got = f"{kind}{list(shape)}" if kind is not None else type(block).__name__
         cure = "Pass apply(vector[:, None])[:, 0] for one vector."
-        raise invalid(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, show(block), cure)
 
 
 def check_applied(name: str, num_matvecs: int | None) -> None:
@@ -404,11 +403,9 @@ def check_result(name: str, result: Any) -> None:
 def check_value(name: str, part: str, value: Array, *, real: bool) -> None:
     is_number = jnp.issubdtype(value.dtype, jnp.number)
     if value.shape != () or not is_number or (real and jnp.iscomplexobj(value)):
-        kind = "one real number" if real else "one number"
-        must = f"return a {part} that is {kind}, an array of shape ()"
-        got = f"{value.dtype}{list(value.shape)}"
+        must = f"return a {part} that is one {'real ' * real}number, an array of shape ()"
         cure = "Sum or average over the probes, and take .real where it is real."
-        raise invalid(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, show(value), cure)
 
 
 def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
@@ -416,6 +413,5 @@ def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
     numbers = all(jnp.issubdtype(block.dtype, jnp.number) for block in (left, right))
     if not tall or left.shape != right.shape or not numbers:
         must = f"return blocks (left, right) of equal shape ({n}, r), E[left right*] = I"
-        got = " and ".join(f"{block.dtype}{list(block.shape)}" for block in (left, right))
         cure = "Hutchinson's are (probes / k, probes), k probes."
-        raise invalid(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, show((left, right)), cure)

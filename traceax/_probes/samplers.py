@@ -92,9 +92,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions.
-
-    **Cost**: one random bit an entry; for complex leaves, a number.
+    see the guide's conventions. **Cost**: one random bit an entry; a number if complex.
 
     **Example**
 
@@ -118,9 +116,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     complex probes. Because their length is random they are never better than `sphere`.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions.
-
-    **Cost**: one random number an entry, in single precision.
+    see the guide's conventions. **Cost**: one random number an entry, in single precision.
 
     **Example**
 
@@ -144,9 +140,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions.
-
-    **Cost**: one random number an entry, in single precision.
+    see the guide's conventions. **Cost**: one random number an entry, in single precision.
 
     **Example**
 
@@ -172,10 +166,8 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     estimators raise an error.
 
     **Arguments** `key`, `structure` and `num_probes` (at most n) and the errors are those
-    of all samplers: see the guide's conventions.
-
-    **Cost**: one random number an entry, in single precision, and an orthonormal basis, 4
-    to 9 n num_probes^2 flops.
+    of all samplers: see the guide's conventions. **Cost**: one random number an entry, in
+    single precision, and an orthonormal basis, 4 to 9 n num_probes^2 flops.
 
     **Example**
 
@@ -206,9 +198,8 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     leave-one-out estimators raise an error.
 
     **Arguments** `key`, `structure` and `num_probes` (at most m) and the errors are those
-    of all samplers: see the guide's conventions.
-
-    **Cost**: one random bit a dimension, a random order of m rows, and a sign an entry.
+    of all samplers: see the guide's conventions. **Cost**: one random bit a dimension, a
+    random order of m rows, and a sign an entry.
 
     **Example**
 
