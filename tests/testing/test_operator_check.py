@@ -225,7 +225,7 @@ def test_arrays_of_several_processes() -> None:
     [
         ({"kinds": ("Matrix", "Sparse")}, r"kinds=.*got \['Matrix', 'Sparse'\]"),
         ({"kinds": ()}, r"kinds=.*got \[\]"),
-        ({"kinds": ("Add",)}, "kinds=.*not of wrappers alone"),
+        ({"kinds": ("Add",)}, "kinds=.*[Nn]ot of wrappers alone"),
         ({"spectra": ("odd",)}, r"spectra=.*'flat'.*got \['odd'\]"),
     ],
 )

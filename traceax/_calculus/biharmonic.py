@@ -19,7 +19,7 @@ from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 from traceax._calculus.sampled import AlongProbes, Field, Point, checked_point, sampled_mean
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import canonical
-from traceax._core.checks import check_inexact_values
+from traceax._core.checks import check_returned
 from traceax._core.estimate import Estimate
 from traceax._core.operator import common_dtype, flatten, size, unflatten, working_dtype
 from traceax._probes.samplers import rademacher
@@ -67,7 +67,9 @@ def biharmonic(
     3.3.
     """
     x = checked_point("biharmonic", fn, x, key, num_matvecs)
-    check_inexact_values("biharmonic", eqx.filter_eval_shape(fn, x, args))
+    check_returned(
+        "biharmonic", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
+    )
     subject = FourthDerivatives(canonical(fn, x, args), x, args)
     return sampled_mean(
         "biharmonic", subject, key, num_matvecs, rademacher, batch_size, progress_meter

@@ -19,7 +19,7 @@ import lineax as lx
 from jaxtyping import PyTree
 
 from traceax._calculus.sampled import Field, Point, differentiable_point, hessian
-from traceax._core.checks import check_loss, check_outputs
+from traceax._core.checks import check_loss, check_returned
 
 
 def gauss_newton(
@@ -62,7 +62,7 @@ def gauss_newton(
     21(146).
     """
     x = differentiable_point("gauss_newton", fn, x)
-    check_outputs("gauss_newton", eqx.filter_eval_shape(fn, x, args))
+    check_returned("gauss_newton", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
     outputs = fn(x, args)
     check_loss("gauss_newton", loss, outputs, args)
     jacobian = lx.JacobianLinearOperator(fn, x, args)
@@ -103,6 +103,8 @@ def empirical_fisher(
     approximation, arXiv:1905.12558.
     """
     x = differentiable_point("empirical_fisher", fn, x)
-    check_outputs("empirical_fisher", eqx.filter_eval_shape(fn, x, args))
+    check_returned(
+        "empirical_fisher", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers"
+    )
     jacobian = lx.JacobianLinearOperator(fn, x, args)
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, lx.positive_semidefinite_tag)

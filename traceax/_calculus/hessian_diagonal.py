@@ -6,7 +6,7 @@ import equinox as eqx
 from jaxtyping import PRNGKeyArray, PyTree
 
 from traceax._calculus.sampled import Field, Point, checked_point, hessian
-from traceax._core.checks import check_scalar_values
+from traceax._core.checks import check_scalar
 from traceax._core.estimate import Estimate
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
@@ -59,7 +59,7 @@ def hessian_diagonal(
     matrix, doi:10.1016/j.apnum.2007.01.003.
     """
     x = checked_point("hessian_diagonal", fn, x, key, num_matvecs)
-    check_scalar_values("hessian_diagonal", eqx.filter_eval_shape(fn, x, args))
+    check_scalar("hessian_diagonal", "fn", eqx.filter_eval_shape(fn, x, args))
 
     operator = hessian(fn, x, args)
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:

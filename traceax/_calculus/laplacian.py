@@ -32,7 +32,7 @@ from traceax._calculus.sampled import (
     sampled_mean,
 )
 from traceax._core.canonical import canonical
-from traceax._core.checks import check_inexact_values, is_one_real_number
+from traceax._core.checks import check_returned, is_one_real_number
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, size
 from traceax._core.rule import Outcome, estimate
@@ -102,7 +102,9 @@ def laplacian(
     sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
-    check_inexact_values("laplacian", eqx.filter_eval_shape(fn, x, args))
+    check_returned(
+        "laplacian", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
+    )
     subject = Curvature(canonical(fn, x, args), x, args)
     chosen = sampler is None and batch_size is None
     if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):

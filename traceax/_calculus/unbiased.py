@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray
 
-from traceax._core.checks import check_arrays, check_callable, check_key
+from traceax._core.checks import check_callable, check_key, check_returned
 from traceax._core.estimate import Estimate, nondifferentiable
 from traceax._linalg.jackknife import both_errors
 
@@ -66,7 +66,7 @@ def unbiased_square(
     both = twice(jax.random.split(key))
     if isinstance(both, Estimate):
         return _square(both)  # pyright: ignore[reportReturnType]
-    check_arrays("unbiased_square", both)
+    check_returned("unbiased_square", "estimate_fn", both, "numbers", "an Estimate, or ")
     return jax.tree.map(_product, both)
 
 

@@ -24,12 +24,14 @@ A new thing has one place, and one of its kind stands there to look at:
     a Krylov method for f(A)               _quadrature: `block_arnoldi`
     a factorisation, an error bar          _linalg: `nystrom`, `jackknife`
     how estimates print and combine        `_core.estimate`
+    the layout of a block of vectors       `_core.layout`
+    the constants of compiled programs     `_core.canonical`
     a call of lineax; an error message     `_core.operator`; `_core.checks`
     a check of what users write            `testing.py`
     a kind of matrix file                  `__main__.py`
     a comparison with other libraries      `tests/benchmarks`: `table`, `report`
     a page, a notebook                     `notebooks/site/docs`, `notebooks`; mkdocs.yml
 
-Whatever is public is also in `traceax/__init__.py`, `tests/calls.py`, a page of the reference
-and the changelog; tests fail where one is missing.
+Whatever is public is also in `traceax/__init__.py`, `tests/calls.py`, a page of the
+reference and the changelog; tests fail where one is missing.
 """

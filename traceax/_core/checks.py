@@ -16,10 +16,17 @@ import lineax as lx
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, PyTree
 
-from traceax._core.operator import canonicalise, dimension, is_negative, is_positive, size
+from traceax._core.operator import (
+    Operator,
+    canonicalise,
+    dimension,
+    is_negative,
+    is_positive,
+    size,
+)
 
 
-def argument_error(
+def invalid(
     kind: type[Exception], name: str, argument: str, must: str, got: object, cure: str
 ) -> Exception:
     """The exception for an argument of the public function `name`."""
@@ -40,13 +47,13 @@ def show(structure: object) -> str:
 
 def check_request(
     name: str,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: object,
     num_matvecs: object,
     minimum: int = 1,
     *,
     square: bool = True,
-) -> lx.AbstractLinearOperator:
+) -> Operator:
     """The canonical operator, after the checks that every estimator needs. A budget of as
     many applications as there are columns, or rows, is always enough."""
     operator = check_operator(name, operator, square=square)
@@ -57,13 +64,8 @@ def check_request(
 
 
 def check_function_request(
-    name: str,
-    operator: object,
-    key: object,
-    counts: dict[str, int],
-    *,
-    square: bool = True,
-) -> lx.AbstractLinearOperator:
+    name: str, operator: object, key: object, counts: dict[str, int], *, square: bool = True
+) -> Operator:
     """The same for estimators whose budget is a number of probes and a number of steps."""
     operator = check_operator(name, operator, square=square)
     check_key(name, key)
@@ -72,9 +74,7 @@ def check_function_request(
     return operator
 
 
-def check_operator(
-    name: str, operator: object, *, square: bool = True
-) -> lx.AbstractLinearOperator:
+def check_operator(name: str, operator: object, *, square: bool = True) -> Operator:
     """The canonical operator. The conversion comes before any other question, because
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -84,23 +84,23 @@ def check_operator(
             " BCOO.from_scipy_sparse(matrix), a sparse matrix as lx.FunctionLinearOperator("
             "lambda v: matrix @ v, jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
         )
-        raise argument_error(TypeError, name, "operator", must, got, cure)
+        raise invalid(TypeError, name, "operator", must, got, cure)
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
         must = "be square, that is, have equal input and output structures"
         got = f"an operator from {show(into)} to {show(out)}"
         cure = "Compose it with its transpose, or make shapes and dtypes equal."
-        raise argument_error(ValueError, name, "operator", must, got, cure)
+        raise invalid(ValueError, name, "operator", must, got, cure)
     leaves = jax.tree.leaves((into, out))
     if len({jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves}) > 1:
         must = "have leaves that are all real or all complex, because one field is needed"
         cure = "Make the real leaves complex."
-        raise argument_error(ValueError, name, "operator", must, show((into, out)), cure)
+        raise invalid(ValueError, name, "operator", must, show((into, out)), cure)
     if 0 in (size(operator), dimension(out)):
         must = "act on a space of at least one dimension"
         cure = "An empty operator adds nothing: leave it out."
-        raise argument_error(ValueError, name, "operator", must, show(into), cure)
+        raise invalid(ValueError, name, "operator", must, show(into), cure)
     return operator
 
 
@@ -110,11 +110,11 @@ def check_key(name: str, key: object) -> None:
     if shape is None or not (typed or dtype == jnp.uint32):
         must = "be a JAX random key, because there is no default one"
         cure = "Pass jax.random.key(0), say."
-        raise argument_error(TypeError, name, "key", must, type(key).__name__, cure)
+        raise invalid(TypeError, name, "key", must, type(key).__name__, cure)
     raw = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
     if shape != (() if typed else raw):
         must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
-        raise argument_error(ValueError, name, "key", must, f"shape {shape}", cure)
+        raise invalid(ValueError, name, "key", must, f"shape {shape}", cure)
 
 
 def check_count(
@@ -131,10 +131,10 @@ def check_count(
         cure = "Pass a whole number: 100, say, or convert an array with int()."
         if isinstance(count, Tracer):
             cure = "Close over it, or mark it static with static_argnames."
-        raise argument_error(TypeError, name, argument, must, repr(count), cure)
+        raise invalid(TypeError, name, argument, must, repr(count), cure)
     if minimum is not None and count < minimum:
         must = f"be at least {minimum}, {why}"
-        raise argument_error(ValueError, name, argument, must, count, cure)
+        raise invalid(ValueError, name, argument, must, count, cure)
     return count
 
 
@@ -153,9 +153,7 @@ def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> N
         check_count(name, "batch_size", batch_size, probes_per_sample, why, cure)
 
 
-def check_semidefinite(
-    name: str, operator: lx.AbstractLinearOperator, instead: str
-) -> None:
+def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
     if not (is_positive(operator) or is_negative(operator)):
         must = "be tagged positive or negative semidefinite, as its algorithm needs"
         got = f"a {type(operator).__name__} that is not"
@@ -164,7 +162,7 @@ def check_semidefinite(
             " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
             f"its primal), use traceax.{instead}."
         )
-        raise argument_error(ValueError, name, "operator", must, got, cure)
+        raise invalid(ValueError, name, "operator", must, got, cure)
 
 
 # Numbers and vectors.
@@ -172,7 +170,8 @@ def check_semidefinite(
 
 def _is_real(number: Any) -> bool:
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return (is_number or hasattr(number, "dtype")) and not jnp.iscomplexobj(number)
+    is_array = jnp.issubdtype(getattr(number, "dtype", bool), jnp.number)
+    return (is_number or is_array) and not jnp.iscomplexobj(number)
 
 
 def _check_number(
@@ -190,9 +189,9 @@ def _check_number(
         kind, got = (
             (ValueError, f"shape {jnp.shape(number)}") if is_real else (TypeError, got)
         )
-        raise argument_error(kind, name, argument, must, got, cure)
+        raise invalid(kind, name, argument, must, got, cure)
     if not isinstance(number, Tracer) and not holds(float(number)):
-        raise argument_error(ValueError, name, argument, must, repr(number), cure)
+        raise invalid(ValueError, name, argument, must, repr(number), cure)
 
 
 def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
@@ -205,14 +204,14 @@ def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
     _check_number(name, argument, tolerance, lambda x: x >= 0, "be at least 0", cure)
 
 
-def check_rtol(name: str, rtol: object) -> None:
+def check_rtol(name: str, rtol: Any) -> None:
     is_float = isinstance(rtol, int | float) and not isinstance(rtol, bool)
-    if not (is_float and 0 < rtol < 1):
+    if not is_float or not 0 < rtol < 1:
         must, kind = (
             "be a Python float between 0 and 1",
             ValueError if is_float else TypeError,
         )
-        raise argument_error(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, say.")
+        raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, say.")
 
 
 def check_grid(name: str, grid: ArrayLike) -> None:
@@ -220,12 +219,12 @@ def check_grid(name: str, grid: ArrayLike) -> None:
         must = "be a vector of real numbers, because the eigenvalues lie on a line"
         got = f"shape {jnp.shape(grid)} of {jnp.result_type(grid)}"
         cure = "Pass jax.numpy.linspace(low, high, 200), say."
-        raise argument_error(ValueError, name, "grid", must, got, cure)
+        raise invalid(ValueError, name, "grid", must, got, cure)
 
 
 def check_shift(
     name: str,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     shift: ArrayLike | lx.DiagonalLinearOperator,
     *,
     several: bool = True,
@@ -235,26 +234,24 @@ def check_shift(
         must = "not be tagged negative semidefinite, because log det A would not be real"
         got = f"a {type(operator).__name__} that is"
         cure = "Negate it, and estimate log det(-A)."
-        raise argument_error(ValueError, name, "operator", must, got, cure)
+        raise invalid(ValueError, name, "operator", must, got, cure)
     is_diagonal = isinstance(shift, lx.DiagonalLinearOperator)
     numbers = jax.tree.leaves(shift.diagonal) if is_diagonal else [shift]
     if not all(map(_is_real, numbers)):
         kinds = "a number, an array of them" if several else "a number"
         must = f"be real, {kinds} or an lx.DiagonalLinearOperator"
         cure = "Take the real part of a complex number, make an array of a list."
-        raise argument_error(TypeError, name, "shift", must, repr(shift), cure)
+        raise invalid(TypeError, name, "shift", must, repr(shift), cure)
     space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
     expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)
     shapes = jax.tree.map(jnp.shape, got)
     if shapes != expected and (is_diagonal or not several):
         must = f"have the shapes {expected}, of one number or of the operator's space"
         cure = "Use jax.vmap over shifts, or give an entry for each dimension."
-        raise argument_error(ValueError, name, "shift", must, f"shapes {shapes}", cure)
+        raise invalid(ValueError, name, "shift", must, f"shapes {shapes}", cure)
 
 
-def check_vector(
-    name: str, operator: lx.AbstractLinearOperator, vector: PyTree[ArrayLike]
-) -> bool:
+def check_vector(name: str, operator: Operator, vector: PyTree[ArrayLike]) -> bool:
     """Whether there are several vectors, along a first axis of every leaf."""
     expected = operator.in_structure()
     shapes = jax.tree.map(jnp.shape, vector)
@@ -267,60 +264,53 @@ def check_vector(
             f"be of the operator's space, {show(expected)}, or several along a first axis"
         )
         cure = "Make arrays of these shapes: each right-hand side is a row."
-        raise argument_error(ValueError, name, "vector", must, f"shapes {shapes}", cure)
+        raise invalid(ValueError, name, "vector", must, f"shapes {shapes}", cure)
     leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
     if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):
         must, got = "be real, because the operator is", "complex numbers"
         cure = "Give real and imaginary parts as two right-hand sides."
-        raise argument_error(TypeError, name, "vector", must, got, cure)
+        raise invalid(TypeError, name, "vector", must, got, cure)
     return shapes != one
 
 
 # States of `deltashift`.
 
 
-def check_tracked(name: str, state: object, kind: type, arrays: list[jax.Array]) -> None:
-    """A state, and the arrays of the operator that it has to belong to."""
+def check_tracked(
+    name: str, state: Any, kind: type, arrays: list[jax.Array], program: jax.Array
+) -> None:
+    """A state, and the arrays and the hash of the code of the operator it has to match."""
     if not isinstance(state, kind):
-        must, cure = (
-            "be a state made by init or update",
-            "Call update(operator, state, key).",
-        )
-        raise argument_error(TypeError, name, "state", must, type(state).__name__, cure)
-    before = [jax.typeof(array) for array in getattr(state, "arrays", [])]
-    now = [jax.typeof(array) for array in arrays]
-    if not now or [(a.shape, a.dtype) for a in before] != [(a.shape, a.dtype) for a in now]:
+        must, cure = "be a state of init or update", "Call update(operator, state, key)."
+        raise invalid(TypeError, name, "state", must, type(state).__name__, cure)
+    before: Any = state
+    traced = isinstance(before.program, Tracer) or isinstance(program, Tracer)
+    same_program = traced or bool(jnp.array_equal(before.program, program))
+    if show(before.arrays) != show(arrays) or not arrays or not same_program:
         must = "be the operator of the state with other numbers in its arrays"
-        got = f"arrays {show(now)} after {show(before)}"
+        got = f"one that differs in something else, with arrays {show(arrays)}"
         cure = (
             "Make it by the same code each time, init and update inside the same jax.jit "
-            "or both outside. Numbers that change have to be arrays, in a closure or an "
-            "eqx.Module, or in the args of lx.JacobianLinearOperator."
+            "or both outside. If a number changes, use jax.numpy.asarray(number); if an "
+            "array does that a jitted function closes over, make it an argument of that "
+            "function."
         )
-        raise argument_error(ValueError, name, "operator", must, got, cure)
-
-
-def check_same_program(name: str, before: jax.Array, now: jax.Array) -> None:
-    """Hashes of the code of two operators, compared if they are known."""
-    traced = isinstance(before, Tracer) or isinstance(now, Tracer)
-    if not traced and not bool(jnp.array_equal(before, now)):
-        must = "be the operator of the state with other arrays in it"
-        got = "one that differs in something else"
-        cure = (
-            "If a number changes that is no array, make it one: jax.numpy.asarray(number);"
-            " if an array does that a jitted function closes over, make it an argument of "
-            "that function."
-        )
-        raise argument_error(ValueError, name, "operator", must, got, cure)
+        raise invalid(ValueError, name, "operator", must, got, cure)
 
 
 # Functions that users give, and what they return.
+
+_NUMBERS: dict[str, Any] = {
+    "real numbers": jnp.floating,
+    "real or complex numbers": jnp.inexact,
+    "numbers": jnp.number,
+}
 
 
 def check_callable(name: str, argument: str, fn: object, form: str, cure: str) -> None:
     if not callable(fn):
         must, got = f"be a function {form}", type(fn).__name__
-        raise argument_error(TypeError, name, argument, must, got, cure)
+        raise invalid(TypeError, name, argument, must, got, cure)
 
 
 def check_field(name: str, fn: object, x: object) -> None:
@@ -328,23 +318,15 @@ def check_field(name: str, fn: object, x: object) -> None:
     cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
     check_callable(name, "fn", fn, "fn(x, args)", cure)
     leaves = jax.tree.leaves(x)
-    for leaf in leaves:
-        is_number = isinstance(leaf, int | float) and not isinstance(leaf, bool)
-        dtype = getattr(leaf, "dtype", None)
-        is_array = dtype is not None and jnp.issubdtype(dtype, jnp.number)
-        if not (is_number or is_array) or jnp.iscomplexobj(leaf):
-            must = "be a pytree of real arrays, because derivatives in them are taken"
-            got = type(leaf).__name__ if dtype is None else f"an array of {dtype}"
-            cure = (
-                "Put what is not differentiated into args (of a module, take its arrays "
-                "by eqx.partition and combine the rest in fn); take complex numbers "
-                "apart, (real, imag)."
-            )
-            raise argument_error(TypeError, name, "x", must, got, cure)
-    if not sum(jnp.size(leaf) for leaf in leaves):
-        must = "have at least one entry, because derivatives in them are taken"
-        cure = "Nothing depends on it: leave it out."
-        raise argument_error(ValueError, name, "x", must, repr(x), cure)
+    wrong = [leaf for leaf in leaves if not _is_real(leaf)]
+    if wrong or not sum(map(jnp.size, leaves)):
+        must = "be a pytree of real arrays" if wrong else "have at least one entry"
+        cure = (
+            "Put what is not differentiated into args (of a module, take its arrays by "
+            "eqx.partition and combine the rest in fn); take complex numbers apart."
+        )
+        kind, got = (TypeError, show(wrong[0])) if wrong else (ValueError, repr(x))
+        raise invalid(kind, name, "x", must, got, cure)
 
 
 def check_same_structure(name: str, x: object, values: object) -> None:
@@ -352,38 +334,19 @@ def check_same_structure(name: str, x: object, values: object) -> None:
     if eqx.tree_equal(x, values) is not True:
         must = f"return what x is like, {show(x)}"
         cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
-        raise argument_error(ValueError, name, "fn", must, show(values), cure)
+        raise invalid(ValueError, name, "fn", must, show(values), cure)
 
 
 def check_returned(
-    name: str, argument: str, structure: object, kind: Any, must: str, cure: str
+    name: str, argument: str, structure: object, numbers: str, instead: str = ""
 ) -> None:
-    """What a function returns has to be arrays, all of one kind of numbers."""
+    """What a function returns has to be arrays, of such numbers."""
     leaves = jax.tree.leaves(structure)
     kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
-    if not leaves or not all(k and jnp.issubdtype(k, kind) for k in kinds):
-        must = f"return {must}"
-        raise argument_error(TypeError, name, argument, must, repr(structure), cure)
-
-
-def check_inexact_values(name: str, structure: object) -> None:
-    must = "arrays of real or complex numbers, because they are differentiated"
-    cure = "Return what depends on x, as floats."
-    check_returned(name, "fn", structure, jnp.inexact, must, cure)
-
-
-def check_outputs(name: str, structure: object) -> None:
-    """The outputs of a model, whose Jacobian has to map real vectors to real vectors."""
-    must = "arrays of real numbers, because its Jacobian maps real vectors to them"
-    cure = "Return floats; take complex numbers apart, (real, imag)."
-    check_returned(name, "fn", structure, jnp.floating, must, cure)
-
-
-def check_arrays(name: str, results: object) -> None:
-    """The result of an `estimate_fn` that is no Estimate."""
-    must = "an Estimate, or arrays of numbers, because they are multiplied"
-    cure = "Return the `value` of estimates, and leave out the rest."
-    check_returned(name, "estimate_fn", results, jnp.number, must, cure)
+    if not leaves or not all(k and jnp.issubdtype(k, _NUMBERS[numbers]) for k in kinds):
+        must = f"return {instead}arrays of {numbers}"
+        cure = "Return what depends on the argument as floats, and leave out the rest."
+        raise invalid(TypeError, name, argument, must, repr(structure), cure)
 
 
 def is_one_real_number(structure: object) -> bool:
@@ -393,23 +356,17 @@ def is_one_real_number(structure: object) -> bool:
     return bool(jnp.issubdtype(leaves[0].dtype, jnp.floating))
 
 
-def check_scalar_values(
-    name: str,
-    structure: object,
-    argument: str = "fn",
-    cure: str = "Return an array of shape (), and call it once for each function.",
-) -> None:
+def check_scalar(name: str, argument: str, structure: object) -> None:
     if not is_one_real_number(structure):
-        must, got = "return one real number", repr(structure)
-        raise argument_error(TypeError, name, argument, must, got, cure)
+        must, cure = "return one real number", "Sum or average it to shape ()."
+        raise invalid(TypeError, name, argument, must, repr(structure), cure)
 
 
 def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
     """The loss of a model's outputs."""
     cure = "Pass lambda outputs, args: ..., of what fn returns."
     check_callable(name, "loss", loss, "loss(outputs, args)", cure)
-    structure = eqx.filter_eval_shape(loss, outputs, args)
-    check_scalar_values(name, structure, "loss", "Sum or average it over examples.")
+    check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))
 
 
 # Algorithms of `custom_trace`.
@@ -421,9 +378,8 @@ def check_block(name: str, block: object, n: int) -> None:
     is_numbers = kind is not None and jnp.issubdtype(kind, jnp.number)
     if not is_numbers or len(shape) != 2 or shape[0] != n or not shape[1]:
         must = f"apply the operator to blocks of numbers of shape ({n}, k)"
-        got = f"{kind}{list(shape)}" if kind is not None else type(block).__name__
         cure = "Pass apply(vector[:, None])[:, 0] for one vector."
-        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, show(block), cure)
 
 
 def check_applied(name: str, num_matvecs: int | None) -> None:
@@ -432,7 +388,7 @@ def check_applied(name: str, num_matvecs: int | None) -> None:
         must = "apply the operator a number of times that is known before it runs, say once"
         got = "one that never called apply" if num_matvecs == 0 else "a jax.lax.while_loop"
         cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
-        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, got, cure)
 
 
 def check_result(name: str, result: Any) -> None:
@@ -441,17 +397,15 @@ def check_result(name: str, result: Any) -> None:
     if not is_triple or not isinstance(result[2], tuple | list) or len(result[2]) != 2:
         must = "return (value, standard_error, (left, right))"
         got, cure = show(result), "Return value, error, (probes / k, probes), say."
-        raise argument_error(TypeError, name, "algorithm", must, got, cure)
+        raise invalid(TypeError, name, "algorithm", must, got, cure)
 
 
 def check_value(name: str, part: str, value: Array, *, real: bool) -> None:
     is_number = jnp.issubdtype(value.dtype, jnp.number)
     if value.shape != () or not is_number or (real and jnp.iscomplexobj(value)):
-        kind = "one real number" if real else "one number"
-        must = f"return a {part} that is {kind}, an array of shape ()"
-        got = f"{value.dtype}{list(value.shape)}"
+        must = f"return a {part} that is one {'real ' * real}number, an array of shape ()"
         cure = "Sum or average over the probes, and take .real where it is real."
-        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, show(value), cure)
 
 
 def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
@@ -459,6 +413,5 @@ def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
     numbers = all(jnp.issubdtype(block.dtype, jnp.number) for block in (left, right))
     if not tall or left.shape != right.shape or not numbers:
         must = f"return blocks (left, right) of equal shape ({n}, r), E[left right*] = I"
-        got = " and ".join(f"{block.dtype}{list(block.shape)}" for block in (left, right))
         cure = "Hutchinson's are (probes / k, probes), k probes."
-        raise argument_error(ValueError, name, "algorithm", must, got, cure)
+        raise invalid(ValueError, name, "algorithm", must, show((left, right)), cure)

@@ -28,7 +28,7 @@ from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
 from traceax._core.canonical import is_concrete
-from traceax._core.checks import argument_error
+from traceax._core.checks import invalid
 
 _MOST_SHOWN = 10
 
@@ -58,7 +58,7 @@ def formatted(estimate: Any, spec: str) -> str:
         must = "be asked of one number whose value is there"
         got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
         cure = "Format entries of `value` and `standard_error`."
-        raise argument_error(TypeError, "Estimate.__format__", "spec", must, got, cure)
+        raise invalid(TypeError, "Estimate.__format__", "spec", must, got, cure)
     value = np.asarray(leaves[0]).item()
     error = np.asarray(jax.tree.leaves(estimate.standard_error)[0]).item()
     shown = format(value, spec)
@@ -180,15 +180,15 @@ class Estimate(eqx.Module):
         name, cure = "Estimate.interval", "Pass 0.95, say."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
             must = "be a number, because it is a probability"
-            raise argument_error(TypeError, name, "level", must, repr(level), cure)
+            raise invalid(TypeError, name, "level", must, repr(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
         if not all(0 < number < 1 for number in known):
             must = "be strictly between 0 and 1, because it is a probability"
-            raise argument_error(ValueError, name, "level", must, repr(level), cure)
+            raise invalid(ValueError, name, "level", must, repr(level), cure)
         if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(self.value)):
             must, got = "be asked of a real value, as these have an order", "a complex one"
             cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
-            raise argument_error(TypeError, name, "...", must, got, cure)
+            raise invalid(TypeError, name, "...", must, got, cure)
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def ends(value: Array, error: Array) -> tuple[Array, Array]:
@@ -369,26 +369,20 @@ def _pooled(
 
 def _check_parts(name: str, estimates: object) -> None:
     """A sequence of estimates of one quantity."""
-    if not isinstance(estimates, Sequence):
-        must, got = (
-            "be a sequence of estimates, or a batch of them",
-            type(estimates).__name__,
-        )
-        cure = "Pass a list, or what jax.vmap returned."
-        raise argument_error(TypeError, name, "estimates", must, got, cure)
-    if not estimates:
-        must, cure = "hold at least one estimate", "Make one first."
-        raise argument_error(ValueError, name, "estimates", must, "none", cure)
+    if not isinstance(estimates, Sequence) or not estimates:
+        must, cure = "be a sequence or batch of estimates", "Pass a list of at least one."
+        empty = isinstance(estimates, Sequence)
+        kind, got = (ValueError, "none") if empty else (TypeError, type(estimates).__name__)
+        raise invalid(kind, name, "estimates", must, got, cure)
     for place, part in enumerate(estimates):
         if not isinstance(part, Estimate):
             must, got = "hold estimates", f"{type(part).__name__} as number {place}"
             cure = "Keep what the estimators return, not its `value`."
-            raise argument_error(TypeError, name, "estimates", must, got, cure)
+            raise invalid(TypeError, name, "estimates", must, got, cure)
         if _described(part) != _described(estimates[0]):
             must = f"be of one quantity, like number 0, {_described(estimates[0])}"
-            got = f"{_described(part)} as number {place}"
-            cure = "Pool each quantity with its own."
-            raise argument_error(ValueError, name, "estimates", must, got, cure)
+            got, cure = f"{_described(part)} as number {place}", "Pool each on its own."
+            raise invalid(ValueError, name, "estimates", must, got, cure)
 
 
 def _check_batch(name: str, estimates: Estimate) -> None:
@@ -400,7 +394,7 @@ def _check_batch(name: str, estimates: Estimate) -> None:
         must = "be a sequence of estimates, or one whose leaves have a leading axis of runs"
         got = f"{_described(estimates)} with num_matvecs of shape {counts[0]}"
         cure = "Pass a list, or what jax.vmap over keys returned."
-        raise argument_error(ValueError, name, "estimates", must, got, cure)
+        raise invalid(ValueError, name, "estimates", must, got, cure)
 
 
 def _described(part: Estimate) -> str:

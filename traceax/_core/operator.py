@@ -16,6 +16,7 @@ from traceax._core.canonical import Canonical, canonical
 from traceax._core.layout import Layout, through, through_matrix
 
 Module = TypeVar("Module", bound=eqx.Module)
+Operator = lx.AbstractLinearOperator
 Structure = PyTree[jax.ShapeDtypeStruct]
 
 
@@ -23,13 +24,9 @@ def dimension(structure: Structure) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structure))
 
 
-def size(operator: lx.AbstractLinearOperator) -> int:
+def size(operator: Operator) -> int:
     """The dimension n of the space that an operator acts on."""
     return dimension(operator.in_structure())
-
-
-def _spaces(operator: lx.AbstractLinearOperator) -> tuple[Structure, Structure]:
-    return operator.in_structure(), operator.out_structure()
 
 
 def common_dtype(structure: Structure) -> jnp.dtype:
@@ -38,14 +35,14 @@ def common_dtype(structure: Structure) -> jnp.dtype:
     return np.result_type(*(np.float32 if jnp.finfo(d).bits < 32 else d for d in dtypes))
 
 
-def working_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
+def working_dtype(operator: Operator) -> jnp.dtype:
     """The dtype of blocks of vectors."""
-    return common_dtype(_spaces(operator))
+    return common_dtype((operator.in_structure(), operator.out_structure()))
 
 
-def unit_roundoff(operator: lx.AbstractLinearOperator) -> float:
+def unit_roundoff(operator: Operator) -> float:
     """The relative rounding error of one application: eps of the coarsest leaf."""
-    leaves = jax.tree.leaves(_spaces(operator))
+    leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
 
 
@@ -133,7 +130,7 @@ def as_result(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Arra
 class LinearMap(eqx.Module):
     """An operator, p x n, as a map of n x k blocks: one application for each column."""
 
-    operator: lx.AbstractLinearOperator
+    operator: Operator
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
         return _apply(self.operator, block)
@@ -157,9 +154,7 @@ class LinearMap(eqx.Module):
         return LinearMap(lx.conj(self.operator).transpose())
 
 
-def _apply(
-    operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
-) -> Inexact[Array, "p k"]:
+def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
     structure = operator.in_structure()
     dtype = working_dtype(operator)
     if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -179,7 +174,7 @@ def _apply(
 # holds if there is a tangent anywhere inside an operator.
 
 
-def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+def is_hermitian(operator: Operator) -> bool:
     if _has_tangent(operator):
         return False
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
@@ -187,34 +182,32 @@ def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     return symmetric or is_positive(operator) or is_negative(operator)
 
 
-def is_positive(operator: lx.AbstractLinearOperator) -> bool:
+def is_positive(operator: Operator) -> bool:
     return lx.is_positive_semidefinite(operator) and not _has_tangent(operator)
 
 
-def is_negative(operator: lx.AbstractLinearOperator) -> bool:
+def is_negative(operator: Operator) -> bool:
     return lx.is_negative_semidefinite(operator) and not _has_tangent(operator)
 
 
-def _has_tangent(operator: lx.AbstractLinearOperator) -> bool:
+def _has_tangent(operator: Operator) -> bool:
     is_tangent = lambda node: isinstance(node, lx.TangentLinearOperator)  # noqa: E731
     return any(map(is_tangent, jax.tree.leaves(operator, is_leaf=is_tangent)))
 
 
-def layout_tag(operator: lx.AbstractLinearOperator) -> Layout | None:
+def layout_tag(operator: Operator) -> Layout | None:
     """The layout among its tags, or among those of an operator that it tags or scales."""
     layouts = (tag for tag in getattr(operator, "tags", ()) if isinstance(tag, Layout))
     inner = getattr(operator, "operator", None)
     return next(layouts, layout_tag(inner) if inner is not None else None)
 
 
-def application(operator: lx.AbstractLinearOperator) -> Canonical:
+def application(operator: Operator) -> Canonical:
     """One application in canonical form."""
     return canonical(canonicalise(operator).mv, operator.in_structure())
 
 
-def by_application(
-    operator: lx.AbstractLinearOperator, code: Canonical
-) -> lx.AbstractLinearOperator:
+def by_application(operator: Operator, code: Canonical) -> Operator:
     """The operator that `code` applies, with the tags of `operator`."""
     questions = {
         lx.symmetric_tag: lx.is_symmetric,
@@ -228,9 +221,7 @@ def by_application(
     return lx.FunctionLinearOperator(code, structure, tags, closure_convert=False)
 
 
-def known_diagonal(
-    operator: lx.AbstractLinearOperator,
-) -> tuple[Inexact[Array, " n"], int] | None:
+def known_diagonal(operator: Operator) -> tuple[Inexact[Array, " n"], int] | None:
     """The exact diagonal and the applications that it costs, if the structure gives it."""
     dtype = working_dtype(operator)
     if _has_tangent(operator):
@@ -242,7 +233,7 @@ def known_diagonal(
     return None
 
 
-def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+def gram(operator: Operator) -> Operator:
     """B* B or B B*, whichever acts on the smaller space."""
     operator = canonicalise(operator)
     adjoint = LinearMap(operator).adjoint.operator
@@ -251,7 +242,7 @@ def gram(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
 
 
-def _is_dense(operator: lx.AbstractLinearOperator) -> bool:
+def _is_dense(operator: Operator) -> bool:
     while isinstance(operator, lx.TaggedLinearOperator):
         operator = operator.operator
     return isinstance(operator, lx.MatrixLinearOperator)

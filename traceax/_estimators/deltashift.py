@@ -44,13 +44,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import Canonical, compiled, held_arrays, is_concrete
-from traceax._core.checks import (
-    check_count,
-    check_key,
-    check_operator,
-    check_same_program,
-    check_tracked,
-)
+from traceax._core.checks import check_count, check_key, check_operator, check_tracked
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -181,8 +175,7 @@ def _update(
 ) -> tuple[Estimate, Tracked]:
     operator = _check("deltashift.update", operator, key, num_matvecs)
     code = application(operator)
-    check_tracked("deltashift.update", state, Tracked, code.arrays)
-    check_same_program("deltashift.update", state.program, _program_hash(code))
+    check_tracked("deltashift.update", state, Tracked, code.arrays, _program_hash(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
     before = by_application(operator, earlier)
     # Also of classes that are not lineax's: their functions are else compiled each time.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, check_samples, check_scalar_values
+from traceax._core.checks import check_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, as_result, frozen, size
 from traceax._core.rule import estimate
@@ -92,7 +92,7 @@ def function_diagonal(
     name = "function_diagonal"
     operator = check_request(name, operator, key, num_matvecs, 6)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
-    check_scalar_values(name, structure)
+    check_scalar(name, "fn", structure)
     colours = probes_per_sample(sampler)
     if colours > 1:
         choose, tests = partial(_coloured, name=name, colours=colours), 3 * _TESTS // 2

@@ -30,7 +30,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Int
 
-from traceax._core.checks import argument_error, check_count
+from traceax._core.checks import check_count, invalid
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
 # takes longer than importing all of traceax.
@@ -57,7 +57,7 @@ def graph(name: str, pattern: Any) -> Sparse:
     if isinstance(data, Tracer):
         must = "be concrete, because it is coloured on the host"
         cure = "Colour it outside of jax.jit."
-        raise argument_error(TypeError, name, "pattern", must, "a traced array", cure)
+        raise invalid(TypeError, name, "pattern", must, "a traced array", cure)
     if isinstance(pattern, BCOO):
         indices, shape = np.asarray(data).reshape(-1, data.shape[-1]), pattern.shape
     else:
@@ -68,7 +68,7 @@ def graph(name: str, pattern: Any) -> Sparse:
         cure = (
             "Of a rectangular B take B.T @ B or B @ B.T, of a BCOO n_batch = n_dense = 0."
         )
-        raise argument_error(ValueError, name, "pattern", must, f"shape {shape}", cure)
+        raise invalid(ValueError, name, "pattern", must, f"shape {shape}", cure)
     n = shape[0]
     indices = indices[np.all(indices < n, axis=1)]  # a BCOO pads with out-of-bounds ones
     rows = np.concatenate([indices[:, 0], indices[:, 1], np.arange(n)])
@@ -279,9 +279,7 @@ def colouring(
 
     **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
     most one more than the greatest number of dimensions within `power` steps of one.
-    **Raises** `TypeError` if the pattern is traced, or a count not a Python int;
-    `ValueError` if the pattern is not a square matrix, a count is below 1, or no colouring
-    of the power was found with so few colours.
+    **Raises** `ValueError` if no colouring of the power was found with so few colours.
 
     **Cost**: no applications; time and memory of the pattern of the power, of each power up
     to two beyond the largest that fits with `num_colours`.
@@ -328,7 +326,7 @@ def colour_pattern(
         must = f"be at least {needed}, the fewest found for a colouring that keeps {power} "
         must += "step apart" if power == 1 else "steps apart"
         cure = "Raise it, or lower the power." if power > 1 else "Raise it."
-        raise argument_error(ValueError, name, "num_colours", must, num_colours, cure)
+        raise invalid(ValueError, name, "num_colours", must, num_colours, cure)
     return step, found
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -45,8 +45,8 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import argument_error
-from traceax._core.operator import Structure, as_columns, size, working_dtype
+from traceax._core.checks import invalid
+from traceax._core.operator import Operator, Structure, as_columns, size, working_dtype
 from traceax._probes.colouring import best_colouring, graph
 from traceax._probes.probing import Probing, probing, probing_of_graph
 from traceax._probes.samplers import (
@@ -114,7 +114,7 @@ def check_sampler(name: str, sampler: object) -> None:
         must = "be a function (key, structure, num_probes) -> probes"
         got = "traceax.probing itself" if sampler is probing else type(sampler).__name__
         cure = "Pass traceax.rademacher, say, or, of colours, traceax.probing(colours)."
-        raise argument_error(TypeError, name, "sampler", must, got, cure)
+        raise invalid(TypeError, name, "sampler", must, got, cure)
 
 
 def check_independent(name: str, sampler: Sampler) -> None:
@@ -126,27 +126,25 @@ def check_independent(name: str, sampler: Sampler) -> None:
             f"Use traceax.sphere or traceax.rademacher; {got} is for "
             "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
         )
-        raise argument_error(ValueError, name, "sampler", must, got, cure)
+        raise invalid(ValueError, name, "sampler", must, got, cure)
 
 
-def check_pattern(name: str, operator: lx.AbstractLinearOperator, pattern: Any) -> None:
+def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
     n = size(operator)
     shape = (n, n) if pattern is None else graph(name, pattern).shape
     if shape != (n, n):
         must, got = f"be {n} x {n}, like the operator's matrix", f"shape {shape}"
         cure = "Pass the pattern of this operator, or of the matrix it is a function of."
-        raise argument_error(ValueError, name, "pattern", must, got, cure)
+        raise invalid(ValueError, name, "pattern", must, got, cure)
 
 
-def for_sketch(sampler: Sampler | None, operator: lx.AbstractLinearOperator) -> Sampler:
+def for_sketch(sampler: Sampler | None, operator: Operator) -> Sampler:
     if sampler is not None:
         return sampler
     return sphere if size(operator) < MANY else rademacher
 
 
-def for_mean(
-    sampler: Sampler | None, operator: lx.AbstractLinearOperator, num_probes: int
-) -> Sampler:
+def for_mean(sampler: Sampler | None, operator: Operator, num_probes: int) -> Sampler:
     if sampler is not None:
         return sampler
     many = num_probes > 1 and num_probes >= PART * size(operator)
@@ -166,7 +164,7 @@ def draw(
     name: str,
     sampler: Sampler,
     key: PRNGKeyArray,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     num_probes: int,
     *,
     in_samples: bool = False,
@@ -194,7 +192,7 @@ def draw(
     if eqx.tree_equal(got, jax.tree.map(expected, structure)) is not True:
         must = f"return the operator's input structure with a leading axis of {num_probes}"
         cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
-        raise argument_error(ValueError, name, "sampler", must, got, cure)
+        raise invalid(ValueError, name, "sampler", must, got, cure)
     return jax.lax.stop_gradient(as_columns(probes, dtype))
 
 
@@ -208,17 +206,16 @@ def _drawn(
     return as_columns(sampler(key, structure, num_probes), dtype)
 
 
-class Samples(NamedTuple):
+class Samples(eqx.Module):
     """Draws one sample for each key. It is hashable: `Stream` has it in a static field."""
 
     name: str
     sampler: Sampler
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    treedef: Any
+    structure: Structure
 
     def __call__(self, keys: PRNGKeyArray) -> Inexact[Array, "n k"]:
         count = probes_per_sample(self.sampler)
-        space = lx.IdentityLinearOperator(jax.tree.unflatten(self.treedef, self.leaves))
+        space = lx.IdentityLinearOperator(self.structure)
 
         def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
             return draw(self.name, self.sampler, key, space, count, in_samples=True)

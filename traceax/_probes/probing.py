@@ -33,7 +33,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.checks import argument_error
+from traceax._core.checks import invalid
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg.columns import magnitude, row_norms_squared
 from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
@@ -46,29 +46,12 @@ DEGREES = 5.0
 
 
 class Neighbourhood(eqx.Module):
-    """For each dimension: its colour; its neighbours, in rows filled up with itself, their
-    colours and their number; the colours that are one or two steps beyond those kept apart,
-    and whether there are any. All of it is computed on the host, because the compiler would
-    take longer."""
+    """For each dimension: its colour; its neighbours, in rows filled up with itself; the
+    colours that are one or two steps beyond those kept apart."""
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
-    columns: Int[Any, "n m"]
-    degrees: Int[Any, " n"]
     beyond: Bool[Any, "n c"]
-    has_beyond: Bool[Any, " n"]
-
-
-def _neighbourhood(step: Sparse, best: Best) -> Neighbourhood | None:
-    """`None` for a graph without edges."""
-    colours = best.colours
-    if step.nnz == colours.size:
-        return None
-    nearby, beyond = _neighbours(step), _beyond(colours, step, best.power)
-    degrees = np.sum(nearby != np.arange(colours.size)[:, None], axis=1)
-    return Neighbourhood(
-        colours, nearby, colours[nearby], degrees, beyond, beyond.any(axis=1)
-    )
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
@@ -136,8 +119,9 @@ class NeighbourResiduals(eqx.Module):
         """The standard error of the mean over repeats."""
         error = self.scale * jnp.sqrt(self.squares) / repeats
         none = self.beyond <= 4 * eps * self.size
-        all_none = jnp.any(near.has_beyond) & jnp.all(none | ~near.has_beyond)
-        return jnp.where(jnp.where(near.has_beyond, none, all_none), 0, error)
+        has_beyond = jnp.any(near.beyond, axis=1)
+        all_none = jnp.any(has_beyond) & jnp.all(none | ~has_beyond)
+        return jnp.where(jnp.where(has_beyond, none, all_none), 0, error)
 
 
 def neighbour_residuals(
@@ -145,13 +129,13 @@ def neighbour_residuals(
 ) -> NeighbourResiduals:
     """Of one or more whole repeats."""
     n, count = near.beyond.shape
-    neighbours, own, degrees = near.neighbours, near.colours[:, None], near.degrees
-    scale = magnitude(products)
-    is_neighbour = jnp.arange(neighbours.shape[1]) < degrees[:, None]
+    neighbours, own, scale = near.neighbours, near.colours[:, None], magnitude(products)
+    is_neighbour = neighbours != jnp.arange(n)[:, None]
+    degrees = jnp.sum(is_neighbour, axis=1)
 
     def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> NeighbourResiduals:
         signs = jnp.sum(z, axis=1) / count**0.5
-        here = jnp.take_along_axis(seen, near.columns, axis=1)
+        here = jnp.take_along_axis(seen, near.colours[neighbours], axis=1)
         there = seen[neighbours, own]
         # The residual times s_a s_b, or its conjugate: it has the same modulus.
         signed = signs[neighbours].conj() * here - signs[:, None] * there.conj()
@@ -206,11 +190,11 @@ class Probing:
         if n != self.colours.size:
             must = f"have {n} rows or entries, one for each dimension of the operator"
             got, cure = self.colours.size, "Pass the pattern of this operator."
-            raise argument_error(ValueError, "probing", argument, must, got, cure)
+            raise invalid(ValueError, "probing", argument, must, got, cure)
         if num_probes % c:
             must = f"draw a multiple of {c} probes, one for each colour"
             got, cure = f"num_probes={num_probes}", f"Draw {c} or {2 * c}, say."
-            raise argument_error(ValueError, "probing", argument, must, got, cure)
+            raise invalid(ValueError, "probing", argument, must, got, cure)
         column = jax.ShapeDtypeStruct((n,), common_dtype(structure))
         signs = rademacher(key, column, num_probes // c)
         is_own = self.colours == np.arange(c)[:, None]
@@ -250,12 +234,7 @@ def probing(
     - `power`, `num_colours`: of a pattern, as in `colouring`.
 
     **Returns** a sampler. Its attribute `num_colours` is the number of probes in one
-    repeat. **Raises** what `colouring` raises; `TypeError` if the colours are not concrete
-    integers; `ValueError` if a colour is negative, there are none, or `power` or
-    `num_colours` come with colours; when it draws, if they do not fit the operator or the
-    budget.
-
-    **Cost**: one random number for every dimension and repeat.
+    repeat. **Cost**: one random number for every dimension and repeat.
 
     **Example**
 
@@ -279,21 +258,23 @@ def probing(
     if power != 1 or num_colours is not None:
         got, cure = f"power={power}, num_colours={num_colours}", "Leave them out."
         must = "come with a pattern, because colours are there already"
-        raise argument_error(
-            ValueError, "probing", "power=..., num_colours", must, got, cure
-        )
+        raise invalid(ValueError, "probing", "power=..., num_colours", must, got, cure)
     leaves = [_concrete(leaf) for leaf in jax.tree.leaves(pattern_or_colours)]
     flat = np.concatenate(leaves) if leaves else np.zeros(0, int)
     if not flat.size or flat.min() < 0:
         must = "be integers of at least 0, because they number the probes"
         got = flat.min() if flat.size else "none"
         cure = "Number the colours from 0, as traceax.colouring does."
-        raise argument_error(ValueError, "probing", "pattern_or_colours", must, got, cure)
+        raise invalid(ValueError, "probing", "pattern_or_colours", must, got, cure)
     return Probing(np.unique(flat, return_inverse=True)[1], None)
 
 
 def probing_of_graph(step: Sparse, best: Best) -> Probing:
-    return Probing(best.colours, _neighbourhood(step, best))
+    """Without edges, the graph has no neighbour residuals."""
+    if step.nnz == best.colours.size:
+        return Probing(best.colours, None)
+    beyond = _beyond(best.colours, step, best.power)
+    return Probing(best.colours, Neighbourhood(best.colours, _neighbours(step), beyond))
 
 
 def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
@@ -304,5 +285,5 @@ def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
         cure = (
             "Colour outside of jax.jit, with traceax.colouring or NumPy and .astype(int)."
         )
-        raise argument_error(TypeError, "probing", "pattern_or_colours", must, got, cure)
+        raise invalid(TypeError, "probing", "pattern_or_colours", must, got, cure)
     return np.asarray(leaf).ravel()

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import argument_error, check_count, check_key
+from traceax._core.checks import check_count, check_key, invalid
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
@@ -38,7 +38,7 @@ Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _NamedFunction:
+class NamedFunction:
     """A function that prints as its name, so that `help` shows it so where it is a default.
 
     `inspect` and `help` take an object with a method `__get__` for a function."""
@@ -63,7 +63,7 @@ class _NamedFunction:
 
 
 def _named(fn: Function) -> Function:
-    named: Any = _NamedFunction(fn)
+    named: Any = NamedFunction(fn)
     return named
 
 
@@ -79,7 +79,7 @@ def space(
     if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
         must = "be a pytree of jax.ShapeDtypeStruct of real or complex dtypes"
         cure = "Pass operator.in_structure(), or jax.ShapeDtypeStruct((n,), float)."
-        raise argument_error(TypeError, name, "structure", must, repr(structure), cure)
+        raise invalid(TypeError, name, "structure", must, repr(structure), cure)
     return dimension(structure), common_dtype(structure)
 
 
@@ -92,9 +92,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions.
-
-    **Cost**: one random bit an entry; for complex leaves, a number.
+    see the guide's conventions. **Cost**: one random bit an entry; a number if complex.
 
     **Example**
 
@@ -118,9 +116,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     complex probes. Because their length is random they are never better than `sphere`.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions.
-
-    **Cost**: one random number an entry, in single precision.
+    see the guide's conventions. **Cost**: one random number an entry, in single precision.
 
     **Example**
 
@@ -144,9 +140,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
 
     **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions.
-
-    **Cost**: one random number an entry, in single precision.
+    see the guide's conventions. **Cost**: one random number an entry, in single precision.
 
     **Example**
 
@@ -172,10 +166,8 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     estimators raise an error.
 
     **Arguments** `key`, `structure` and `num_probes` (at most n) and the errors are those
-    of all samplers: see the guide's conventions.
-
-    **Cost**: one random number an entry, in single precision, and an orthonormal basis, 4
-    to 9 n num_probes^2 flops.
+    of all samplers: see the guide's conventions. **Cost**: one random number an entry, in
+    single precision, and an orthonormal basis, 4 to 9 n num_probes^2 flops.
 
     **Example**
 
@@ -191,7 +183,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     n, dtype = space("orthogonal", key, structure, num_probes)
     if num_probes > n:
         must, cure = f"be at most {n}, the dimension", "Draw fewer, or use traceax.sphere."
-        raise argument_error(ValueError, "orthogonal", "num_probes", must, num_probes, cure)
+        raise invalid(ValueError, "orthogonal", "num_probes", must, num_probes, cure)
     return unflatten_rows(_orthogonal_rows(key, n, num_probes, dtype), structure)
 
 
@@ -206,9 +198,8 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     leave-one-out estimators raise an error.
 
     **Arguments** `key`, `structure` and `num_probes` (at most m) and the errors are those
-    of all samplers: see the guide's conventions.
-
-    **Cost**: one random bit a dimension, a random order of m rows, and a sign an entry.
+    of all samplers: see the guide's conventions. **Cost**: one random bit a dimension, a
+    random order of m rows, and a sign an entry.
 
     **Example**
 
@@ -227,7 +218,7 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     if num_probes > hadamard_order(n):
         must = f"be at most {hadamard_order(n)}, the order of the matrix for {n} dimensions"
         cure = "Draw fewer, or use traceax.rademacher."
-        raise argument_error(ValueError, "hadamard", "num_probes", must, num_probes, cure)
+        raise invalid(ValueError, "hadamard", "num_probes", must, num_probes, cure)
     return unflatten_rows(_hadamard_rows(key, n, num_probes, dtype), structure)
 
 

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import argument_error, check_batch_size, check_samples
-from traceax._core.operator import size
+from traceax._core.checks import check_batch_size, check_samples, invalid
+from traceax._core.operator import Operator, size
 from traceax._linalg.columns import mean
 from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,
@@ -51,14 +50,10 @@ class ProgressMeter(Protocol):
 class Silent:
     """No progress is shown."""
 
-    def init(self) -> Any:
+    def _nothing(self, *_: Any, **__: Any) -> Any:
         return None
 
-    def step(self, state: Any, progress: Any) -> Any:
-        return state
-
-    def close(self, state: Any) -> Any:
-        return state
+    init = step = close = _nothing
 
 
 SILENT = Silent()
@@ -71,7 +66,7 @@ def checked_meter(name: str, progress_meter: Any) -> ProgressMeter:
         must = "be a progress meter of diffrax, or have its methods init, step and close"
         got = "a class" if isinstance(meter, type) else type(meter).__name__
         cure = "Pass diffrax.TextProgressMeter(), say."
-        raise argument_error(TypeError, name, "progress_meter", must, got, cure)
+        raise invalid(TypeError, name, "progress_meter", must, got, cure)
     return meter
 
 
@@ -215,7 +210,7 @@ class SamplingDesign(NamedTuple):
 
 def design_and_draw(
     name: str,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler,
@@ -233,7 +228,7 @@ def design_and_draw(
 
 def stream(
     name: str,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_probes: int,
     sampler: Sampler,
@@ -249,8 +244,7 @@ def stream(
         return Stream(block, None, count, group, batch)
     if isinstance(sampler, partial) and not sampler.args and not sampler.keywords:
         sampler = sampler.func  # Equal partial functions do not compare equal.
-    leaves, treedef = jax.tree.flatten(operator.in_structure())
-    samples = Samples(name, sampler, tuple(leaves), treedef)
+    samples = Samples(name, sampler, operator.in_structure())
     if batch >= count:
         return all_at_once(compiled(_all_samples, samples, key, count), group)
     return Stream(jax.random.split(key, count), samples, count, group, batch)

@@ -57,8 +57,7 @@ def combination(
         return combine(as_result(t, structure))
 
     result = eqx.filter_eval_shape(of_vector, traces)
-    must, cure = "arrays of numbers", "Return what depends on the traces only."
-    check_returned(name, "combine", result, jnp.number, must, cure)
+    check_returned(name, "combine", result, "numbers")
     return ScalarFunction(canonical(of_vector, traces), traces), inexact(
         result, traces.dtype
     )
