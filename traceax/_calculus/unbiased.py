@@ -14,7 +14,6 @@ from traceax._core.checks import check_key
 from traceax._core.estimate import Estimate
 from traceax._core.function_checks import check_arrays, check_estimate_fn
 from traceax._core.rule import refusing
-from traceax._linalg.jackknife import both_errors
 
 Result = TypeVar("Result")
 
@@ -80,7 +79,7 @@ def _square(both: Estimate) -> Estimate:
         apart = jnp.abs(value[0] - value[1]) / 2**0.5
         own = jnp.where(jnp.isinf(own), apart, own)
         sizes = jnp.abs(value)
-        return refusing(both_errors(sizes[0] * own[1], sizes[1] * own[0]))
+        return refusing(jnp.hypot(sizes[0] * own[1], sizes[1] * own[0]))
 
     own = jax.lax.stop_gradient(both.standard_error)
     return Estimate(

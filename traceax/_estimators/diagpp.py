@@ -25,7 +25,7 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
-    magnitude,
+    largest_modulus,
     mean,
     row_dots,
 )
@@ -89,7 +89,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     samples = remainder * rest.conj()
     samples = samples.real if hermitian else samples
     known = weight.known(image, image) if hermitian else row_dots(q, image)
-    scattered = magnitude(image) / q.shape[0] ** 0.5
+    scattered = largest_modulus(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
     error = standard_error(samples, 4 * resolution(linear_map.operator) * rounding)
     return Outcome(known + mean(samples), error, weight)

@@ -25,14 +25,14 @@ from traceax._estimators.readouts import (
     Target,
 )
 from traceax._linalg.columns import (
+    Moments,
     mean,
+    moments,
 )
 from traceax._linalg.jackknife import (
-    both_errors,
     error_of_sum,
     length,
 )
-from traceax._linalg.moments import Moments, moments
 from traceax._probes.probing import DEGREES, account, pooled
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import Plan, ProgressMeter
@@ -185,7 +185,7 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome
         repeats = plan.num_samples
         error = pooled(error, told.error(witnesses, repeats, eps), repeats)
     readout = Batches(probes, total.weight, target.read)
-    return Outcome(total.scale * total.value(), both_errors(error, rounding), readout)
+    return Outcome(total.scale * total.value(), jnp.hypot(error, rounding), readout)
 
 
 def _moments_of(

@@ -25,7 +25,6 @@ from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import mean, squared_modulus
-from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import check_independent, draw, probes_a_sample
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_quadrature import Shape
@@ -113,7 +112,7 @@ def function_diagonal(
     probes = draw(name, sampler, key, operator, num_probes)
     subject = MatrixFunction(LinearMap(operator), converted)
     shape = Shape(num_probes, num_steps)
-    algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
+    algorithm = partial(block_diagonal, depth=shape.depth)
     degrees, leaves = max(num_probes - 1, 1), operator.in_structure()
     return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, leaves)
 
@@ -136,7 +135,7 @@ def _probed(
     on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
     return Estimate(
         jax.tree.map(jnp.real, estimate.value),
-        jax.tree.map(both_errors, estimate.standard_error, quadrature),
+        jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
         estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
     )

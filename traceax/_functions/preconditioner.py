@@ -19,10 +19,10 @@ from traceax._core.operator import (
 )
 from traceax._functions.equations import whitened
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.preconditioning import (
+from traceax._linalg.nystrom import (
     Preconditioner,
-    known_of,
     preconditioner_of,
+    projected,
 )
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
@@ -74,7 +74,7 @@ def preconditioner(
         >>> bool(solution.stats["num_steps"] <= 5)
         True
 
-    **Reference**: derived in `traceax/_linalg/preconditioning.py`. Compare Frangella, Tropp
+    **Reference**: derived in `traceax/_linalg/nystrom.py`. Compare Frangella, Tropp
     and Udell (2023), Randomized Nyström preconditioning, doi:10.1137/21M1466244.
     """
     name = "preconditioner"
@@ -97,7 +97,7 @@ def _preconditioner(
     depth: int,
 ) -> Preconditioner:
     space = block_krylov(LinearMap(operator), probes, depth)
-    return preconditioner_of(space, known_of(space, level))
+    return preconditioner_of(projected(space, level))
 
 
 class _Inverse(eqx.Module):

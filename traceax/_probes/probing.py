@@ -35,7 +35,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten
-from traceax._linalg.columns import magnitude, row_norms_squared
+from traceax._linalg.columns import largest_modulus, row_norms_squared
 from traceax._probes.colouring import Best, Sparse, coloured, one_further, within
 from traceax._probes.samplers import rademacher
 
@@ -151,7 +151,7 @@ def account(
 ) -> Account:
     """Of one or more repeats, each whole."""
     neighbours, own = witnesses.neighbours, witnesses.colours[:, None]
-    n, count, scale = own.size, witnesses.num_colours, magnitude(products)
+    n, count, scale = own.size, witnesses.num_colours, largest_modulus(products)
     degrees = witnesses.degrees
     there_are = jnp.arange(neighbours.shape[1]) < degrees[:, None]
 
@@ -183,7 +183,7 @@ def pooled(
     all entries together their spread is right: what is told is measured by it."""
     if repeats == 1:
         return told
-    unit = jnp.maximum(magnitude(spread), magnitude(told))
+    unit = jnp.maximum(largest_modulus(spread), largest_modulus(told))
     by_spread, by_word = (spread / unit) ** 2, (told / unit) ** 2
     total = jnp.sum(by_word)
     by_word = by_word * (jnp.sum(by_spread) / jnp.where(total > 0, total, 1))
