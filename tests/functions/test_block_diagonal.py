@@ -13,8 +13,8 @@ from tests.helpers import close, function, hermitian, slow
 from traceax._core.operator import LinearMap
 from traceax._functions.block_diagonal import SpacesLeftOut, block_diagonal
 from traceax._linalg.krylov import block_krylov
-from traceax._quadrature.block_quadrature import Shape, levels
-from traceax._quadrature.dense import FunctionOfOperator
+from traceax._quadrature.block_quadrature import Shape, levels_and_complements
+from traceax._quadrature.dense import FunctionOfOperator, decompose
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 KEY = jax.random.key(3)
@@ -64,7 +64,7 @@ def subject_of(matrix: Any, fn: Any) -> MatrixFunction:
     return MatrixFunction(LinearMap(function(matrix)), converted)
 
 
-run_block = partial(block_diagonal, depth=SHAPE.depth, inner=SHAPE.inner)
+run_block = partial(block_diagonal, depth=SHAPE.depth)
 
 
 @pytest.mark.parametrize("dtype", [float, complex])
@@ -78,9 +78,10 @@ def test_samples_are_as_defined(dtype: Any) -> None:
     @jax.jit
     def read(matrix: Any, block: Any) -> Any:
         space = block_krylov(LinearMap(function(matrix)), block, SHAPE.depth)
-        eigen, spaces = levels(space, SHAPE.depth, SHAPE.inner)
+        n = matrix.shape[0]
+        levels, spaces = levels_and_complements(space, n, hermitian=True)
         basis = space.basis[:, : SHAPE.num_matvecs]
-        theta, u = eigen.values[0], eigen.vectors[0]
+        theta, u = decompose(levels[0])
         f = (u * jnp.exp(theta)) @ u.conj().T
         run = SpacesLeftOut(basis, block, spaces)
         value = run_block(subject_of(matrix, jnp.exp), block).value

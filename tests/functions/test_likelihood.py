@@ -13,7 +13,7 @@ from tests.helpers import close, function, hermitian, pytree, slow
 from traceax._core.operator import LinearMap
 from traceax._linalg.conjugate_gradients import conjugate_gradients
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.preconditioning import galerkin, known_of, preconditioner_of
+from traceax._linalg.nystrom import galerkin, preconditioner_of, projected
 
 KEY = jax.random.key(4)
 N, BUDGET = 90, 60  # no front door is exact for it
@@ -53,8 +53,8 @@ def test_the_preconditioner_is_perfect_on_its_space(dtype: Any) -> None:
         matrix = a if is_below else a + 0.01 * jnp.eye(N)
         whole = matrix + shift * jnp.eye(N)
         space = block_krylov(LinearMap(function(matrix)), block, 8)
-        known = known_of(space, jnp.asarray(shift))
-        frame = preconditioner_of(space, known)
+        known = projected(space, jnp.asarray(shift))
+        frame = preconditioner_of(known)
         assert bool(frame.is_below) == is_below
         z = space.basis[:, :24]
         close(frame(whole @ z), z, 1e-9)
@@ -63,7 +63,7 @@ def test_the_preconditioner_is_perfect_on_its_space(dtype: Any) -> None:
         if is_below:
             assert jnp.linalg.eigvalsh(jnp.linalg.inv(inverse) - whole)[-1] < 1e-9
         y = numbers(N, 2, dtype=dtype, seed=2)
-        solution, residual = galerkin(space, known, y)
+        solution, residual = galerkin(known, y)
         inner = z.conj().T @ whole @ z
         close(solution, z @ jnp.linalg.solve(inner, z.conj().T @ y), 1e-9)
         close(residual, y - whole @ solution, 1e-9)

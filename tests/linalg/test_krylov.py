@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import close, general, hermitian
 from traceax._core.operator import LinearMap
-from traceax._linalg.krylov import block_krylov, following, lanczos
+from traceax._linalg.krylov import block_krylov, lanczos, next_block
 from traceax._quadrature.dense import columns, decompose
 from traceax._quadrature.scalar import ScalarFunction
 
@@ -104,7 +104,7 @@ def test_block_krylov_projects(dtype: Any, spectrum: str) -> None:
     live = np.asarray(space.filled)
     assert live.sum() == {"many": 12, "few": 9}.get(spectrum, 3)
     close(space.basis.conj().T @ space.basis, np.diag(live), 1e3 * eps, 1)
-    new, factor = following(space.basis, space.residual)
+    new, factor = next_block(space.basis, space.residual)
     rest = matrix @ space.basis - space.basis @ space.projection
     # Where a column was left out, sqrt(eps) of the product may go with it.
     tolerance = 1e3 * eps if spectrum == "many" else eps**0.5

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import close, hermitian
-from traceax._linalg.krylov import block_krylov
-from traceax._linalg.left_out import left_out
+from traceax._linalg.krylov import block_krylov, complements
 
 N, WIDTH, DEPTH, INNER = 40, 4, 5, 3
 SPECTRA = {
@@ -49,23 +48,23 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
         space = block_krylov(lambda x: matrix @ x, block, DEPTH)
         coordinates = space.basis[:, :WIDTH].conj().T @ block
         square = space.projection[:rank, :rank]
-        result = left_out(square, space.filled[:rank], coordinates)
+        result = complements(square, space.filled[:rank], coordinates, N)
         return space.basis[:, :rank], space.filled[:rank], result
 
     basis, filled, result = spaces(matrix, block)
     whole = np.asarray(basis) @ np.asarray(basis).conj().T
     for i in range(WIDTH):
-        missing = np.asarray(basis @ result.missing[i])
+        missing = np.asarray(basis @ result.vectors[i])
         sizes = np.linalg.norm(missing, axis=0)
         used = sizes > 0
-        assert used.sum() == filled.sum() - result.rank[i] >= 1
+        assert used.sum() == filled.sum() - (N - result.dimensions[i]) >= 1
         close(missing[:, used].conj().T @ missing[:, used], np.eye(used.sum()), 1e-13, 1)
         others = projector(np.asarray(matrix), np.delete(block, i, axis=1))
-        assert round(np.trace(others).real) == result.rank[i]
+        assert round(np.trace(others).real) == N - result.dimensions[i]
         close(whole - missing @ missing.conj().T, others, 1e-7, 1)
         remainder = block[:, i] - others @ block[:, i]
         size = float(np.linalg.norm(block[:, i]))
-        close(basis @ result.remainder[i], remainder, 1e-7, size)
+        close(basis @ result.remainders[i], remainder, 1e-7, size)
 
 
 def test_one_start_leaves_nothing() -> None:
@@ -74,6 +73,6 @@ def test_one_start_leaves_nothing() -> None:
     space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), INNER)
     coordinates = space.basis[:, :1].T @ block
     square = space.projection[:INNER, :INNER]
-    result = left_out(square, space.filled[:INNER], coordinates)
-    assert result.rank[0] == 0
-    close(space.basis[:, :INNER] @ result.remainder[0], block[:, 0], 1e-13)
+    result = complements(square, space.filled[:INNER], coordinates, N)
+    assert result.dimensions[0] == N
+    close(space.basis[:, :INNER] @ result.remainders[0], block[:, 0], 1e-13)

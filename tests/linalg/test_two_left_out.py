@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import close, hermitian
-from traceax._linalg.krylov import block_krylov
-from traceax._linalg.left_out import left_out
-from traceax._linalg.two_left_out import replicates
+from traceax._linalg.jackknife import krylov_replicates
+from traceax._linalg.krylov import block_krylov, complements
 
 N, WIDTH, DEPTH, INNER = 30, 4, 4, 2
 
@@ -37,7 +36,7 @@ def test_replicates(dtype: Any, is_hermitian: bool) -> None:
     z, t = np.asarray(space.basis), np.asarray(space.projection)
     theta, v = np.linalg.eigh((t + t.conj().T) / 2)
     coordinates = jnp.asarray(z[:, :WIDTH].conj().T @ block)
-    spaces = left_out(jnp.asarray(t[:rank, :rank]), space.filled[:rank], coordinates)
+    spaces = complements(jnp.asarray(t[:rank, :rank]), space.filled[:rank], coordinates, N)
     twist = 0 if is_hermitian else rng.standard_normal(t.shape) / 4
     left = v.conj().T @ (np.eye(len(t)) + twist)
     f = (z @ (v * np.exp(theta))) @ left @ z.conj().T
@@ -60,15 +59,12 @@ def test_replicates(dtype: Any, is_hermitian: bool) -> None:
         )
         for i in everyone
     ]
-    squares = jnp.sum(abs(spaces.remainder) ** 2, axis=1)
-    scaled = spaces.remainder * jnp.sqrt((N - spaces.rank) / squares)[:, None]
-    got = jax.jit(replicates)(
-        spaces.missing[..., :INNER],
-        scaled,
-        N - spaces.rank,
+    spaces = spaces.resphered()._replace(vectors=spaces.vectors[..., :INNER])
+    got = jax.jit(krylov_replicates)(
+        spaces,
         jnp.asarray(v[:rank]),
+        jnp.exp(jnp.asarray(theta))[None],
         jnp.asarray(left[:, :rank]),
-        jnp.exp(jnp.asarray(theta))[:, None],
         jnp.asarray(samples)[None],
     )
     close(got[0], np.array(want), 1e-9)

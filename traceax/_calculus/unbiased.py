@@ -12,7 +12,6 @@ from jaxtyping import Array, PRNGKeyArray
 
 from traceax._core.checks import check_callable, check_key, check_returned
 from traceax._core.estimate import Estimate, nondifferentiable
-from traceax._linalg.jackknife import both_errors
 
 Result = TypeVar("Result")
 
@@ -79,7 +78,7 @@ def _square(both: Estimate) -> Estimate:
         apart = jnp.abs(value[0] - value[1]) / 2**0.5
         own = jnp.where(jnp.isinf(own), apart, own)
         sizes = jnp.abs(value)
-        return nondifferentiable(both_errors(sizes[0] * own[1], sizes[1] * own[0]))
+        return nondifferentiable(jnp.hypot(sizes[0] * own[1], sizes[1] * own[0]))
 
     own = jax.lax.stop_gradient(both.standard_error)
     return Estimate(

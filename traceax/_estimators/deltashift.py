@@ -58,7 +58,7 @@ from traceax._core.rule import Outcome, run
 from traceax._estimators.hutchinson import hutchinson_trace
 from traceax._estimators.readouts import TRACE, Pairs
 from traceax._estimators.xtrace import xtrace
-from traceax._linalg.columns import column_dots, column_norms_squared, magnitude, mean
+from traceax._linalg.columns import column_dots, column_norms_squared, largest_modulus, mean
 from traceax._probes.draw import check_independent, check_sampler
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import SILENT, stream
@@ -227,7 +227,7 @@ def _value_error_size(
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
     z = jnp.where(usable, before, 0)
-    scale = jnp.maximum(magnitude(z), magnitude(w))
+    scale = jnp.maximum(largest_modulus(z), largest_modulus(w))
     off = _off(probes, z / scale), _off(probes, w / scale)
     # Of a multiple of I what is off is rounding, and would make b any number.
     grain = eps * mean(column_norms_squared(z / scale))

@@ -13,7 +13,7 @@ from traceax._estimators.driver import InBlocks, Method, Probes, estimate
 from traceax._estimators.leave_one_out import outside
 from traceax._estimators.readouts import DIAGONAL, Target, TwoSided
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import magnitude, mean, row_dots
+from traceax._linalg.columns import largest_modulus, mean, row_dots
 from traceax._linalg.jackknife import standard_error
 from traceax._probes.samplers import Sampler, rademacher
 
@@ -72,7 +72,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     samples = remainder * rest.conj()
     samples = samples.real if hermitian else samples
     known = weight.known(image, image) if hermitian else row_dots(q, image)
-    scattered = magnitude(image) / q.shape[0] ** 0.5
+    scattered = largest_modulus(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
     error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
     return Outcome(known + mean(samples), error, weight)

@@ -13,9 +13,8 @@ from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
-from traceax._linalg.columns import mean
-from traceax._linalg.jackknife import both_errors, error_of_sum, length
-from traceax._linalg.moments import Moments, moments
+from traceax._linalg.columns import Moments, mean, moments
+from traceax._linalg.jackknife import error_of_sum, length
 from traceax._probes.probing import DEGREES, combined_error, neighbour_residuals
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import ProgressMeter, SamplingDesign
@@ -168,7 +167,7 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome
         repeats = plan.num_samples
         error = combined_error(error, told.error(witnesses, repeats, eps), repeats)
     readout = Batches(probes, total.weight, target.read)
-    return Outcome(total.scale * total.value(), both_errors(error, rounding), readout)
+    return Outcome(total.scale * total.value(), jnp.hypot(error, rounding), readout)
 
 
 def _moments_of(

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.operator import LinearMap
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import column_dots, column_norms_squared, mean
-from traceax._linalg.jackknife import standard_error, unevenness
+from traceax._linalg.jackknife import root_design_effect, standard_error
 
 
 class LeaveOneOut(NamedTuple):
@@ -93,7 +93,7 @@ class Samples(eqx.Module):
         error = standard_error(self.sharing**0.5 * values, self.rounding)
         if weights is None:
             return scale * mean(values), scale * error
-        error = unevenness(weights) * error
+        error = root_design_effect(weights) * error
         return scale * jnp.sum(weights[None, :] * values, axis=1), scale * error
 
 

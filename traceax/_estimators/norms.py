@@ -27,10 +27,11 @@ from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import leave_one_out
 from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target
 from traceax._estimators.xnystrace import XNYSTRACE
-from traceax._linalg.columns import column_norms_squared, magnitude, mean
+from traceax._linalg.columns import column_norms_squared, largest_modulus, mean
 from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,
     jackknife_error,
+    pairs_of_probes,
     row_norm_replicates,
     standard_error,
 )
@@ -135,7 +136,7 @@ def frobenius_norm_squared(
 def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     (block,), resphere = probes.blocks, probes.resphere
     first = sketch = linear_map(block)
-    scale = magnitude(first)
+    scale = largest_modulus(first)
     if not linear_map.is_hermitian:
         sketch = linear_map.adjoint(first / scale)
     loo = leave_one_out(sketch, block, resphere=resphere)
@@ -151,15 +152,10 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     if k < 3:
         error = standard_error(samples, rounding)
     else:
-        replicates = row_norm_replicates(
-            known,
-            (image / scale) @ s,
-            remainder,
-            s,
-            q.conj().T @ block,
-            column_norms_squared(loo.mu),
-            n - k + 2 if resphere else None,
-        )
+        w, lengths = q.conj().T @ block, column_norms_squared(loo.mu)
+        pairs = pairs_of_probes(s, w, lengths, n - k + 2 if resphere else None)
+        v = (image / scale) @ s
+        replicates = row_norm_replicates(pairs, known, v, remainder)
         error = jackknife_error(replicates, rounding)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
 

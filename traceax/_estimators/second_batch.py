@@ -106,10 +106,9 @@ from traceax._linalg.columns import (
     squared_modulus,
 )
 from traceax._linalg.jackknife import (
-    both_errors,
     one_minus_squared_modulus,
+    root_design_effect,
     standard_error,
-    unevenness,
 )
 from traceax._probes.draw import draw, is_rotation_invariant
 from traceax._probes.samplers import rademacher
@@ -159,9 +158,9 @@ def sketched_or_sampled(
     )
     first, first_error = _forms(block, sketch, eps)
     forms, error = _forms(probes.fresh, images, eps)
-    uneven = unevenness(weights)
+    uneven = root_design_effect(weights)
     sampled = (jnp.sum(weights * first) + mean(forms)) / 2
-    sampled_error = both_errors(uneven * first_error, error) / 2
+    sampled_error = jnp.hypot(uneven * first_error, error) / 2
     of_both = (sketched, uneven * sketched_error), (sampled, sampled_error)
     value, error = jax.tree.map(partial(jnp.where, choice.sketches), *of_both)
     return Outcome(value, error, _pairs(choice, loo, probes.fresh))
@@ -184,7 +183,7 @@ def sketched_or_sampled_diagonal(
         first.value_and_error(weights),
         forms.value_and_error(),
     )
-    sampled = (one + other) / 2, both_errors(one_error, other_error) / 2
+    sampled = (one + other) / 2, jnp.hypot(one_error, other_error) / 2
     of_both = sketched.value_and_error(weights), sampled
     value, error = jax.tree.map(partial(jnp.where, choice.sketches), *of_both)
     return Outcome(value, error, _either(target, choice, loo, fresh))

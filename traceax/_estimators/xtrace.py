@@ -34,6 +34,7 @@ from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,
     no_less_than_theory,
+    pairs_of_probes,
     standard_error,
     xtrace_replicates,
 )
@@ -122,16 +123,9 @@ def xtrace_of(
         w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
         image = loo.basis.factor - h @ loo.x
-        replicates = xtrace_replicates(
-            h,
-            s,
-            w,
-            image,
-            coimage,
-            remainders,
-            column_norms_squared(loo.mu),
-            n - k + 2 if resphere else None,
-        )
+        residual_rank = n - k + 2 if resphere else None
+        pairs = pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
+        replicates = xtrace_replicates(pairs, h, image, coimage, remainders)
         error = jackknife_error(replicates, rounding)
     if resphere and k > 1:
         missed = _missed(loo, (sketch - images @ loo.x) / scale, remainders)

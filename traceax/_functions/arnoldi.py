@@ -19,6 +19,7 @@ from traceax._core.operator import LinearMap, size, working_dtype
 from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_general_trace
 from traceax._functions.slq import Function
+from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import check_independent, draw, is_known
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_arnoldi import block_arnoldi
@@ -101,5 +102,5 @@ def arnoldi_trace(
     resphered = is_known(sampler)
     algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)
     # Less skewed than samples of plain quadrature, of which a third count.
-    degrees = max(2 * (num_probes - 1) / 3, 1)
+    degrees = shared_degrees_of_freedom(num_probes)
     return estimate(algorithm, subject, probes, spent, degrees, structure)

@@ -9,7 +9,7 @@ F = f(T); S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. A
 
 and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are computed from the run
 by f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
-I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`left_out`),
+I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`krylov`),
 
     d_i = diag(Z (F - G_i F G_i) Z*) + conj(w_i) o Z G_i F r_i
         = diag(Z (F - E F E) Z*) - 2 Re diag((Z N_i) (Z E F N_i)*)
@@ -44,23 +44,21 @@ from traceax._core.operator import LinearMap, size, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.leave_one_out import leave_one_out
 from traceax._estimators.readouts import DIAGONAL, TwoSided, two_sided
-from traceax._linalg.columns import magnitude, mean, row_dots, squared_modulus
-from traceax._linalg.jackknife import both_errors, quadrature_error, shared_error
-from traceax._linalg.krylov import BlockKrylov, block_krylov
-from traceax._linalg.left_out import LeftOut
-from traceax._quadrature.block_quadrature import defined, is_unfinished, levels
+from traceax._linalg.columns import largest_modulus, mean, row_dots, squared_modulus
+from traceax._linalg.jackknife import quadrature_error, shared_error
+from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
+from traceax._quadrature.block_quadrature import spectra
 from traceax._quadrature.dense import Eigen, FunctionOfOperator
 from traceax._quadrature.nodes import at_nodes
 from traceax._quadrature.scalar import MatrixFunction
 
 
 def block_diagonal(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, inner: int
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int
 ) -> Outcome:
     operator = subject.linear_map.operator
     space = block_krylov(subject.linear_map, probes, depth)
-    eigen, spaces = levels(space, depth, inner)
-    eigen, slopes = defined(eigen, subject.fn, is_unfinished(space))
+    eigen, slopes, spaces = spectra(space, subject.fn, size(operator))
     values = at_nodes(subject.fn, eigen.values)[..., 0]
     sizes = jnp.abs(values[0]) + slopes[:, 0]
     eps, unresolved = unit_roundoff(operator), depth == 1 and size(operator) > 1
@@ -87,18 +85,18 @@ class SpacesLeftOut(eqx.Module):
 
     basis: Inexact[Array, "n m"]
     probes: Inexact[Array, "n k"]
-    spaces: LeftOut
+    spaces: Complements
 
     def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
         """c, the multiple of I that is nearest to what the S_i leave of F."""
-        r = self.spaces.remainder
+        r = self.spaces.remainders
         forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T)).real
         lengths = jnp.sum(squared_modulus(r))
         return forms / jnp.where(lengths > 0, lengths, 1)
 
     def samples(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
         """The d_i of F."""
-        r = self.spaces.remainder.shape[1]
+        r = self.spaces.remainders.shape[1]
         inner, outer = self.basis[:, :r], self.basis[:, r:]
         whole = row_dots(self.basis @ f, self.basis).real
         whole -= row_dots(outer @ f[r:, r:], outer).real
@@ -109,12 +107,12 @@ class SpacesLeftOut(eqx.Module):
             return row_dots(twice, v).real
 
         # One probe at a time: together they are larger than the basis.
-        known = whole[:, None] - jax.lax.map(removed, self.spaces.missing).T
+        known = whole[:, None] - jax.lax.map(removed, self.spaces.vectors).T
         return known + (self.probes.conj() * self._tested(f)).real
 
     def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
         """The mean of the samples, in one product of the size of Z."""
-        missing = self.spaces.missing
+        missing = self.spaces.vectors
         k, r, _ = missing.shape
         inner, outer = self.basis[:, :r], self.basis[:, r:]
         lacks = jnp.einsum("kra,ksa->rs", missing, missing.conj()) / k
@@ -127,7 +125,7 @@ class SpacesLeftOut(eqx.Module):
 
     def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
         """A bound on the size of the terms of a sample, for positive F."""
-        r = self.spaces.remainder
+        r = self.spaces.remainders
         forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T), axis=1).real
         known = jnp.maximum(row_dots(self.basis @ f, self.basis).real, 0)
         return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(forms, 0)))
@@ -164,8 +162,8 @@ def _value_error_sketch(
     moved = _function(kept[0], jax.tree.map(lambda x: x[0], eigen), sizes)
     rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
     error = shared_error(samples, 4 * eps * rounding)
-    error = both_errors(error, quadrature_error(changes, unresolved))
-    sketch = _sketch(run, space, rest[0], magnitude(functions[0]))
+    error = jnp.hypot(error, quadrature_error(changes, unresolved))
+    sketch = _sketch(run, space, rest[0], largest_modulus(functions[0]))
     return mean(samples), error, sketch
 
 

@@ -37,12 +37,17 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, estimate, with_own_jvp
 from traceax._estimators.driver import SMALL
 from traceax._linalg import lapack
-from traceax._linalg.columns import magnitude
+from traceax._linalg.columns import largest_modulus
 from traceax._linalg.krylov import ASYMMETRY
-from traceax._quadrature.combination import exactly
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.nodes import Nodes, Paired, at_nodes, perturbation, refuse_second
-from traceax._quadrature.scalar import Flat, MatrixFunction, ScalarFunction, Slope
+from traceax._quadrature.scalar import (
+    Flat,
+    MatrixFunction,
+    ScalarFunction,
+    Slope,
+    exact_outcome,
+)
 
 # Up to these dimensions a matrix that is there has its eigendecomposition in a second or so
 # on two cores, its Cholesky factorisation in a tenth of one.
@@ -95,13 +100,15 @@ def _of_diagonal(operator: lx.AbstractLinearOperator) -> Entries | None:
 def hermitian_or_nan(matrix: Array) -> Array:
     """NaN all over if a matrix is clearly not Hermitian; for what reads only one half."""
     skew = jnp.max(jnp.abs(matrix - matrix.conj().T))
-    return jnp.where(skew > ASYMMETRY * magnitude(matrix), jnp.nan, matrix)
+    return jnp.where(skew > ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
 
 
 def real_or_nan(diagonal: Inexact[Array, " n"]) -> Float[Array, " n"]:
     """The same for an operator that is its diagonal."""
     imaginary = jnp.max(jnp.abs(jnp.imag(diagonal)))
-    return jnp.where(imaginary > ASYMMETRY * magnitude(diagonal), jnp.nan, diagonal.real)
+    return jnp.where(
+        imaginary > ASYMMETRY * largest_modulus(diagonal), jnp.nan, diagonal.real
+    )
 
 
 def exact_function_trace(
@@ -129,7 +136,7 @@ def _exact(subject: MatrixFunction, _: None) -> Outcome:
     eigen = decompose(matrix)
     weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
     nodes = Nodes(eigen.values, weights, Partial(_pairs, matrix, eigen))
-    return exactly(subject.combine, nodes.total(subject.fn), nodes)
+    return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
 
 
 def _pairs(matrix: Inexact[Array, "n n"], eigen: Eigen, subject: MatrixFunction) -> Paired:

@@ -19,7 +19,6 @@ from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.function_trace import checked_run
 from traceax._functions.slq import Function, real_dtype
 from traceax._linalg.columns import mean, squared_modulus
-from traceax._linalg.jackknife import both_errors
 from traceax._probes.draw import check_independent, draw, probes_per_sample
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_quadrature import Shape, shape_for
@@ -109,7 +108,7 @@ def function_diagonal(
         return _probed(operator, converted, key, *shape, sampler)
     probes = draw(name, sampler, key, operator, shape.width)
     subject = MatrixFunction(LinearMap(operator), converted)
-    algorithm = partial(block_diagonal, depth=shape.depth, inner=shape.inner)
+    algorithm = partial(block_diagonal, depth=shape.depth)
     degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
     return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, leaves)
 
@@ -139,7 +138,7 @@ def _probed(
     on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
     return Estimate(
         jax.tree.map(jnp.real, estimate.value),
-        jax.tree.map(both_errors, estimate.standard_error, quadrature),
+        jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
         estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
     )

@@ -14,11 +14,16 @@ from traceax._core.operator import LinearMap
 from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_function_trace, is_cheap
 from traceax._functions.slq import Function, real_dtype
+from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import Shape, block_quadrature, shape_for
-from traceax._quadrature.combination import combination
-from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
+from traceax._quadrature.scalar import (
+    MatrixFunction,
+    ScalarFunction,
+    combination,
+    scalar_function,
+)
 
 
 def function_trace(
@@ -142,7 +147,6 @@ def block_trace(
 ) -> Estimate:
     subject = MatrixFunction(LinearMap(operator), fn, combine)
     probes = draw(name, sphere, key, operator, shape.width)
-    algorithm = partial(block_quadrature, depth=shape.depth, inner=shape.inner)
-    # Less skewed than samples of plain quadrature, of which a third count.
-    degrees = max(2 * (shape.width - 1) / 3, 1)
+    algorithm = partial(block_quadrature, depth=shape.depth)
+    degrees = shared_degrees_of_freedom(shape.width)
     return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, structure)

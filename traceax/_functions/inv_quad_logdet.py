@@ -37,18 +37,14 @@ from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._functions.equations import Shift, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.logdet import factorised
-from traceax._linalg.columns import column_dots, column_norms_squared, column_sizes
+from traceax._linalg.columns import column_dots, column_norms_squared, column_scales
 from traceax._linalg.conjugate_gradients import Solve, conjugate_gradients
+from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.preconditioning import (
-    Preconditioner,
-    galerkin,
-    known_of,
-    preconditioner_of,
-)
+from traceax._linalg.nystrom import Preconditioner, galerkin, preconditioner_of, projected
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
-from traceax._quadrature.block_quadrature import Shape, read_off, shape_for
+from traceax._quadrature.block_quadrature import Shape, shape_for, trace_from_space
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 
@@ -193,7 +189,7 @@ def _estimated(
     outcome = run(partial(likelihood, shape=shape, kept=kept, **how), subject, probes)
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
-    logdet = Estimate(logs + rest, error, spent, max(2 * (width - 1) / 3, 1))
+    logdet = Estimate(logs + rest, error, spent, shared_degrees_of_freedom(width))
     form = Estimate(form, bound, spent + t * (report.num_steps + 1))
     return form, logdet, report.solution(subject)
 
@@ -235,15 +231,15 @@ def likelihood(
 ) -> Outcome:
     """The log-determinant and the quadratic form, in this order; the first `kept` of the
     vectors are in the run."""
-    sizes = column_sizes(subject.vectors)
+    sizes = column_scales(subject.vectors)
     units = sizes[None, :].astype(subject.vectors.dtype)
     y = subject.vectors / units
     block = jnp.concatenate([y[:, :kept], probes], axis=1)
     space = block_krylov(subject.function.linear_map, block, shape.depth)
-    traced = read_off(space, subject.function, inner=shape.inner, kept=kept)
-    known = known_of(space, subject.shift)
-    inverse = preconditioner_of(space, known)
-    start, residual = galerkin(space, known, y)
+    traced = trace_from_space(space, subject.function, kept=kept)
+    known = projected(space, subject.shift)
+    inverse = preconditioner_of(known)
+    start, residual = galerkin(known, y)
     energy = column_dots(y, start).real
     how = {"rtol": rtol, "max_steps": max_steps}
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)

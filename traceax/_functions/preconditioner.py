@@ -12,7 +12,7 @@ from traceax._core.checks import check_request, check_shift
 from traceax._core.operator import LinearMap, Structure, flatten, frozen, size, unflatten
 from traceax._functions.equations import Shift, whitened
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.preconditioning import Preconditioner, known_of, preconditioner_of
+from traceax._linalg.nystrom import Preconditioner, preconditioner_of, projected
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
@@ -63,7 +63,7 @@ def preconditioner(
         >>> bool(solution.stats["num_steps"] <= 5)
         True
 
-    **Reference**: derived in `traceax/_linalg/preconditioning.py`. Compare Frangella, Tropp
+    **Reference**: derived in `traceax/_linalg/nystrom.py`. Compare Frangella, Tropp
     and Udell (2023), Randomized Nyström preconditioning, doi:10.1137/21M1466244.
     """
     name = "preconditioner"
@@ -86,7 +86,7 @@ def _preconditioner(
     depth: int,
 ) -> Preconditioner:
     space = block_krylov(LinearMap(operator), probes, depth)
-    return preconditioner_of(space, known_of(space, shift))
+    return preconditioner_of(projected(space, shift))
 
 
 class _Scaled(eqx.Module):

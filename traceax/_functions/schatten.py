@@ -22,7 +22,7 @@ from traceax._core.operator import (
 from traceax._functions.exact_functions import EIGENVALUES, exact_function_trace, is_cheap
 from traceax._functions.function_trace import block_trace, checked_run
 from traceax._functions.slq import Real, real_dtype
-from traceax._linalg.columns import magnitude
+from traceax._linalg.columns import largest_modulus
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.scalar import scalar_function
@@ -121,7 +121,7 @@ def _unit(
 ) -> Float[Array, ""]:
     """The size of one image, to divide by: squares and powers may be out of range."""
     probe = draw(name, sphere, key, operator, 1)
-    size = jax.lax.stop_gradient(magnitude(LinearMap(operator)(probe)))
+    size = jax.lax.stop_gradient(largest_modulus(LinearMap(operator)(probe)))
     leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
     coarsest = min((jnp.finfo(leaf.dtype) for leaf in leaves), key=lambda info: info.bits)
     return size.astype(coarsest.dtype)

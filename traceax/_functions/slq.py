@@ -20,7 +20,6 @@ from traceax._core.operator import LinearMap, frozen, size, unit_roundoff, worki
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg.jackknife import (
-    both_errors,
     independent_degrees_of_freedom,
     quadrature_error,
     standard_error,
@@ -29,13 +28,6 @@ from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.draw import check_independent
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import ProgressMeter, Stream, checked_meter, stream
-from traceax._quadrature.combination import (
-    bounds_through,
-    combination,
-    combined,
-    slope_of,
-    through,
-)
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.nodes import (
     Nodes,
@@ -43,9 +35,15 @@ from traceax._quadrature.nodes import (
     node_weights,
     slopes_at,
     split_nodes,
-    weighed,
+    weighted_sum,
 )
-from traceax._quadrature.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.scalar import (
+    MatrixFunction,
+    Traces,
+    combination,
+    scalar_function,
+    traces_outcome,
+)
 
 Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
 """What f(A) takes for f: a function of a scalar."""
@@ -203,20 +201,26 @@ class Sampled(eqx.Module):
         unresolved = num_steps == 1 and size(operator) > 1
         eps = unit_roundoff(operator)
         total, samples = jnp.sum(terms, axis=1), terms * terms.shape[1]
-        slope = slope_of(subject.combine, total)
-        sizes, slopes = (bounds_through(slope, x) for x in (self.sizes, self.slopes))
-        mapped = Sampled(through(slope, self.levels), sizes, slopes, self.largest)
-        traces = Outcome(total, _error(mapped, eps, unresolved), readout)
-        return combined(subject.combine, traces, samples, eps)
+        bounds = self.sizes, self.slopes
+        traces = Traces(total, samples, self.levels, bounds, readout)
+        error = partial(_error, jnp.max(self.largest), eps, unresolved)
+        return traces_outcome(subject.combine, traces, error, eps)
 
 
-def _error(sampled: Sampled, eps: float, unresolved: bool) -> Float[Array, " p"]:
+def _error(
+    largest: Float[Array, ""],
+    eps: float,
+    unresolved: bool,
+    levels: Inexact[Array, "levels p N"],
+    sizes: Float[Array, "p N"],
+    slopes: Float[Array, "p N"],
+) -> Float[Array, " p"]:
     """The rounding error is that of f at nodes known to within eps of the largest."""
-    terms, values = sampled.levels[0], jnp.sum(sampled.levels, axis=-1)
+    terms, values = levels[0], jnp.sum(levels, axis=-1)
     quadrature = quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
-    inexact = jnp.max(sampled.largest) * jnp.sum(sampled.slopes, axis=1)
-    rounding = 4 * eps * (jnp.sum(sampled.sizes, axis=1) + inexact)
-    return both_errors(standard_error(terms * terms.shape[1], rounding), quadrature)
+    inexact = largest * jnp.sum(slopes, axis=1)
+    rounding = 4 * eps * (jnp.sum(sizes, axis=1) + inexact)
+    return jnp.hypot(standard_error(terms * terms.shape[1], rounding), quadrature)
 
 
 def sample(
@@ -246,8 +250,8 @@ def _sampled(
     slopes: Inexact[Array, "N m p"],
 ) -> Sampled:
     return Sampled(
-        weighed(weights[:, None], jnp.moveaxis(values, -1, 1)),
-        weighed(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
-        weighed(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
+        weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
+        weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
+        weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
         jnp.max(jnp.abs(eigen.values), axis=1),
     )

@@ -1,7 +1,9 @@
-"""Linear algebra of tall blocks, and of what is small. (Layer 1; uses nothing of ours.)
+"""Linear algebra of tall blocks and of small matrices. (Layer 1; imports no other package
+of traceax.)
 
-Arithmetic of columns, orthonormal bases and their downdates, Nyström factors, Krylov
-spaces and what they precondition, conjugate gradients, standard errors. Nothing here knows
-of operators, probes or estimates: a map is a function of blocks. A new factorisation goes
-here, and a new kind of error bar to `jackknife`.
+`columns` has the arithmetic of blocks, `basis` orthonormal bases and their downdates,
+`nystrom` Nyström approximations and preconditioners, `krylov` Krylov spaces,
+`conjugate_gradients` the solver, `lapack` decompositions, `jackknife` standard errors. No
+module here knows operators, probes or estimates: a linear map is a function of blocks.
+A new factorisation is a module here, a new standard error a function of `jackknife`.
 """

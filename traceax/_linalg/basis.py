@@ -1,23 +1,24 @@
-"""Small dense factors of a tall block: orthonormal bases and their downdates.
+"""Orthonormal bases of tall blocks, and their downdates.
 
-A block that is small, or has fewer than 8 k rows, has the singular value decomposition,
-which takes least to compile. LAPACK's factorisations of tall blocks call threads, which
-wait by spinning, and gather a block that is spread over devices; so every other block, and
-one in a loop, has *randomised Cholesky QR*, which is made of products and of factorisations
-of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins, Szyld, Boman
-and Yamazaki 2024, arXiv:2309.05868):
+A block that is small, or has fewer than 8 k rows, gets a singular value decomposition,
+which compiles fastest. LAPACK's factorisations of tall blocks start threads that wait by
+spinning, and gather a block that is spread over devices. So every other block, and a block
+in a loop, gets *randomised Cholesky QR*, which consists of products and of factorisations
+of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins, Szyld, Boman and Yamazaki
+2024, arXiv:2309.05868):
 
     S Y = U D W*       S: 3k/2 + 10 rows of random signs,
     V = Y W D^{-1},
     L L* = V* V,       Q = V L^{-*},       Y = Q (L* D W*).
 
-S keeps the length of every vector of the range to within a factor, so V, of condition
-about 10, loses nothing in V* V. The singular values D fall, so V D W* gives Y back to
-rounding, and what is below rounding stands last. There V has columns of random signs
-instead: Q is orthonormal whatever the rank. Signs are hashed from indices, not drawn: a
-basis is a function of its block. Measured (rows of S, n = 200,000, k = 50): dense signs
-take as long as a sparse S of two entries a column, and need no luck with blocks of few
-nonzero rows; of eight entries, 4 times; trigonometric, 5 times; Gaussian, 6 to 8 times.
+S keeps the length of every vector of the range to within a factor, so V has a condition of
+about 10, and V* V loses no digits. The singular values D fall, so V D W* equals Y to
+rounding, and directions below rounding come last. For these V has columns of random signs
+instead, so that Q is orthonormal whatever the rank is. The signs are hashed from indices,
+not drawn, so a basis is a function of its block. Measured (rows of S, n = 200,000,
+k = 50): dense signs take as long as a sparse S with two entries in each column, and also
+work for blocks with few nonzero rows; a sparse S with eight entries takes 4 times as long,
+trigonometric rows 5 times, Gaussian rows 6 to 8 times.
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, UInt32
 
 from traceax._linalg import lapack
-from traceax._linalg.columns import column_norms_squared, magnitude
+from traceax._linalg.columns import column_norms_squared, largest_modulus
 
-# Of so many times more rows than columns signs are nearly orthogonal.
+# With so many times more rows than columns, random signs are nearly orthogonal.
 TALL = 8
-# Up to so many rows and entries LAPACK takes no longer than products do.
+# Up to so many rows and entries LAPACK is as fast as products are.
 FEW_ROWS, FEW_ENTRIES = 1024, 2**16
 
 
 class Basis(NamedTuple):
-    """block = scale * columns @ factor, columns orthonormal, `inverse` = factor^{-*}.
+    """block = scale * columns @ factor, with orthonormal columns and `inverse` =
+    factor^{-*}.
 
-    Columns stand for less and less of the block: `sizes`, all but zero where the rank is
-    exhausted. The first of them span the block.
+    `sizes` are the singular values of the block (or close to them), which fall. Those
+    beyond the rank are at the level of rounding, and the columns before them span the
+    block.
     """
 
     columns: Inexact[Array, "n k"]
@@ -53,13 +56,14 @@ class Basis(NamedTuple):
 
 
 def orthonormalise(block: Inexact[Array, "n k"], *, in_loop: bool = False) -> Basis:
-    """A basis that is orthonormal whatever the rank, and never divides by zero.
+    """A basis that is orthonormal whatever the rank is, and never divides by zero.
 
-    Sizes below rounding are raised to it: a backward perturbation of the block at rounding
-    level, so that identities keep holding to rounding, and the inverse exists. `in_loop`:
-    many are made, and LAPACK's threads would take a core from the products between them.
+    Singular values below rounding are raised to it. This perturbs the block at the level of
+    rounding, so that identities hold to rounding, and the inverse exists. With `in_loop`
+    no tall block goes to LAPACK, whose threads would take a core from the products between
+    two calls.
     """
-    scale = magnitude(block)
+    scale = largest_modulus(block)
     block = block / scale
     return Basis(*_decompose(block, _floor(block), in_loop), scale)
 
@@ -92,7 +96,7 @@ def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factor
     count = 3 * k // 2 + 10
     signs = _signs(n, count, block.real.dtype).astype(block.dtype)
     _, sizes, right = lapack.svd(signs.T @ block / count**0.5)
-    # Rounding of what is no column: up to 4.2 floors at k = 20.
+    # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
     tall = block @ (right.conj().T / raised[None, :])
     tall = jnp.where((raised > sizes)[None, :], signs[:, :k] / n**0.5, tall)
@@ -103,22 +107,22 @@ def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factor
 
 
 def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
-    """The highest bit of a product of hashes, one of the row and one of the column."""
-    words = _hash(jnp.arange(n))[:, None] * _hash(-1 - np.arange(k))[None, :]
-    return 1 - 2 * (words >> 31).astype(dtype)
+    """Each sign is the highest bit of a hash of the row times a hash of the column."""
+    products = _hash(jnp.arange(n))[:, None] * _hash(-1 - np.arange(k))[None, :]
+    return 1 - 2 * (products >> 31).astype(dtype)
 
 
 def _hash(index: Any) -> UInt32[Any, ...]:
-    """Odd words, of which each bit depends on every bit of the index."""
-    word = index.astype(np.uint32)
+    """An odd number, each bit of which depends on every bit of the index."""
+    bits = index.astype(np.uint32)
     for multiplier in (0x7FEB352D, 0x846CA68B):
-        word = (word ^ (word >> 16)) * np.uint32(multiplier)
-    return (word ^ (word >> 15)) | 1
+        bits = (bits ^ (bits >> 16)) * np.uint32(multiplier)
+    return (bits ^ (bits >> 15)) | 1
 
 
-def mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
-    """A rotation that has nothing to do with any block: always the same, hence a constant
-    of the program. One by Hartley's transform fails on graded columns."""
+def random_rotation(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
+    """Always the same rotation, a constant of the program, which is independent of every
+    block. (Hartley's transform in its place fails on graded columns.)"""
     normal = np.random.default_rng(k).normal(size=(k, k))
     return jnp.asarray(np.linalg.qr(normal)[0], dtype)
 
@@ -126,13 +130,13 @@ def mixing(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
 def extend(
     basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
 ) -> Basis:
-    """The basis of a block to which more columns are appended; those it has stay.
+    """The basis of a block to which more columns are appended; its own columns stay.
 
-    What is left of a column that is already in the range is rounding, and may lie in the
-    range itself, however often it is projected. So such columns get a direction of their
-    own from `noise`, random columns: at the level of rounding, too, but projected before
-    it is scaled down. One decomposition finds them, one takes in the noise, and one makes
-    the projection of that orthonormal again.
+    If a new column is already in the range, its projection off the range is rounding, which
+    may lie in the range itself, however often it is projected. Such columns get a new
+    direction from `noise`, random columns that are projected first and then scaled down to
+    the level of rounding. The first decomposition finds these columns, the second one adds
+    the noise, and the third one orthogonalises again after another projection.
     """
     q = basis.columns
     block = block / basis.scale
@@ -141,11 +145,11 @@ def extend(
     columns, corner, inverse, sizes = _decompose(block - q @ inside, floor)
     for _ in range(2):
         noise = noise - q @ (q.conj().T @ noise)
-    grain = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
-    for fresh in (noise * grain[None, :], 0):
-        missed = q.conj().T @ columns
-        inside = inside + missed @ corner
-        columns, turn, turn_inverse, _ = _decompose(columns - q @ missed + fresh, floor)
+    level = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
+    for added in (noise * level[None, :], 0):
+        overlap = q.conj().T @ columns
+        inside = inside + overlap @ corner
+        columns, turn, turn_inverse, _ = _decompose(columns - q @ overlap + added, floor)
         corner, inverse = turn @ corner, turn_inverse @ inverse
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
     below = -inverse @ inside.conj().T @ basis.inverse
@@ -159,22 +163,22 @@ def extend(
 
 
 def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """L^{-1} by Newton's method, X <- 2X - X L X, from the diagonal. I - L X is strictly
-    triangular, and squared in each round: log2(k) of them are exact, and one more takes off
-    what rounding has left. No `solve_triangular`, of which a batch beside LAPACK calls is
-    among what jax 0.10 waits for (`lapack`)."""
+    """L^{-1} by Newton's method X <- 2X - X L X, which starts at the diagonal. I - L X is
+    strictly triangular, and each step squares it. So log2(k) steps are exact, and one more
+    removes rounding. (A batch of `solve_triangular` beside LAPACK calls may hang, see
+    `lapack`.)"""
     unit = jnp.eye(lower.shape[0], dtype=lower.dtype)
     start = unit / jnp.sum(unit * lower, axis=0)[None, :]
-    rounds = lower.shape[0].bit_length() + 1
-    return jax.lax.fori_loop(0, rounds, lambda _, x: x + x @ (unit - lower @ x), start)
+    steps = lower.shape[0].bit_length() + 1
+    return jax.lax.fori_loop(0, steps, lambda _, x: x + x @ (unit - lower @ x), start)
 
 
 class Downdate(NamedTuple):
-    """How to take one column out of a block = Q R.
+    """How to remove one column from a block = Q R.
 
-    The range of the block without column i is range(Q) less the direction Q s_i:
-    P_i = Q (I - s_i s_i*) Q*. `distances` are those of each column of R from the span of
-    the others, 1/|R^{-*} e_i| = s_i* r_i, without cancellation.
+    Without column i the range is range(Q) less the direction Q s_i, so the projector is
+    P_i = Q (I - s_i s_i*) Q*. `distances` has for each column r_i of R its distance from
+    the span of the others, 1/|R^{-*} e_i| = s_i* r_i, without cancellation.
     """
 
     directions: Inexact[Array, "k k"]

@@ -1,7 +1,18 @@
-"""Arithmetic of tall blocks, by columns, by rows and as a whole."""
+"""Arithmetic of tall blocks by columns and rows, and sums over samples in columns.
+
+**Moments.** Samples s have numerators P_s and weights Q_s >= 0. The estimate is
+v = sum P / sum Q, and its spread comes from the residuals r_s = P_s - v Q_s. Each batch of
+samples keeps S = sum |r|^2, C = sum r Q and W = sum Q^2 about its own estimate v'. About
+another v these sums are, without cancellation (as Chan, Golub and LeVeque 1983 do it for
+means),
+
+    S + 2 Re conj(v' - v) C + |v' - v|^2 W,        C + (v' - v) W.
+"""
 
 from __future__ import annotations
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -25,27 +36,89 @@ def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
 
 
 def squared_modulus(a: Inexact[Array, ...]) -> Float[Array, ...]:
-    """Not `abs(a)**2`: its derivative at 0 is one, too."""
+    """It replaces `abs(a)**2`, whose derivatives go through `abs`, singular at 0."""
     return (a * a.conj()).real
 
 
 def diagonal(matrix: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
-    """As a sum, which compiles in a fraction of the time of `jnp.diagonal`, a gather."""
+    """The diagonal as a sum, which compiles faster than the gather of `jnp.diagonal`."""
     return jnp.einsum("ii->i", matrix)
 
 
-def magnitude(block: Inexact[Array, ...]) -> Float[Array, ""]:
-    """The largest modulus in a block, or the least normal number: what to divide by."""
+def largest_modulus(block: Inexact[Array, ...]) -> Float[Array, ""]:
+    """The largest modulus in a block, or the least normal number, so that it divides."""
     largest = jnp.max(jnp.abs(block))
     return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
 
 
-def column_sizes(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
-    """The largest modulus in each column, or 1 where there is none: what to divide by."""
+def column_scales(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """The largest modulus in each column, or 1 for a zero column, so that it divides."""
     largest = jnp.max(jnp.abs(block), axis=0)
     return jnp.where(largest > 0, largest, 1)
 
 
 def mean(samples: Inexact[Array, "*values k"]) -> Inexact[Array, "*values"]:
-    """Divided before they are summed: k times the mean may be out of range."""
+    """The samples are divided first, because their sum may overflow."""
     return jnp.sum(samples / samples.shape[-1], axis=-1)
+
+
+class Moments(eqx.Module):
+    """The sums of every entry: those of P, Q, |P|, |r|^2, r Q and Q^2. P and r are divided
+    by `scale`, so that their squares do not overflow."""
+
+    numerator: Inexact[Array, " n"]
+    weight: Float[Array, " n"]
+    size: Float[Array, " n"]
+    squares: Float[Array, " n"]
+    mixed: Inexact[Array, " n"]
+    weight_squares: Float[Array, " n"]
+    scale: Float[Array, ""]
+
+    def value(self) -> Inexact[Array, " n"]:
+        """The estimate v, divided by `scale`."""
+        return _ratio(self.numerator, self.weight)
+
+    def merged(self, other: Moments) -> Moments:
+        scale = jnp.maximum(self.scale, other.scale)
+        mine, others = self._divided_by(scale), other._divided_by(scale)
+        value = jax.tree.map(jnp.add, mine, others).value()
+        sums = jax.tree.map(jnp.add, mine._about(value), others._about(value))
+        return eqx.tree_at(lambda m: m.scale, sums, scale)
+
+    def _about(self, value: Inexact[Array, " n"]) -> Moments:
+        moved = self.value() - value
+        cross = 2 * (moved.conj() * self.mixed).real
+        squares = self.squares + cross + squared_modulus(moved) * self.weight_squares
+        new = jnp.maximum(squares, 0), self.mixed + moved * self.weight_squares
+        return eqx.tree_at(lambda m: (m.squares, m.mixed), self, new)
+
+    def _divided_by(self, scale: Float[Array, ""]) -> Moments:
+        factor = self.scale / scale
+        linear = self.numerator * factor, self.size * factor, self.mixed * factor
+        return eqx.tree_at(
+            lambda m: (m.numerator, m.size, m.mixed, m.squares),
+            self,
+            (*linear, self.squares * factor**2),
+        )
+
+
+def _ratio(
+    numerator: Inexact[Array, " n"], weight: Float[Array, " n"]
+) -> Inexact[Array, " n"]:
+    return numerator / jnp.where(weight > 0, weight, 1)
+
+
+def moments(numerators: Inexact[Array, "n s"], weights: Float[Array, "n s"]) -> Moments:
+    scale = largest_modulus(numerators)
+    numerators = numerators / scale
+    numerator, weight = jnp.sum(numerators, axis=1), jnp.sum(weights, axis=1)
+    residuals = numerators - _ratio(numerator, weight)[:, None] * weights
+    return Moments(
+        numerator,
+        weight,
+        jnp.sum(jnp.abs(numerators), axis=1),
+        jnp.sum(squared_modulus(residuals), axis=1),
+        jnp.sum(residuals * weights, axis=1),
+        jnp.sum(weights**2, axis=1),
+        scale,
+    )

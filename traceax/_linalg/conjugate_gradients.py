@@ -1,16 +1,17 @@
 """Conjugate gradients with a preconditioner, for a few right-hand sides in one block.
 
-B and P are Hermitian positive definite. Of the error of x in the energy norm,
+B and P are Hermitian positive definite. With r = y - B x, the error of x in the energy norm
+is
 
-    |x* - x|_B^2 = y* B^{-1} y - y* x - x* r = r* B^{-1} r,      r = y - B x,
+    |x* - x|_B^2 = y* B^{-1} y - y* x - x* r = r* B^{-1} r.
 
-r* P^{-1} r, which the iteration has anyway, is a bound where P <= B, and an estimate where
-P is near to B. So it stops where that is a part of y* B^{-1} y, which each step knows more
-of: a step of length alpha lowers the squared error by alpha r* P^{-1} r.
+The iteration computes r* P^{-1} r anyway, which is a bound of this error where P <= B, and
+an estimate where P is near to B. It stops when that is a small part of y* B^{-1} y, of
+which each step learns more: a step of length alpha lowers the squared error by
+alpha r* P^{-1} r.
 
-(lineax has the method for real numbers, stops by the largest entry of the residual, and
-raises where a tangent does not converge. Here a solve that falls short is to be seen in its
-error bar.)
+(lineax has the method for real numbers only. It stops by the largest entry of the residual,
+and raises if a tangent does not converge. Here the error bar shows an unfinished solve.)
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from traceax._linalg.columns import column_dots, column_sizes
+from traceax._linalg.columns import column_dots, column_scales
 
 BlockMap = Callable[[Inexact[Array, "n t"]], Inexact[Array, "n t"]]
 Parts = tuple[Float[Array, "n t"], ...]
@@ -38,8 +39,8 @@ class _State(NamedTuple):
     solution: Inexact[Array, "n t"]
     residual: Inexact[Array, "n t"]
     direction: Inexact[Array, "n t"]
-    left: Float[Array, " t"]  # r* P^{-1} r
-    energy: Float[Array, " t"]
+    error: Float[Array, " t"]  # r* P^{-1} r
+    energy: Float[Array, " t"]  # y* B^{-1} y, as far as it is known
     num_steps: Int[Array, ""]
 
 
@@ -52,12 +53,13 @@ def conjugate_gradients(
     rtol: Float[Array, ""] | float,
     max_steps: int,
 ) -> Solved:
-    """x with B x = residual, from zero, until the energy norm of the error is `rtol` of
-    that of the solution; `energy` is what a start had of the latter, squared. NaN where B
-    shows itself not to be positive definite."""
+    """The solution x of B x = residual, which starts at zero. It stops when the error is
+    `rtol` times the solution, both in the energy norm. If the residual is that of a first
+    solution, `energy` is the squared energy norm of this one. NaN if B is found not to be
+    positive definite."""
 
     def unsolved(state: _State) -> Array:
-        return state.left > rtol**2 * state.energy
+        return state.error > rtol**2 * state.energy
 
     def goes_on(state: _State) -> Array:
         return jnp.any(unsolved(state)) & (state.num_steps < max_steps)
@@ -65,35 +67,35 @@ def conjugate_gradients(
     def step(state: _State) -> _State:
         image = apply(state.direction)
         curvature = column_dots(state.direction, image).real
-        alpha = state.left / jnp.where(curvature > 0, curvature, jnp.nan)
+        alpha = state.error / jnp.where(curvature > 0, curvature, jnp.nan)
         alpha = jnp.where(unsolved(state), alpha, 0)
         length = alpha.astype(image.dtype)[None, :]
         solution = state.solution + length * state.direction
         residual = state.residual - length * image
         direction = precondition(residual)
-        left = column_dots(residual, direction).real
-        ratio = left / jnp.where(state.left > 0, state.left, 1)
+        error = column_dots(residual, direction).real
+        ratio = error / jnp.where(state.error > 0, state.error, 1)
         direction = direction + ratio.astype(image.dtype)[None, :] * state.direction
-        energy = state.energy + alpha * state.left
-        return _State(solution, residual, direction, left, energy, state.num_steps + 1)
+        energy = state.energy + alpha * state.error
+        return _State(solution, residual, direction, error, energy, state.num_steps + 1)
 
-    sizes = column_sizes(residual)  # squares could leave the range
-    energy = jnp.asarray(energy, sizes.dtype) / sizes / sizes
-    residual = residual / sizes[None, :].astype(residual.dtype)
+    scales = column_scales(residual)  # without them squares may overflow
+    energy = jnp.asarray(energy, scales.dtype) / scales / scales
+    residual = residual / scales[None, :].astype(residual.dtype)
     direction = precondition(residual)
-    left = column_dots(residual, direction).real
+    error = column_dots(residual, direction).real
     zero = jnp.zeros_like(residual)
-    state = _State(zero, residual, direction, left, energy, jnp.asarray(0))
+    state = _State(zero, residual, direction, error, energy, jnp.asarray(0))
     state = jax.lax.while_loop(goes_on, step, state)
-    solution = sizes[None, :].astype(residual.dtype) * state.solution
+    solution = scales[None, :].astype(residual.dtype) * state.solution
     return Solved(solution, state.num_steps)
 
 
 class Solve(eqx.Module):
-    """The solution of B x = y from a solution that is known, differentiable in both, to
-    any order: the derivative of a solution is a solution.
+    """The solution of B x = y, which is known already, as a function of B and y: it is
+    differentiable to any order, because the derivative of a solution is a solution.
 
-    Complex numbers go as pairs of real ones, on which B is symmetric: then nobody asks for
+    Complex blocks are pairs of real ones, on which B is symmetric. So JAX never asks for
     the transpose of B, which an operator need not have.
     """
 
@@ -107,12 +109,13 @@ class Solve(eqx.Module):
             return _parts(apply(_joined(parts)))
 
         def solve(on_parts: Callable[[Parts], Parts], parts: Parts) -> Parts:
-            def applied(block: Inexact[Array, "n t"]) -> Inexact[Array, "n t"]:
-                return _joined(on_parts(_parts(block)))
-
-            how = {"rtol": self.rtol, "max_steps": self.max_steps}
-            residual = _joined(parts)
-            solved = conjugate_gradients(applied, self.precondition, residual, **how)
+            solved = conjugate_gradients(
+                lambda block: _joined(on_parts(_parts(block))),
+                self.precondition,
+                _joined(parts),
+                rtol=self.rtol,
+                max_steps=self.max_steps,
+            )
             return _parts(solved.solution)
 
         rest = _parts(y - apply(self.solution))

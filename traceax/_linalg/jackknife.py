@@ -1,51 +1,78 @@
 """Standard errors: of independent samples, and the jackknife's of shared probes.
 
-Delete probe i and evaluate the whole estimator from the others: the average over j != i of
-the estimates e_ij, each now lacking *two* probes in its sketch. The spread of these k
-averages T_i gives the standard error of an estimator whose samples are correlated
-(conservative, by the inequality of Efron and Stein 1981; the idea of doing so for low-rank
-approximations is Epperly and Tropp's, arXiv:2207.06342). It costs no application: all of it
-is k x k. A matrix indexed [i, j] has probe i removed and probe j evaluated.
+The jackknife deletes probe i, and evaluates the whole estimator T_i from the others: T_i is
+the mean over j != i of the estimates e_ij, each of which now lacks *two* probes in its
+sketch. The spread of the k values T_i gives the standard error of an estimator whose
+samples are correlated. It is conservative, by the inequality of Efron and Stein (1981);
+Epperly and Tropp (arXiv:2207.06342) use it for low-rank approximations. It takes no
+application, only k x k matrices. In a matrix indexed [i, j], probe i is removed and probe j
+is evaluated.
 
-XTrace (notation of `xtrace`): P_ij has range Q less span{s_i, s_j}, so e_ij is e_j
-downdated by u = (s_i - s_j L_ji)/a, the part of s_i that is orthogonal to s_j, of length 1,
+**XTrace** (notation of `xtrace`). P_ij has the range Q less span{s_i, s_j}. So e_ij is e_j
+downdated by u = (s_i - s_j L_ji)/a, the normalised part of s_i that is orthogonal to s_j,
 with L = S* S and a^2 = 1 - |L_ij|^2:
 
     tr(P_ij A) = tr(P_j A) - u* H u
     mu_ij = mu_j + Q u (u* w_j)
     mu_ij* A mu_ij = t_j + conj(c) (Q u)* A mu_j + c mu_j* A Q u + |c|^2 u* H u,  c = u* w_j
 
-XNysTrace: with K = H^{-1} the inverse core and D = |F G|^2, removing the pair {i, j} takes
-tr(D_pp K_pp^{-1}) from ||F||_F^2, p the 2 x 2 principal block, and the remainder of probe j
-is the Schur complement of what is left, 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii K_jj).
+**XNysTrace.** With K = H^{-1}, the inverse of the core, and D = |F G|^2, the removal of the
+pair {i, j} takes tr(D_pp K_pp^{-1}) from ||F||_F^2, p the principal block of size 2. The
+remainder of probe j is the Schur complement 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii K_jj).
 
-Row norms: as XTrace, with b Q u = (v_i - v_j L_ji)/a for every row b, v = b Q S.
+**XNysDiag** does the same for each row. With f the row of F, z_i = F g_i / |g_i| and the
+overlaps r_ij = K_ij / sqrt(K_ii K_jj),
+
+    e_ij = |f|^2 - (|z_i|^2 + |z_j|^2 - 2 Re conj(z_i) z_j r_ji) / a^2
+           + conj(w_j) (z_j - z_i r_ij) / (sqrt(K_jj) a^2).
+
+**Row norms** are like XTrace, with b Q u = (v_i - v_j L_ji)/a for each row b of B, where
+v = b Q S. With beta = u* w_j / a and c_ij the factor that restores the length of mu_ij,
+
+    e_ij = |b P_j|^2 - |b Q u|^2 + c_ij |b mu_j + beta (v_i - v_j L_ji)|^2.
+
+For diagonals and row norms the sums over j != i are products with k x k matrices.
+
+**Krylov spaces** (notation of `krylov`). With F the matrix that is read (f(T)), and J the
+identity on the coordinates that exist,
+
+    e_j = tr(J F) - tr(N_j* F N_j) + c r* F r,    r = N_j N_j* w_j.
+
+The space S_ij without the starts i and j lies in S_i and in S_j, and lacks the dimensions
+of both. So its complement is span(N_i, N_j), and no new space has to be made. With
+B = [N_i, N_j], G = B* B, and t = B* w_j, which is zero but for N_j* w_j, as w_j is in S_i,
+
+    tr(P_ij F) = tr(J F) - tr(G^{-1} B* F B),
+    r = B b,  b = G^{-1} t,  |r|^2 = t* b,  r* F r = b* (B* F B) b.
+
+So e_ij needs only the q x q blocks of N* F N and N* N, with all N_i side by side. (For
+q = 1 these are XTrace's formulas.)
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._linalg.columns import mean, squared_modulus
+from traceax._linalg.columns import diagonal, mean, squared_modulus
+from traceax._linalg.krylov import Complements
 
 
 def standard_error(
     samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
-    """Of the mean of independent samples; infinite for one, which cannot tell."""
-    k = samples.shape[-1]
-    if k == 1:
-        return jnp.full_like(rounding, jnp.inf)
-    deviations = samples - mean(samples)[..., None]
-    return length(deviations / (k * (k - 1)) ** 0.5, rounding)
+    """Of the mean of independent samples; infinite for a single sample."""
+    return standard_error_of_parts(samples[..., None], rounding)
 
 
 def standard_error_of_parts(
     samples: Inexact[Array, "*values k parts"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
-    """Of the mean of k samples, each the sum of independent parts; infinite for one. The
-    parts differ in their means, so each has a spread of its own, of k - 1 degrees of
+    """Of the mean of k samples, each the sum of independent parts; infinite for k = 1. The
+    parts have different means, so each part has its own spread, of k - 1 degrees of
     freedom."""
     k = samples.shape[-2]
     if k == 1:
@@ -56,7 +83,8 @@ def standard_error_of_parts(
 
 
 def error_of_sum(length: Float[Array, "*values"], k: int) -> Float[Array, "*values"]:
-    """Of k independent samples, by the length of their deviations from the mean."""
+    """Of the sum of k independent samples, whose deviations from the mean have this
+    `length`."""
     return length * (k / (k - 1)) ** 0.5 if k > 1 else jnp.full_like(length, jnp.inf)
 
 
@@ -65,12 +93,12 @@ def shared_error(
 ) -> Float[Array, "*values"]:
     """Of the mean of leave-one-out samples of a diagonal, which share their probes.
 
-    Decompose the error of sample i into parts that involve sets of probes (Hoeffding
-    1948). Each part has mean zero given the other probes, so its set holds i; one of r
-    probes can occur in r samples. So r-fold parts make the mean at most sqrt(r) times less
-    certain than independent samples would be. Of diagonals no part of more than two
-    mattered in any spectrum measured (multiples of I attain sqrt(2)), and the jackknife,
-    which knows no such bound, is up to ten times too wide.
+    Decompose the error of sample i into parts that depend on sets of probes (Hoeffding
+    1948). A part has mean zero given the probes other than i, so its set contains i, and a
+    part of r probes occurs in at most r samples. So parts of r probes raise the error of
+    the mean at most sqrt(r) times above that of independent samples. For diagonals no part
+    of more than two probes mattered in any spectrum measured (multiples of I attain
+    sqrt(2)). The jackknife does not use this, and is up to ten times too wide.
     """
     return standard_error(2**0.5 * samples, rounding)
 
@@ -78,39 +106,38 @@ def shared_error(
 def independent_degrees_of_freedom(k: int) -> float:
     """For the interval of a mean of k independent quadratic forms: a third of k - 1.
 
-    Such samples are skewed, up to a chi-squared variable of one degree for an operator
-    of rank one, and their mean and spread err together. Of intervals meant to hold the
-    truth in 95 % of runs, those with k - 1 degrees then hold it in 82 % (k = 4) to 89 %
-    (k = 20), those with a third of that in at least 91 %, for every k from 3 on. At k = 60
-    they are 4 % wider.
+    Such samples are skewed, up to a chi-squared variable of one degree for an operator of
+    rank one, and the errors of their mean and of their spread are correlated. Of intervals
+    for 95 %, those with k - 1 degrees contain the truth in 82 % (k = 4) to 89 % (k = 20) of
+    runs, those with a third of that in at least 91 %, for every k from 3 on. At k = 60 they
+    are 4 % wider.
     """
     return (k - 1) / 3
 
 
-def unevenness(weights: Float[Array, " k"]) -> Float[Array, ""]:
-    """How much less certain a weighted mean is than the mean; the sum of weights is 1."""
+def shared_degrees_of_freedom(k: int) -> float:
+    """For the interval of a mean of k leave-one-out samples of a function's trace, which
+    are less skewed than independent quadratic forms: two thirds of k - 1."""
+    return max(2 * (k - 1) / 3, 1)
+
+
+def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
+    """The standard error of a weighted mean relative to that of the mean (Kish 1965); the
+    weights have the sum 1."""
     return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
-
-
-def both_errors(
-    spread: Float[Array, "*values"], bias: Float[Array, "*values"]
-) -> Float[Array, "*values"]:
-    """Of an estimate that is uncertain in two ways that have nothing to do with each
-    other."""
-    return jnp.hypot(spread, bias)
 
 
 def quadrature_error(
     changes: Float[Array, "levels ..."], unresolved: bool
 ) -> Float[Array, "*values"]:
-    """What a rule is wrong by, from how much the latest refinements have changed it, the
-    last one first; `unresolved` if there is none though there should be.
+    """The error of a quadrature, from how much its last refinements changed it, the last
+    one first. If there was no refinement it is infinite where `unresolved`, else zero.
 
-    Errors that fall by a factor r at each refinement go on to change by last r/(1 - r).
-    Many fall as a power, as those of square roots do, for which the ratio of the last two
-    changes says too little: its square root has room for that. Where the last change is the
-    larger one, the rules of even and odd order differ. And no less than the last change
-    itself, for rules stand still before they go on.
+    Errors that fall by a factor r at each refinement leave a further change of
+    last r/(1 - r). Many errors fall as a power, those of square roots for example, for
+    which the ratio of the last two changes is too small; so r is the square root of that
+    ratio. If the last change is the larger one, rules of even and odd order differ, and the
+    ratio is inverted. The error is never below the last change, because rules can stagnate.
     """
     if changes.shape[0] == 0:
         return jnp.full(changes.shape[1:], jnp.inf if unresolved else 0.0)
@@ -134,147 +161,239 @@ def jackknife_error(
 def no_less_than_theory(
     error: Float[Array, "*values"], variances: Float[Array, "*values k"], *, real: bool
 ) -> Float[Array, "*values"]:
-    """An error made of the spread of k quadratic forms, or what theory makes of them.
+    """The larger one of an error from the spread of k quadratic forms, and of an estimate
+    of its theoretical value.
 
-    Where one direction u matters and few probes have much of it, the forms u* w w* u are as
-    skewed as can be: most runs miss it, and with it the spread. But a rotation-invariant w
-    also shows, by the part of B w that is orthogonal to w, what other probes would do:
+    If one direction u matters and few probes have a large part in it, the forms u* w w* u
+    are as skewed as possible: most runs miss u, and have too small a spread. But for a
+    rotation-invariant w, the part of B w that is orthogonal to w shows the variance:
 
         Var w* B w = |a| E |B w - w (w* B w)/|w|^2|^2,      a = 2 (real B = B*), 1 (complex)
 
-    `variances` holds the squares, whose mean is far less skewed than the spread.
+    `variances` has these squared lengths, whose mean is far less skewed than the spread.
     """
     k = variances.shape[-1]
     return jnp.maximum(error, jnp.sqrt((2 if real else 1) * mean(variances) / k))
 
 
-def xtrace_replicates(
-    h: Inexact[Array, "k k"],
+class Pairs(NamedTuple):
+    """What XTrace and row norms need of each pair: S, L, 1/a^2, a u* w_j, and c_ij."""
+
+    directions: Inexact[Array, "k k"]
+    overlap: Inexact[Array, "k k"]
+    inverse: Float[Array, "k k"]
+    tests: Inexact[Array, "k k"]
+    resphering: Float[Array, "k k"]
+
+    def along(self, products: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
+        """a u* v_j, given s_i* v_j."""
+        return products - self.overlap * diagonal(products)[None, :]
+
+
+def pairs_of_probes(
     s: Inexact[Array, "k k"],
     w: Inexact[Array, "k k"],
+    lengths: Float[Array, " k"],
+    residual_rank: int | None,
+) -> Pairs:
+    """`w` is Q* Omega, `lengths` are |mu_j|^2, `residual_rank` is n - k + 2, or None if the
+    probes are not resphered."""
+    overlap = s.conj().T @ s
+    inverse = 1 / one_minus_squared_modulus(overlap)
+    pairs = Pairs(s, overlap, inverse, overlap, jnp.ones_like(inverse))
+    tests = pairs.along(s.conj().T @ w)
+    if residual_rank is not None:
+        restored = residual_rank / (lengths[None, :] + squared_modulus(tests) * inverse)
+        pairs = pairs._replace(resphering=restored)
+    return pairs._replace(tests=tests)
+
+
+def xtrace_replicates(
+    pairs: Pairs,
+    h: Inexact[Array, "k k"],
     image: Inexact[Array, "k k"],
     coimage: Inexact[Array, "k k"],
     remainders: Inexact[Array, " k"],
-    lengths: Float[Array, " k"],
-    residual_rank: int | None,
 ) -> Inexact[Array, " k"]:
-    """`image` is Q* A mu_j, `coimage` is Q* A* mu_j, columns j; `remainders` mu_j* A mu_j;
-    `lengths` |mu_j|^2; `residual_rank` n - k + 2 to resphere, None not to."""
+    """`image` and `coimage` have the columns Q* A mu_j and Q* A* mu_j; `remainders` are
+    mu_j* A mu_j."""
+    s, overlap = pairs.directions, pairs.overlap
     s_adjoint = s.conj().T
-    overlap = s_adjoint @ s
-    squared = one_minus_squared_modulus(overlap)
-
-    def part(product: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-        """u* v_j, times a, from s_i* v_j."""
-        return product - overlap * jnp.diagonal(product)[None, :]
-
     shs = s_adjoint @ h @ s
-    own = jnp.diagonal(shs)
+    own = diagonal(shs)
     uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    uhu = (uhu + jnp.abs(overlap) ** 2 * own[None, :]) / squared
-    uw = part(s_adjoint @ w)
-    c = uw / squared
-    cross = c.conj() * part(s_adjoint @ image) + c * part(s_adjoint @ coimage).conj()
-    products = remainders[None, :] + cross + jnp.abs(uw) ** 2 / squared * uhu
-    if residual_rank is not None:
-        products = (
-            products * residual_rank / (lengths[None, :] + jnp.abs(uw) ** 2 / squared)
-        )
+    uhu = (uhu + squared_modulus(overlap) * own[None, :]) * pairs.inverse
+    c = pairs.tests * pairs.inverse
+    cross = c.conj() * pairs.along(s_adjoint @ image)
+    cross = cross + c * pairs.along(s_adjoint @ coimage).conj()
+    second = squared_modulus(pairs.tests) * pairs.inverse * uhu
+    products = pairs.resphering * (remainders[None, :] + cross + second)
     return _mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
 
 
+def row_norm_replicates(
+    pairs: Pairs,
+    known: Float[Array, "p k"],
+    v: Inexact[Array, "p k"],
+    remainders: Inexact[Array, "p k"],
+) -> Float[Array, "p k"]:
+    """`known` has the columns |b P_j|^2 for all rows b; `v` is B Q S, `remainders` has the
+    columns B mu_j."""
+    k = known.shape[1]
+    others = (1 - jnp.eye(k, dtype=known.dtype)) / (k - 1)
+    beta, inverse = pairs.inverse * pairs.tests, pairs.inverse * others
+    c, cross = pairs.resphering * others, pairs.overlap.conj()  # cross is L_ji
+    tested, squares = c * squared_modulus(beta), squared_modulus(v)
+
+    def over_j(block: Inexact[Array, "p k"], weights: Inexact[Array, "k k"]) -> Array:
+        return block @ weights.T
+
+    own = squares * jnp.sum(tested - inverse, axis=1)[None, :]
+    of_i = over_j(squared_modulus(remainders), c)
+    of_i = of_i + over_j(squares, (tested - inverse) * squared_modulus(cross))
+    of_i = of_i - 2 * over_j(remainders.conj() * v, c * beta * cross).real
+    mixed = over_j(v, (inverse - tested) * cross) + over_j(remainders, c * beta.conj())
+    return over_j(known, others) + own + of_i + 2 * (v.conj() * mixed).real
+
+
 def xnystrace_replicates(
-    whole: Float[Array, ""],
+    total: Float[Array, ""],
     gram: Inexact[Array, "k k"],
     removed: Inexact[Array, "k k"],
     test: Inexact[Array, "k k"],
     residual_rank: int | None,
 ) -> Float[Array, " k"]:
-    """`gram` is K, `removed` is D, `test` is (Omega* Omega)^{-1}; the shift, the same in
-    all replicates, is left out. Everything is scaled by K's diagonal, or it overflows."""
-    core = jnp.diagonal(gram).real
+    """`total` is ||F||_F^2, `gram` K, `removed` D, and `test` (Omega* Omega)^{-1}. The
+    shift, the same in all replicates, is left out. The diagonal of K scales all matrices,
+    so that nothing overflows."""
+    core, overlap, squared = _scaled_core(gram)
     root = jnp.sqrt(core)
-    overlap = gram / root[None, :] / root[:, None]
-    squared = one_minus_squared_modulus(overlap)
     normed = removed / root[None, :] / root[:, None]
-    own = jnp.diagonal(normed).real
+    own = diagonal(normed).real
     pair = own[:, None] + own[None, :] - 2 * (normed * overlap.conj()).real
     remainders = 1 / (core[None, :] * squared)
     if residual_rank is not None:
-        lone = jnp.diagonal(test).real
-        remainders *= residual_rank * (lone[None, :] - jnp.abs(test) ** 2 / lone[:, None])
-    return _mean_of_others(whole - pair / squared + remainders)
+        single = diagonal(test).real
+        lost = squared_modulus(test) / single[:, None]
+        remainders *= residual_rank * (single[None, :] - lost)
+    return _mean_of_others(total - pair / squared + remainders)
 
 
 def xnysdiag_replicates(
-    whole: Float[Array, " n"],
+    total: Float[Array, " n"],
     z: Inexact[Array, "n k"],
     probes: Inexact[Array, "n k"],
     gram: Inexact[Array, "k k"],
 ) -> Float[Array, "n k"]:
-    """Of every entry of a diagonal; `gram` is K, `z` is F G with columns over the roots of
-    its diagonal, the shift is left out. As for XNysTrace, but row by row: with r the
-    overlaps K_ij / sqrt(K_ii K_jj),
-
-        e_ij = |f|^2 - (|z_i|^2 + |z_j|^2 - 2 Re conj(z_i) z_j r_ji) / a^2
-               + conj(w_j) (z_j - z_i r_ij) / (sqrt(K_jj) a^2),
-
-    of which sums over j != i are products with k x k matrices."""
-    k = gram.shape[0]
-    root = jnp.sqrt(jnp.diagonal(gram).real)
-    overlap = gram / root[None, :] / root[:, None]
-    others = (1 - jnp.eye(k, dtype=root.dtype)) / (k - 1)
-    pairs = others / one_minus_squared_modulus(overlap)
-    tested, squares = probes.conj() / root[None, :], squared_modulus(z)
+    """Of each entry of a diagonal: `total` is |f|^2, `gram` is K, the shift is left out."""
+    core, overlap, squared = _scaled_core(gram)
+    k = core.size
+    pairs = (1 - jnp.eye(k, dtype=core.dtype)) / (k - 1) / squared
+    tested, squares = probes.conj() / jnp.sqrt(core)[None, :], squared_modulus(z)
     removed = squares * jnp.sum(pairs, axis=1)[None, :] + squares @ pairs.T
     removed = removed - 2 * (z.conj() * (z @ (overlap * pairs.T))).real
     left = (tested * z) @ pairs.T - z * (tested @ (overlap * pairs).T)
-    return whole[:, None] - removed + left.real
+    return total[:, None] - removed + left.real
 
 
-def row_norm_replicates(
-    known: Float[Array, "p k"],
-    v: Inexact[Array, "p k"],
-    remainders: Inexact[Array, "p k"],
-    s: Inexact[Array, "k k"],
-    w: Inexact[Array, "k k"],
-    lengths: Float[Array, " k"],
-    residual_rank: int | None,
-) -> Float[Array, "p k"]:
-    """`known` is |b P_j|^2, columns j, for all rows b; `v` is B Q S; `remainders` B mu_j;
-    the rest as for XTrace. With u as above and beta = u* w_j / a,
+def _scaled_core(
+    gram: Inexact[Array, "k k"],
+) -> tuple[Float[Array, " k"], Inexact[Array, "k k"], Float[Array, "k k"]]:
+    """The diagonal of K, the overlaps K_ij / sqrt(K_ii K_jj), and a^2."""
+    core = diagonal(gram).real
+    root = jnp.sqrt(core)
+    overlap = gram / root[None, :] / root[:, None]
+    return core, overlap, one_minus_squared_modulus(overlap)
 
-        e_ij = |b P_j|^2 - |b Q u|^2 + c |b mu_j + beta (v_i - v_j L_ji)|^2,
 
-    of which sums over j != i are products with k x k matrices."""
-    k = s.shape[0]
-    overlap = s.conj().T @ s
-    inverse = 1 / one_minus_squared_modulus(overlap)
-    sw = s.conj().T @ w
-    beta = inverse * (sw - overlap * jnp.diagonal(sw)[None, :])
-    c = jnp.ones_like(inverse)
-    if residual_rank is not None:
-        c = residual_rank / (lengths[None, :] + squared_modulus(beta) / inverse)
-    others = (1 - jnp.eye(k, dtype=c.dtype)) / (k - 1)
-    inverse, c = inverse * others, c * others
-    cross, tested = overlap.conj(), c * squared_modulus(beta)  # cross is L_ji
+def half_jackknife_error(
+    spaces: Complements,
+    right: Inexact[Array, "r m"],
+    values: Inexact[Array, "p m"],
+    left: Inexact[Array, "m r"],
+    samples: Inexact[Array, "p k"],
+) -> Float[Array, " p"]:
+    """Half of the jackknife's error of leave-one-out samples, in `krylov_replicates`'
+    notation. Zero if some N_i has more than q columns: those beyond q are rounding, and the
+    e_ij mean nothing."""
+    k, r, _ = spaces.vectors.shape
+    needed, beyond = jnp.split(spaces.vectors, [r // k], axis=2)
+    spaces = spaces._replace(vectors=needed)
+    replicates = krylov_replicates(spaces, right, values, left, samples)
+    half = jackknife_error(replicates, jnp.zeros_like(samples[:, 0].real)) / 2
+    return jnp.where(jnp.any(beyond != 0), 0, half)
 
-    def over_j(block: Inexact[Array, "p k"], weights: Inexact[Array, "k k"]) -> Array:
-        return block @ weights.T
 
-    squares = squared_modulus(v)
-    shape = squared_modulus(overlap)
-    own = squares * jnp.sum(tested - inverse, axis=1)[None, :]
-    alone = over_j(squared_modulus(remainders), c) + over_j(
-        squares, (tested - inverse) * shape
-    )
-    alone = alone - 2 * over_j(remainders.conj() * v, c * beta * cross).real
-    mixed = over_j(v, (inverse - tested) * cross) + over_j(remainders, c * beta.conj())
-    return over_j(known, others) + own + alone + 2 * (v.conj() * mixed).real
+def krylov_replicates(
+    spaces: Complements,
+    right: Inexact[Array, "r m"],
+    values: Inexact[Array, "p m"],
+    left: Inexact[Array, "m r"],
+    samples: Inexact[Array, "p k"],
+) -> Inexact[Array, "p k"]:
+    """For every i the mean over j of e_ij. F is `right` diag(values) `left`, Hermitian or
+    not; the remainders of `spaces` are sqrt(c_i) r_i; `samples` are the e_i."""
+    vectors, remainders, dimensions = spaces
+    k, r, q = vectors.shape
+    columns = jnp.moveaxis(vectors, 0, 1).reshape(r, k * q)
+    before, after = columns.conj().T @ right, left @ columns
+    forms = jax.vmap(lambda v: _pair_blocks((before * v[None, :]) @ after, k))(values)
+    gram = _pair_blocks(columns.conj().T @ columns, k)
+    inverse = _pseudoinverse(gram)
+    tests = jnp.einsum("jra,jr->ja", vectors.conj(), remainders)
+
+    # Sums of products compile faster here than matrix products.
+    b = jnp.sum(inverse[..., q:] * tests[None, :, None, :], axis=-1)
+    lengths = jnp.sum(tests.conj()[None] * b[..., q:], axis=-1).real
+    outer = b.conj()[..., :, None] * b[..., None, :]
+    tested = jnp.sum(outer[None] * forms, axis=(-2, -1))
+    removed = jnp.sum(jnp.swapaxes(inverse, -1, -2)[None] * forms, axis=(-2, -1))
+    rank = jnp.sum(jnp.swapaxes(inverse, -1, -2) * gram, axis=(-2, -1)).real
+    dimensions = (dimensions - jnp.sum(squared_modulus(vectors), axis=(1, 2)))[:, None]
+    factors = (dimensions + rank) / jnp.where(lengths > 0, lengths, 1)
+
+    # tr(J F) from the first sample.
+    own = forms[:, 0, 0, :q, :q]
+    first = jnp.einsum("a,pab,b->p", tests[0].conj(), own, tests[0])
+    total = samples[:, 0] + jnp.einsum("paa->p", own) - first
+    pairs = total[:, None, None] - removed + factors.astype(tested.dtype)[None] * tested
+    return jax.vmap(_mean_of_others)(pairs)
+
+
+def _pair_blocks(square: Inexact[Array, "k*q k*q"], k: int) -> Inexact[Array, "k k 2q 2q"]:
+    """The principal block of each pair i, j, from a matrix of q x q blocks."""
+    q = square.shape[0] // k
+    blocks = jnp.transpose(square.reshape(k, q, k, q), (0, 2, 1, 3))
+    own = jnp.einsum("iiab->iab", blocks)
+    first, second = (jnp.broadcast_to(x, blocks.shape) for x in (own[:, None], own[None]))
+    above = jnp.concatenate([first, blocks], axis=-1)
+    below = jnp.concatenate([jnp.swapaxes(blocks, 0, 1), second], axis=-1)
+    return jnp.concatenate([above, below], axis=-2)
+
+
+def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*batch q q"]:
+    """A generalised inverse of many small positive semidefinite matrices by Gauss-Jordan
+    elimination. It skips pivots at the level of rounding: their rows and columns, which
+    depend on the others (the directions that N_i and N_j share) or are zero, become zero.
+    (LAPACK would invert the matrices one by one, and fail where they are singular.)"""
+    q = matrices.shape[-1]
+    least = 1e3 * float(jnp.finfo(matrices.dtype).eps)
+
+    def eliminate(step: Array, m: Array) -> Array:
+        here = jnp.arange(q) == step
+        row = jax.lax.dynamic_index_in_dim(m, step, axis=-2)
+        column = jax.lax.dynamic_index_in_dim(m, step, axis=-1)
+        pivot = jax.lax.dynamic_index_in_dim(row, step, axis=-1)
+        scaled = jnp.where(here, 1, row) / jnp.where(pivot.real > least, pivot, 1)
+        scaled = jnp.where(pivot.real > least, scaled, 0)
+        rest = jnp.where(here[None, :], 0, m) - column * scaled
+        return jnp.where(here[:, None], scaled, rest)
+
+    return jax.lax.fori_loop(0, q, eliminate, matrices)
 
 
 def one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k k"]:
-    """1 - |L_ij|^2, floored off the diagonal; 1 on it, where nothing is evaluated."""
+    """1 - |L_ij|^2, at least eps off the diagonal; 1 on the diagonal, which is not used."""
     floored = jnp.maximum(1 - jnp.abs(overlap) ** 2, jnp.finfo(overlap.dtype).eps)
     return jnp.where(jnp.eye(overlap.shape[0], dtype=bool), 1, floored)
 
@@ -288,7 +407,7 @@ def _mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
 def length(
     deviations: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
-    """sqrt(|deviations|^2 + rounding^2); the squares would leave the range of float32."""
+    """sqrt(|deviations|^2 + rounding^2), without overflow of the squares in float32."""
     vector = jnp.append(jnp.abs(deviations), rounding[..., None], axis=-1)
     scale = jnp.maximum(jnp.max(vector, axis=-1), jnp.finfo(vector.dtype).tiny)
     return scale * jnp.sqrt(jnp.sum((vector / scale[..., None]) ** 2, axis=-1))

@@ -1,9 +1,30 @@
-"""Krylov spaces: Lanczos from single vectors, Lanczos and Arnoldi from a block.
+"""Krylov spaces: Lanczos from single vectors, Lanczos and Arnoldi from a block, and block
+spaces without one of their starts.
 
-Both come to a clean end where the space is exhausted ("breakdown"): what would be divided
-by a zero residual is zero instead, and the projection T falls into blocks, of which the
-first is exact. The diagonal of what is left is filled with a Rayleigh quotient, at which
-every function is defined that is defined on the spectrum.
+If a space is exhausted ("breakdown"), the process divides by 1 instead of a zero residual,
+and the new basis vectors are zero. The projection T then is block diagonal, and its first
+block is exact. The rest of its diagonal is filled with a Rayleigh quotient, at which every
+function is defined that is defined on the spectrum.
+
+**Spaces without one start.** Let Z be the orthonormal columns of a block Krylov space of A
+from w_1 .. w_k, T = Z* A Z and K the span of its first q blocks. The space of the others,
+
+    S_i = K_q(A, all w_j but w_i),
+
+is a subspace of K with at most q dimensions less. (Starts that stay in every S_i come
+first, and do not count in this.) So its orthogonal complement in K is small: it has an
+orthonormal basis N_i with K = S_i + range(N_i), in the coordinates of Z. The N_i are
+computed block by block. With the columns s that S_i received last (in the beginning those
+of the other starts),
+
+    V = T s
+
+lies in the span of S_i, N_i and the next block E of coordinates. The part of V that is new
+to S_i has the k + q coordinates [E, N_i]* V, and a complete QR decomposition of them turns
+[E, N_i] into the new s and the new N_i. Each step multiplies by another rotation, and
+orthogonalises nothing again, so the N_i are orthonormal to rounding however small the
+residuals are. Directions at the level of rounding stay in N_i: S_i then is a little
+smaller, which does no harm, and still independent of w_i.
 """
 
 from __future__ import annotations
@@ -17,14 +38,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import column_norms_squared, magnitude
+from traceax._linalg import lapack
+from traceax._linalg.basis import orthonormalise, random_rotation
+from traceax._linalg.columns import (
+    column_norms_squared,
+    largest_modulus,
+    row_norms_squared,
+    squared_modulus,
+)
 
-# Of the largest product: beyond this an operator does not pass for Hermitian.
+# An operator whose asymmetry exceeds this part of its largest product is not Hermitian.
 ASYMMETRY = 1e-2
 
-
-# One application a column.
+# A linear map of blocks, one application for each column.
 BlockMap = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
 
 
@@ -44,14 +70,14 @@ def lanczos(
     reorthogonalise: bool = True,
     differentiable: bool = False,
 ) -> Krylov:
-    """From each of N vectors, in one batch; NaN if the operator is seen not to be
-    Hermitian.
+    """Lanczos' process from each of N vectors, in one batch; NaN if the operator is found
+    not to be Hermitian.
 
-    `differentiable` is for differentiating the recurrence itself. Where the space is
-    exhausted the residual is zero and has no direction, but its derivative has one, that a
-    second derivative needs (of a multiple of I the first step has all of it). So there the
-    recurrence goes on, into any new direction, coupled by a negligible sqrt(eps): that is
-    the recurrence of a start next to this one.
+    `differentiable` is for derivatives of the recurrence itself. Where the space is
+    exhausted, the residual is zero and has no direction. But its derivative has one, which
+    second derivatives need (for a multiple of I already after the first step). So the
+    recurrence continues in a new direction, with a negligible coupling sqrt(eps), as it
+    does from a start close to this one.
     """
     reorthogonalise = reorthogonalise or differentiable
     advance = jax.vmap(partial(_advance, differentiable), in_axes=(None, 0, 0))
@@ -79,6 +105,9 @@ def lanczos(
 
 
 class _State(NamedTuple):
+    """`scale` is the largest |A q|; `skew` is the largest entry of Q* A Q outside of the
+    three diagonals."""
+
     basis: Inexact[Array, "N m n"] | None
     q: Inexact[Array, "N n"]
     previous: Inexact[Array, "N n"]
@@ -104,27 +133,27 @@ def _advance(
     size = norm(residual)
     alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
     if differentiable and basis is not None:
-        anew = eps**0.5 * jnp.where(scale > 0, scale, 1) * _direction(basis, j)
-        residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(anew))
+        added = eps**0.5 * jnp.where(scale > 0, scale, 1) * _new_direction(basis, j)
+        residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
         size = norm(residual)
-        alive = size > 0  # but where the basis has all of the space
+        alive = size > 0  # false only where the basis spans the whole space
     beta = jnp.where(alive, size, 0)
     new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
-    # Whether q itself was alive tells the padding of T.
+    # Where q itself is zero, the diagonal of T is filled later.
     output = alpha, beta, jnp.any(q != 0), q
     return _State(basis, new, q, beta, scale, skew), output
 
 
 def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
-    """Without squares that leave the range; its derivative at 0 is 0."""
-    scale = jax.lax.stop_gradient(magnitude(vector))
-    squares = jnp.sum(((vector / scale) * (vector / scale).conj()).real)
+    """Without overflow of the squares, and with derivative 0 at 0."""
+    scale = jax.lax.stop_gradient(largest_modulus(vector))
+    squares = jnp.sum(squared_modulus(vector / scale))
     positive = squares > 0
     return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
 
 
-def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
-    """A unit vector orthogonal to the basis: of a sequence that nothing else repeats."""
+def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
+    """A unit vector orthogonal to the basis, from a quasi-random sequence of step j."""
     steps = jnp.arange(1, basis.shape[1] + 1, dtype=basis.real.dtype)
     turn = 0.6180339887 * (j + 1).astype(steps.dtype)
     vector = jnp.modf(steps * turn)[0] - 0.5
@@ -138,36 +167,38 @@ def _direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
 def tridiagonal(
     alphas: Float[Array, " m"], betas: Float[Array, " m-1"]
 ) -> Float[Array, "m m"]:
-    """By masks: made of `jnp.diag` it takes longer to compile."""
-    index = jnp.arange(alphas.size)
-    beside = jnp.append(betas, jnp.zeros_like(alphas[:1]))[:, None]
-    above = jnp.where(index[:, None] + 1 == index[None, :], beside, 0)
-    diagonal = jnp.where(index[:, None] == index[None, :], alphas[:, None], 0)
-    return diagonal + above + above.T
+    """By products with unit matrices, which compile faster than `jnp.diag`."""
+    m = alphas.size
+    above = jnp.eye(m, k=1, dtype=alphas.dtype) * jnp.append(betas, 0)[:, None]
+    return jnp.eye(m, dtype=alphas.dtype) * alphas[:, None] + above + above.T
 
 
 def truncated(
-    projection: Inexact[Array, "m m"], size: int | Int[Array, ""]
-) -> Inexact[Array, "m m"]:
-    """T as it was when it had `size` rows, padded as after a breakdown."""
-    kept = jnp.arange(projection.shape[0]) < size
-    inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
-    return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
+    projection: Inexact[Array, "m m"], sizes: list[int]
+) -> Inexact[Array, "levels m m"]:
+    """T restricted to its first `size` rows and columns for each of the sizes, with the
+    rest of the diagonal filled as after a breakdown."""
+
+    def one(size: Int[Array, ""]) -> Inexact[Array, "m m"]:
+        kept = jnp.arange(projection.shape[0]) < size
+        inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
+        return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
+
+    return jax.vmap(one)(jnp.array(sizes))
 
 
-def by_levels(projection: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m m"]:
-    """As they are, as they were when they had a quarter of their rows less, and two
-    quarters: fewer levels where there are not so many rows."""
-    num_steps = projection.shape[1]
+def by_levels(projections: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m m"]:
+    """Each T as it is, and as it was a quarter and two quarters of its steps earlier, if
+    there are so many."""
+    num_steps = projections.shape[1]
     stride = max(1, num_steps // 4)
     sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
-    each = jax.vmap(truncated, in_axes=(0, None))
-    return jax.vmap(partial(each, projection))(jnp.array(sizes))
+    return jax.vmap(partial(truncated, sizes=sizes), out_axes=1)(projections)
 
 
 class Residual(NamedTuple):
-    """What a step of a block Krylov process leaves to the next one, `scale` times `block`;
-    directions of a size of `noise` are rounding."""
+    """`scale` times `block` is the part of A times the last block that is orthogonal to the
+    basis. Directions of `block` of a size up to `noise` are rounding."""
 
     block: Inexact[Array, "n b"]
     scale: Float[Array, ""]
@@ -175,9 +206,9 @@ class Residual(NamedTuple):
 
 
 class BlockKrylov(NamedTuple):
-    """The orthonormal columns Z span K(A, block), T = Z* A Z is the projection, and what is
-    left is A Z = Z T + (0 .. 0, residual). Columns that breakdown left empty are zero. The
-    block itself is the first of Z times `starts`."""
+    """The orthonormal columns Z of `basis` span K(A, block). T = Z* A Z is the projection,
+    and A Z = Z T + (0 .. 0, residual). Columns that breakdown leaves empty are zero, and
+    not `filled`. The block itself is `starts` in the first columns of Z."""
 
     basis: Inexact[Array, "n r"]
     projection: Inexact[Array, "r r"]
@@ -185,25 +216,41 @@ class BlockKrylov(NamedTuple):
     starts: Inexact[Array, "b b"]
     residual: Residual
 
+    @property
+    def width(self) -> int:
+        return self.starts.shape[0]
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return self.filled.size // self.width
+
+    @property
+    def is_exhausted(self) -> Bool[Array, ""]:
+        """Whether its last block is empty: then T has all that there is."""
+        return ~jnp.any(self.filled[-self.width :])
+
 
 def block_krylov(
     linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int, hermitian: bool = True
 ) -> BlockKrylov:
-    """With full reorthogonalisation, by depth * b applications: Lanczos' process, with NaN
-    if the operator is seen not to be Hermitian, or, if it need not be, Arnoldi's."""
+    """By depth * b applications, with full reorthogonalisation. If `hermitian` this is
+    Lanczos' process, with NaN if the operator is found not to be Hermitian; else it is
+    Arnoldi's."""
     n, width = block.shape
     eps = float(jnp.finfo(block.dtype).eps)
 
     def step(carry: tuple, places: Array) -> tuple[tuple, None]:
         (basis, projection, residual), (here, before) = carry, places
-        new, factor = following(basis, residual, in_loop=True)
+        new, factor = next_block(basis, residual, in_loop=True)
         basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
-        # Of the first step this lies in the last columns, which are written at last.
+        # The first step writes this into the last columns, which the last step overwrites.
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
         product = linear_map(new)
-        scale = jnp.maximum(jnp.where(here > 0, residual.scale, 0), magnitude(product))
-        rest, inside = _without(basis, product / scale)
-        rest, again = _without(basis, rest)
+        scale = jnp.where(here > 0, residual.scale, 0)
+        scale = jnp.maximum(scale, largest_modulus(product))
+        rest, inside = _project_out(basis, product / scale)
+        rest, again = _project_out(basis, rest)
         column = scale * (inside + again)
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
@@ -211,7 +258,7 @@ def block_krylov(
         return (basis, projection, Residual(rest, scale, noise)), None
 
     one = jnp.ones((), block.real.dtype)
-    # All of the first block is kept, also what is at the level of rounding.
+    # With this negative noise the first block keeps every direction, however small.
     empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
     carry = (*empty, Residual(block, one, -one))
     places = width * np.arange(depth)
@@ -225,20 +272,102 @@ def block_krylov(
     return BlockKrylov(basis, projection, filled, starts, residual)
 
 
-def following(
+def next_block(
     basis: Inexact[Array, "n r"], residual: Residual, *, in_loop: bool = False
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
-    """The next block of a basis, and what the residual is in it."""
+    """The next columns of the basis, and the coordinates of the residual in them."""
     columns, factor, _, sizes, size = orthonormalise(residual.block, in_loop=in_loop)
-    lost = sizes * size <= residual.noise
-    new, _ = _without(basis, jnp.where(lost[None, :], 0, columns))
+    is_noise = sizes * size <= residual.noise
+    new, _ = _project_out(basis, jnp.where(is_noise[None, :], 0, columns))
     lengths = jnp.sqrt(column_norms_squared(new))
     new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
-    return new, jnp.where(lost[:, None], 0, residual.scale * size * factor)
+    return new, jnp.where(is_noise[:, None], 0, residual.scale * size * factor)
 
 
-def _without(
+def _project_out(
     basis: Inexact[Array, "n r"], block: Inexact[Array, "n b"]
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "r b"]]:
     inside = basis.conj().T @ block
     return block - basis @ inside, inside
+
+
+class Complements(NamedTuple):
+    """For every start i: N_i, with zero for columns that are not needed; `remainders`
+    r_i = N_i N_i* w_i, the part of w_i outside of S_i; and n - dim S_i."""
+
+    vectors: Inexact[Array, "k r p"]
+    remainders: Inexact[Array, "k r"]
+    dimensions: Float[Array, " k"]
+
+    def resphered(self) -> Complements:
+        """The remainders times sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
+        squares = jnp.sum(squared_modulus(self.remainders), axis=1)
+        factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
+        return self._replace(remainders=factor[:, None] * self.remainders)
+
+
+def complements(
+    projection: Inexact[Array, "r r"],
+    filled: Bool[Array, " r"],
+    starts: Inexact[Array, "k k"],
+    n: int,
+    kept: int = 0,
+) -> Complements:
+    """`projection` is T, r = q k. `starts` has the w_i in the coordinates of the first
+    block; the first `kept` of them stay in every S_i. Coordinates that are not `filled` do
+    not exist."""
+    r, k = projection.shape[0], starts.shape[0]
+    square = jnp.where(filled, projection / largest_modulus(projection), 0)
+    inside = jnp.pad(starts, ((0, r - k), (0, 0)))
+    others = inside[None] * (1 - jnp.eye(k, dtype=inside.dtype)[kept:, None, :])
+    blocks = filled.reshape(r // k, k)
+    vectors, count = jax.lax.map(partial(_complement, square, blocks), others)
+    own = jnp.einsum("krp,rk->kp", vectors.conj(), inside[:, kept:])
+    remainders = jnp.einsum("krp,kp->kr", vectors, own)
+    dimensions = n - (jnp.sum(filled) - count).astype(square.real.dtype)
+    return Complements(vectors, remainders, dimensions)
+
+
+def _complement(
+    square: Inexact[Array, "r r"],
+    filled: Bool[Array, "q k"],
+    others: Inexact[Array, "r k"],
+) -> tuple[Inexact[Array, "r p"], Int[Array, ""]]:
+    """N_i, and its number of columns that are not zero. `others` has all starts, with zero
+    in place of w_i."""
+    (depth, k), r = filled.shape, square.shape[0]
+    room = depth + k  # N_i has more than q columns only where ranks are exhausted
+    eps = float(jnp.finfo(square.dtype).eps)
+    noise = 100 * eps * r**0.5
+    mixed = random_rotation(k, square.real.dtype)
+    index = jnp.arange(room + k)
+
+    def selection(places: Int[Array, " a"]) -> Float[Array, "a m"]:
+        """Row a is the unit vector at places[a], or zero if places[a] is -1."""
+        return (places[:, None] == index[None, :]).astype(square.dtype)
+
+    def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
+        # `frame` is [E, N_i], of which the first `count` columns exist. QR's reflections do
+        # not change the others.
+        (frame, count, new), (here, filled, upto) = carry, block
+        frame = frame + here @ selection(jnp.where(filled, count + upto - 1, -1))
+        count = count + upto[-1]
+        turn, triangle = lapack.complete_qr(frame.conj().T @ (new @ mixed))
+        sizes = jnp.sqrt(row_norms_squared(triangle))
+        longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
+        # S_i is never all of K, so the last column stays in N_i.
+        inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
+        taken = jnp.min(jnp.where(inside, index.size, index))
+        latest = frame @ jnp.where(index < taken, turn, 0)[:, :k]
+        count = jnp.minimum(count - taken, room)
+        left = jnp.where(index < count, index + taken, -1)
+        frame = frame @ (turn @ selection(left).T)
+        return (frame, count, square @ latest), None
+
+    unit = jnp.eye(r, dtype=square.dtype).reshape(depth, k, r)
+    # A cumulative sum over each block, in a form that compiles faster than `cumsum`.
+    upto = jnp.sum(np.tri(k, dtype=bool)[None] & filled[:, None], axis=-1)
+    frame, new = jnp.zeros((r, room + k), square.dtype), others / largest_modulus(others)
+    blocks = jnp.swapaxes(unit, 1, 2), filled, upto
+    (frame, count, _), _ = jax.lax.scan(step, (frame, jnp.array(0), new), blocks)
+    return frame[:, :room], count

@@ -1,12 +1,12 @@
-"""LAPACK's decompositions, under `vmap` one after the other.
+"""LAPACK's decompositions, which `vmap` runs in a loop on the CPU.
 
-The CPU runtime of jax 0.10 runs independent operations of a program side by side, and on
-few cores now and then forgets one for ever: all threads wait, for nothing. Batches of
-LAPACK calls beside each other bring it about, within one estimator or in two that have
-nothing to do with each other, and no ordering inside an estimator can tell these apart. So
-here a batch is a loop over its members: LAPACK goes through them one by one anyway, and it
-takes no longer. (Measured: of three processes that evaluate two vmapped XTraces 200 times,
-none came beyond the tenth; as loops all end.) Elsewhere than on the CPU a batch is a batch.
+The CPU runtime of jax 0.10 runs independent operations of a program side by side. On few
+cores it sometimes never starts one of them, and the program hangs. Batches of LAPACK calls
+beside each other cause this, within one estimator or in two independent ones, so no order
+inside an estimator prevents it. A loop over the batch does, and takes no longer, since
+LAPACK decomposes the members one by one anyway. (Measured: of three processes that evaluate
+two vmapped XTraces 200 times, none came beyond the tenth; with loops all end.) On other
+devices a batch stays a batch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
 Decomposition = Callable[[Any], Any]
 
 
 def _one_by_one(decompose: Decomposition) -> Decomposition:
-    """Of one array, or a tuple of them, batched together; with JAX's own derivative."""
+    """`decompose` of one array, or of a tuple of arrays that have the same batches."""
     single = custom_vmap(decompose)
 
     @single.def_vmap
@@ -39,70 +39,30 @@ def _one_by_one(decompose: Decomposition) -> Decomposition:
         )
         return result, jax.tree.map(lambda _: True, result)
 
-    # A function with a batching rule of its own has no reverse mode.
+    # JAX does not transpose a function with its own batching rule. So the derivative is
+    # that of `decompose`.
     differentiable = jax.custom_jvp(lambda argument: single(argument))
     differentiable.defjvp(lambda primals, tangents: jax.jvp(decompose, primals, tangents))
     return differentiable
 
 
-@_one_by_one
-def qr(block: Inexact[Array, "n k"]) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
-    columns, triangle = jnp.linalg.qr(block)
-    return columns, triangle
-
-
-@_one_by_one
-def complete_qr(
-    block: Inexact[Array, "n k"],
-) -> tuple[Inexact[Array, "n n"], Inexact[Array, "n k"]]:
-    columns, triangle = jnp.linalg.qr(block, mode="complete")
-    return columns, triangle
-
-
-@_one_by_one
-def svd(
-    block: Inexact[Array, "n k"],
-) -> tuple[Inexact[Array, "n k"], Float[Array, " k"], Inexact[Array, "k k"]]:
-    """Reduced; singular values fall."""
-    left, sizes, right = jnp.linalg.svd(block, full_matrices=False)
-    return left, sizes, right
+# Each takes and returns the same as its namesake in `jnp.linalg`, but as a plain tuple.
+qr = _one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
+complete_qr = _one_by_one(lambda block: tuple(jnp.linalg.qr(block, mode="complete")))
+svd = _one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
+eigh = _one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
+eig = _one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
+eigvals = _one_by_one(jnp.linalg.eigvals)
+solve = _one_by_one(lambda equations: jnp.linalg.solve(*equations))
 
 
 @_one_by_one
 def cholesky(matrix: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """Of the lower triangle; NaN if it is not positive definite."""
+    """It reads the lower triangle, and gives NaN if that is not positive definite."""
     return jnp.linalg.cholesky(matrix, symmetrize_input=False)
 
 
 @_one_by_one
-def eigh(
-    matrix: Inexact[Array, "... k k"],
-) -> tuple[Float[Array, "... k"], Inexact[Array, "... k k"]]:
-    values, vectors = jnp.linalg.eigh(matrix)
-    return values, vectors
-
-
-@_one_by_one
-def eig(
-    matrix: Inexact[Array, "... k k"],
-) -> tuple[Inexact[Array, "... k"], Inexact[Array, "... k k"]]:
-    values, vectors = jnp.linalg.eig(matrix)
-    return values, vectors
-
-
-@_one_by_one
-def eigvals(matrix: Inexact[Array, "... k k"]) -> Inexact[Array, "... k"]:
-    return jnp.linalg.eigvals(matrix)
-
-
-@_one_by_one
-def solve(
-    equations: tuple[Inexact[Array, "... k k"], Inexact[Array, "... k p"]],
-) -> Inexact[Array, "... k p"]:
-    return jnp.linalg.solve(*equations)
-
-
-@_one_by_one
 def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
-    """Singular values that rounding cannot tell from zero are zero."""
+    """Singular values at the level of rounding count as zero."""
     return jnp.linalg.pinv(matrix, rtol=jnp.finfo(matrix.dtype).eps * matrix.shape[0])

@@ -1,27 +1,43 @@
-"""Nyström factors of a positive semidefinite operator from its sketch."""
+"""Nyström approximations, from the sketch of an operator and from its Krylov space.
+
+**From a Krylov space of A** one knows T = Z* A Z and A Z = Z' T', with orthonormal columns
+Z, and a few more in Z' = [Z, Z_next]. Let B = A + shift I be Hermitian positive definite,
+and 0 < nu <= its least eigenvalue. The Nyström approximation of B - nu I from Z gives
+
+    P = nu I + Z' N Z'*,    N = H (T + (shift - nu) I)^{-1} H*,    H = T' + (shift - nu) J,
+
+J = [I; 0]. Only Z' is large. P agrees with B on Z: P Z = B Z. If B - nu I is positive
+semidefinite, P <= B, and no eigenvalue of P^{-1} B is below 1. So P is a preconditioner.
+
+Galerkin's solution of B u = y, u = Z (T + shift I)^{-1} Z* y, has a residual orthogonal to
+Z. If y is in the first block of the space, u is at least as good as the result of as many
+steps of conjugate gradients as there are blocks.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
 from traceax._linalg.basis import TALL, orthonormalise
-from traceax._linalg.columns import magnitude
+from traceax._linalg.columns import largest_modulus
+from traceax._linalg.krylov import BlockKrylov, next_block
 
-# Of the largest eigenvalue: what is deeper below zero is no noise. The entries of a matrix
-# rounded to bfloat16 may be off by 4e-3, and its eigenvalues by less.
-CLEARLY = 1e-2
+# Eigenvalues below minus this part of the largest one are not noise. The entries of a
+# matrix that is rounded to bfloat16 may be off by 4e-3, and its eigenvalues by less.
+NOISE = 1e-2
 
 
 class Nystrom(NamedTuple):
     """A Nyström approximation F F* of A/scale + shift I from the sketch A Omega.
 
-    `right` holds columns g_i with (Omega* (A/scale + shift I) Omega)^{-1} = G* G, so that
-    z_i = F g_i / |g_i| is what probe i contributes: without it, F F* - z_i z_i* is left.
-    `test_inverse` is R^{-*} of Omega = U R, with which (Omega* Omega)^{-1} = T* T.
+    `right` has columns g_i with (Omega* (A/scale + shift I) Omega)^{-1} = G* G. So probe i
+    contributes z_i = F g_i / |g_i|: without it F F* becomes F F* - z_i z_i*. `test_inverse`
+    is T = R^{-*} for Omega = U R, so that (Omega* Omega)^{-1} = T* T.
     """
 
     left: Inexact[Array, "n k"]
@@ -35,15 +51,15 @@ class Nystrom(NamedTuple):
 def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
     """Stable Nyström factors of a positive semidefinite operator; NaN if it clearly is not.
 
-    The textbook core Omega* A Omega is as ill-conditioned as A, and in floating point need
-    not be definite. So: orthonormalise the *probes*, Omega = U R (no new application);
-    shift by rounding plus the core's measured asymmetry, a free estimate of the matvec's
-    noise; floor the eigenvalues at the shift. An operator that is semidefinite only up to a
-    noise that is symmetric (a kernel rounded to float32, say) shows in negative eigenvalues
-    of the core: then the shift is four times their depth, and `indefinite` is the depth.
-    Deeper than noise can be, they tell that the tag was wrong, and all is NaN.
+    The textbook core Omega* A Omega is as ill-conditioned as A, and rounding can make it
+    indefinite. So this orthonormalises the *probes*, Omega = U R, which takes no
+    application. It shifts by rounding plus the asymmetry of the core, which estimates the
+    noise of applications for free, and raises the eigenvalues to the shift. An operator
+    with symmetric noise (a kernel rounded to float32) has negative eigenvalues in the core.
+    Then the shift is four times the depth of the lowest one, and `indefinite` is that
+    depth. If it is deeper than noise can be, the tag is wrong, and everything is NaN.
     """
-    scale = magnitude(sketch)
+    scale = largest_modulus(sketch)
     probes, images, turn, inverse, size = _orthonormal(probes, sketch / scale)
     core = turn.conj().T @ (probes.conj().T @ images) @ turn
     skew = jnp.linalg.norm(core - core.conj().T) / 2
@@ -51,7 +67,7 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     eigenvalues, vectors = lapack.eigh((core + core.conj().T) / 2)
     indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
     largest = jnp.max(jnp.abs(eigenvalues))
-    indefinite = jnp.where(indefinite > CLEARLY * largest, jnp.nan, indefinite)
+    indefinite = jnp.where(indefinite > NOISE * largest, jnp.nan, indefinite)
     shift = jnp.maximum(noise, 4 * indefinite)
     half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
     left = (images + shift * probes) @ (turn @ half)
@@ -71,11 +87,11 @@ class _Orthonormal(NamedTuple):
 def _orthonormal(
     probes: Inexact[Array, "n k"], images: Inexact[Array, "n k"]
 ) -> _Orthonormal:
-    """Many more dimensions than probes: these are nearly orthogonal, and R may be a root of
-    their Gram matrix, which loses nothing in being squared; U is never made. Else a basis.
+    """With many more dimensions than probes, these are nearly orthogonal. Then the Gram
+    matrix is well-conditioned, R is its root, and U is never formed. Else U is a basis.
 
-    A probe that repeats others (signs do in few dimensions) adds a direction to U that is
-    not in their span, where A is not known: it is left out.
+    Probes can depend on others (signs do in few dimensions). Such a probe adds a direction
+    to U outside of the span of the probes, where A is not known; it is set to zero.
     """
     n, k = probes.shape
     eps = jnp.finfo(probes.dtype).eps
@@ -93,3 +109,85 @@ def _orthonormal(
     turned = jnp.where(kept[None, :], images @ inverse.conj().T, 0)
     turn = jnp.eye(k, dtype=inverse.dtype)
     return _Orthonormal(columns, turned, turn, inverse, jnp.linalg.norm(turned))
+
+
+class Preconditioner(eqx.Module):
+    """P = nu I + Z' vectors diag(values) (Z' vectors)*. `is_below`: nu is the shift, and
+    A is positive semidefinite on Z, to rounding. Else nu is half of the least eigenvalue of
+    T + shift I. `largest` is the largest of these."""
+
+    basis: Inexact[Array, "n s"]
+    vectors: Inexact[Array, "s s"]
+    values: Float[Array, " s"]
+    nu: Float[Array, ""]
+    is_below: Bool[Array, ""]
+    largest: Float[Array, ""]
+
+    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        """P^{-1} block."""
+        inside = self.vectors.conj().T @ (self.basis.conj().T @ block)
+        factors = self.values / (self.nu + self.values)
+        moved = self.basis @ (self.vectors @ (factors[:, None] * inside))
+        return (block - moved) / self.nu
+
+
+class Projected(eqx.Module):
+    """A + shift I on a Krylov space, divided by `scale`: `basis` is Z', `tall` is T', and
+    `theta` and `vectors` are the eigenvalues and eigenvectors of T."""
+
+    basis: Inexact[Array, "n s"]
+    tall: Inexact[Array, "s r"]
+    theta: Float[Array, " r"]
+    vectors: Inexact[Array, "r r"]
+    shift: Float[Array, ""]
+    scale: Float[Array, ""]
+
+    def shifted(self, block: Inexact[Array, "r t"], shift: Array) -> Inexact[Array, "s t"]:
+        """(T' + shift J) block."""
+        padded = jnp.pad(block, ((0, self.tall.shape[0] - block.shape[0]), (0, 0)))
+        return self.tall @ block + shift * padded
+
+
+def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projected:
+    new, factor = next_block(space.basis, space.residual)
+    below = jnp.pad(factor, ((0, 0), (space.filled.size - space.width, 0)))
+    tall = jnp.concatenate([space.projection, below])
+    scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
+    tall = jnp.where(space.filled[None, :], tall / scale, 0)
+    square = tall[: space.filled.size]
+    square = (square + square.conj().T) / 2
+    empty = jnp.diag(~space.filled)
+    theta, vectors = lapack.eigh(jnp.where(empty, square[0, 0].real, square))
+    basis = jnp.concatenate([space.basis, new], axis=1)
+    return Projected(basis, tall, theta, vectors, shift / scale, scale)
+
+
+def preconditioner_of(known: Projected) -> Preconditioner:
+    theta, shift, info = known.theta, known.shift, jnp.finfo(known.theta.dtype)
+    noise = info.eps * jnp.linalg.norm(known.tall) + info.tiny
+    is_below = (shift > noise) & (theta[0] >= -10 * noise)
+    nu = jnp.where(is_below, shift, (theta[0] + shift) / 2)
+    nu = jnp.where(nu > 0, nu, jnp.nan)  # not positive definite
+    half = known.shifted(known.vectors, shift - nu)
+    half = half / jnp.sqrt(jnp.maximum(theta + (shift - nu), noise))[None, :]
+    half = jnp.where(jnp.any(known.basis != 0, axis=0)[:, None], half, 0)
+    outer = half @ half.conj().T
+    values, vectors = lapack.eigh((outer + outer.conj().T) / 2)
+    values, nu, largest = (
+        known.scale * x for x in (jnp.maximum(values, 0), nu, theta[-1] + shift)
+    )
+    return Preconditioner(known.basis, vectors, values, nu, is_below, largest)
+
+
+def galerkin(
+    known: Projected, y: Inexact[Array, "n t"]
+) -> tuple[Inexact[Array, "n t"], Inexact[Array, "n t"]]:
+    """The solution on the space, and its residual, without an application. NaN if the space
+    has an eigenvalue that is not positive."""
+    basis = known.basis[:, : known.theta.size]
+    values = known.theta + known.shift
+    values = jnp.where(values > 0, values, jnp.nan)[:, None]
+    inside = known.vectors.conj().T @ (basis.conj().T @ y)
+    inside = known.vectors @ (inside / values)
+    residual = y - known.basis @ known.shifted(inside, known.shift)
+    return basis @ inside / known.scale, residual

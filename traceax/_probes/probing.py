@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import invalid
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
-from traceax._linalg.columns import magnitude, row_norms_squared
+from traceax._linalg.columns import largest_modulus, row_norms_squared
 from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
 from traceax._probes.samplers import rademacher
 
@@ -129,7 +129,11 @@ def neighbour_residuals(
 ) -> NeighbourResiduals:
     """Of one or more whole repeats."""
     n, count = near.beyond.shape
-    neighbours, own, scale = near.neighbours, near.colours[:, None], magnitude(products)
+    neighbours, own, scale = (
+        near.neighbours,
+        near.colours[:, None],
+        largest_modulus(products),
+    )
     is_neighbour = neighbours != jnp.arange(n)[:, None]
     degrees = jnp.sum(is_neighbour, axis=1)
 
@@ -163,7 +167,7 @@ def combined_error(
     of each. The spread of all entries together is right: it scales the indicator."""
     if repeats == 1:
         return indicator
-    unit = jnp.maximum(magnitude(spread), magnitude(indicator))
+    unit = jnp.maximum(largest_modulus(spread), largest_modulus(indicator))
     by_spread, indicated = (spread / unit) ** 2, (indicator / unit) ** 2
     total = jnp.sum(indicated)
     indicated = indicated * (jnp.sum(by_spread) / jnp.where(total > 0, total, 1))

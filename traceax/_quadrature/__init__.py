@@ -1,7 +1,8 @@
-"""f(A) on a Krylov space, before it has a name for users. (Layer 2; uses `_linalg`.)
+"""f(A) on a Krylov space. (Layer 2; uses `_core` and `_linalg`.)
 
-`scalar` is the function, `dense` what it makes of a small matrix, `nodes` the derivative,
-`block_quadrature` the engine of `function_trace` and `logdet`, `block_arnoldi` that of
-operators that are not Hermitian. A new way to read f(A) off a space is a module here, a new
-function of a matrix with a name of its own one in `_functions`.
+`scalar` has the functions that users give, `dense` functions of small matrices, `nodes`
+quadratures and their derivatives. `block_quadrature` is the engine of `function_trace` and
+`logdet`, `block_arnoldi` that of operators that are not Hermitian. A new way to compute
+f(A) from a space is a module here; a new function of a matrix for users is one of
+`_functions`.
 """

@@ -1,5 +1,5 @@
-"""Functions of Hermitian matrices small enough to decompose; and f(A) as an operator that
-Lanczos applies, whose tridiagonal matrices are such.
+"""Functions of small Hermitian matrices, which are decomposed; and f(A) as an operator that
+Lanczos' process applies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from traceax._core.operator import LinearMap, Structure, flatten, unflatten, wor
 from traceax._core.rule import with_own_jvp
 from traceax._linalg import lapack
 from traceax._linalg.krylov import lanczos
-from traceax._quadrature.scalar import Flat, Slope, moving
+from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
 # Nodes and weights of three-point Gauss-Legendre quadrature on [0, 1].
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
@@ -33,28 +33,22 @@ class Eigen(NamedTuple):
 
 
 def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
-    """Eigenvalues that rounding cannot tell from zero are zero: so a logarithm of a
-    singular matrix is infinite, not some number, and a square root of it not NaN."""
-    values, vectors = _eigh(matrix)
-    scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
-    rounding = 4 * jnp.finfo(values.dtype).eps * scale
+    """Eigenvalues at the level of rounding become zero. So the logarithm of a singular
+    matrix is infinite, and its square root is not NaN.
+
+    A batch is decomposed one by one: one call of LAPACK for all waits for threads, which
+    wait for that call on a mesh of many devices."""
+    if matrix.ndim > 2:
+        return jax.vmap(decompose)(matrix)
+    values, vectors = lapack.eigh(matrix)
+    rounding = 4 * jnp.finfo(values.dtype).eps * jnp.max(jnp.abs(values))
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
-
-
-def _eigh(
-    matrix: Inexact[Array, "... m m"],
-) -> tuple[Float[Array, "... m"], Inexact[Array, "... m m"]]:
-    """Each by itself: a batch in one call of LAPACK waits for threads that, on a mesh of
-    many devices, wait for it."""
-    if matrix.ndim == 2:
-        return lapack.eigh(matrix)
-    return jax.vmap(_eigh)(matrix)
 
 
 @jax.custom_jvp
 def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
-    """`decompose`, with a derivative that is NaN where eigenvalues coincide: there it does
-    not exist, and what JAX makes of that depends on its version."""
+    """`decompose`, with a derivative that is NaN if eigenvalues coincide. There it does not
+    exist, and JAX's own derivative depends on its version."""
     return decompose(matrix)
 
 
@@ -77,8 +71,8 @@ def columns(
 ) -> Inexact[Array, "p m count"]:
     """The first `count` columns of f(M), `eigen` being the decomposition of M.
 
-    Derivative in M: S (F o S* dM S) S*, F_ab the divided difference f[x_a, x_b] (Daleckii
-    and Krein 1965), finite where eigenvalues coincide.
+    The derivative in M is S (F o S* dM S) S*, F_ab the divided difference f[x_a, x_b]
+    (Daleckii and Krein 1965). It is finite if eigenvalues coincide.
     """
     values = jax.vmap(fn)(eigen.values)
     first = eigen.vectors[:count].conj()
@@ -94,12 +88,12 @@ def _columns_jvp(
     value = columns(fn, matrix, eigen, count=count)
     moved = jnp.zeros_like(value)
     if jax.tree.leaves(fn_tangent):
-        jacobian, numbers = moving(fn, fn_tangent)
+        jacobian, numbers = jacobian_and_tangent(fn, fn_tangent)
         rates = columns(jacobian, matrix, eigen, count=count)
         rates = rates.reshape(value.shape[0], -1, *value.shape[1:])
         moved = jnp.einsum("pq...,q->p...", rates, numbers)
     if matrix_tangent is not None:
-        # Decomposed again, for third derivatives, which differentiate this.
+        # Second derivatives differentiate this decomposition.
         values, vectors = _distinct(matrix)
         turned = vectors.conj().T @ matrix_tangent @ vectors
         weighted = jnp.einsum("abp,ab->pab", divided_differences(fn, values), turned)
@@ -109,10 +103,9 @@ def _columns_jvp(
 
 
 def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, "m m p"]:
-    """f[a, b] = (f(a) - f(b)) / (a - b), for near points the mean of f' between them."""
+    """f[a, b] = (f(a) - f(b)) / (a - b); for near points the mean of f' between them."""
     a, b = points[:, None], points[None, :]
-    largest = jnp.max(jnp.abs(points))
-    rounding = jnp.finfo(points.dtype).eps ** 0.5 * largest
+    rounding = jnp.finfo(points.dtype).eps ** 0.5 * jnp.max(jnp.abs(points))
     near = jnp.abs(a - b) <= jnp.maximum(1e-3 * (jnp.abs(a) + jnp.abs(b)), rounding)
     values = jax.vmap(fn)(points)
     apart = jnp.where(near, 1, a - b)[..., None]
