@@ -29,7 +29,7 @@ from tests.helpers import (
 N, BUDGET = 12, 8
 KEY = jax.random.key(3)
 
-# Most faults show in tracing. XTrace and XDiag are compiled and run with these classes, too.
+# Most faults show in tracing. With these classes XTrace and XDiag are also run.
 EXECUTED = ("PyTree", "Jacobian", "nested")
 QUICK = (("xtrace", "nested"), ("xtrace", "PyTree"), ("xdiag", "nested"))
 
