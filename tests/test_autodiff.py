@@ -87,30 +87,6 @@ def test_only_something_else_is_perturbed(entry: Entry) -> None:
     close(jax.jit(jax.hessian(loss))(3.0), 2 * fixed, 1e-14)
 
 
-@each(ESTIMATORS, "xtrace")
-def test_part_of_an_operator_is_perturbed(entry: Entry) -> None:
-    """One factor of a sum, an array among non-arrays, through `eqx.filter_grad`."""
-    base = suitable(entry, N)
-
-    class Scaled(eqx.Module):
-        scale: Any
-        label: str
-        fixed: lx.AbstractLinearOperator
-
-    def loss(model: Scaled) -> Any:
-        operator = model.scale * lx.MatrixLinearOperator(base) + model.fixed
-        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value
-
-    gradient = eqx.filter_grad(loss)(Scaled(jnp.array(2.0), "label", function(base)))
-    total = value(entry, 3 * base)
-    if entry.euler:
-        close(gradient.scale, total / 3, 1e-12)
-    assert gradient.label is None
-    close(
-        jnp.sum(jax.grad(lambda m: value(entry, m))(3 * base) * base), gradient.scale, 1e-12
-    )
-
-
 def test_a_perturbation_that_the_matvec_does_not_depend_on() -> None:
     """The point at which a linear function has its Jacobian."""
     matrix = general(N)
@@ -138,21 +114,6 @@ def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
     close(jnp.diag(hessian), gradient / theta, 1e-11)
     close(hessian, jnp.diag(jnp.diag(hessian)), 1e-12)
     close(jax.jacrev(jax.grad(loss))(theta), hessian, 1e-12)
-
-
-@each(ESTIMATORS, "hutchinson_trace")
-def test_python_floats_are_differentiated(entry: Entry) -> None:
-    """Eager `jax.grad(f)(1.3)`: rules would meet a bare float inside the operator."""
-    base = suitable(entry, N)
-    structure = jax.ShapeDtypeStruct((N,), float)
-
-    def loss(scale: Any) -> Any:
-        operator = lx.FunctionLinearOperator(lambda v: scale * (base @ v), structure)
-        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value
-
-    slope = jax.grad(loss)(1.3)
-    gradient = jax.grad(lambda m: value(entry, m))(1.3 * base)
-    close(slope, jnp.sum(gradient * base), 1e-12)
 
 
 @pytest.mark.parametrize(

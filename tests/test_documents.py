@@ -11,7 +11,6 @@ import jax
 import pytest
 
 import traceax as tx
-from tests.benchmarks import report
 from tests.helpers import cases
 from traceax import testing
 
@@ -123,18 +122,6 @@ def test_the_numbers_of_the_readme_are_in_the_tables_of_the_benchmarks() -> None
     assert f"in {spans(ours, 1)} % of runs, matfree's in {spans(other, 1)} %" in told
 
 
-def test_the_benchmarks_page_has_every_table() -> None:
-    """With date, versions and machine, as its command writes it."""
-    sections = report.sections_of(BENCHMARKS)
-    assert list(sections) == [section.title for section in report.SECTIONS]
-    for section in report.SECTIONS:
-        text = sections[section.title]
-        assert f"`python -m tests.benchmarks.{section.command}`, 20" in text
-        assert re.search(r"Python 3\.\d+\.\d+, jax [\d.]+, .* cores of .*, load", text)
-        assert len(text.split("```text")[1].splitlines()) > 5
-    assert report.page_of(sections) == BENCHMARKS
-
-
 def test_what_the_readme_links_to_is_there() -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]*)\)", README):
         assert (ROOT / link).exists(), link
@@ -143,13 +130,6 @@ def test_what_the_readme_links_to_is_there() -> None:
 def test_every_public_name_is_in_the_changelog() -> None:
     for name in PUBLIC:
         assert f"`{name}`" in CHANGELOG, name
-
-
-def test_names_in_the_readmes_table_exist() -> None:
-    table = README.split("## Which function?")[1].split("## ")[0]
-    named = {name for name in re.findall(r"`(\w+)`", table) if name != "pattern"}
-    assert named <= set(PUBLIC)
-    assert {"trace", "diagonal", "logdet", "function_trace", "pool"} <= named
 
 
 def test_versions_agree() -> None:

@@ -80,13 +80,6 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 }
 
 
-def test_compilations_are_counted() -> None:
-    with compilations() as compiled:
-        for _ in range(2):
-            jax.jit(lambda x: 2 * x)(MATRIX)
-    assert len(compiled) == 2
-
-
 @pytest.mark.parametrize("name", [*FUNCTIONS, *cases(WAYS, "slq_trace, batched")])
 def test_the_second_call_compiles_nothing(name: str) -> None:
     """Outside of `jax.jit`, with operators and functions made anew."""
@@ -171,14 +164,6 @@ def test_nested_batches(name: str) -> None:
     assert jax.eval_shape(call, keys).shape == (2, 2, *single.shape)
     if name in EXECUTED:
         close(call(keys)[1, 1], CALLS[name](MATRIX, keys[1, 1]).value, 1e-5)
-
-
-@pytest.mark.parametrize("name", cases(EXECUTED, "xtrace"))
-def test_donation(name: str) -> None:
-    """The buffer of a matrix may be donated for its gradient."""
-    expected = jax.grad(loss, 1)(name, MATRIX, KEY)
-    slope = jax.jit(jax.grad(loss, 1), static_argnums=0, donate_argnums=1)
-    close(slope(name, jnp.array(MATRIX), KEY), expected, 1e-9)
 
 
 @every_function

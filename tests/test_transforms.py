@@ -7,7 +7,6 @@ from typing import Any
 
 import diffrax
 import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -127,25 +126,6 @@ def test_diffrax(adjoint: Any) -> None:
     forward = isinstance(adjoint, diffrax.ForwardMode)
     derivative = jax.jacfwd(log_density) if forward else jax.grad(log_density)
     close(jax.jit(derivative)(theta), truth, 1e-10)
-
-
-def test_bounded_while_loop_with_a_changing_operator() -> None:
-    """Equinox's bounded loop, which is reverse-mode differentiable at run-time length."""
-    base = suitable(ESTIMATORS[3], N)
-
-    def shrunk(x: Any, steps: Any) -> Any:
-        def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            i, x = carry
-            return i + 1, tx.xtrace(function(x * base), KEY, BUDGET).value / 10
-
-        def more(carry: tuple[Any, Any]) -> Any:
-            return carry[0] < steps
-
-        return eqxi.while_loop(more, body, (0, x), kind="bounded", max_steps=3)[1]
-
-    ratio = tx.xtrace(function(base), KEY, BUDGET).value / 10
-    slope = jax.jit(jax.grad(shrunk))(1.0, 2)
-    close(slope, ratio**2, 1e-10)
 
 
 @pytest.mark.slow

@@ -182,19 +182,15 @@ whole, spread = (
     jax.make_array_from_callback((4, 4), NamedSharding(mesh, spec), lambda i: matrix[i])
     for spec in (PartitionSpec(), PartitionSpec("x"))
 )
-def operators(array):
+def applied(array):
     space = jax.ShapeDtypeStruct((4,), np.float32)
-    yield lx.MatrixLinearOperator(array)
-    yield lx.FunctionLinearOperator(lambda v: array @ v, space)
-    yield lx.FunctionLinearOperator(lambda v: array @ v, space, closure_convert=False)
+    return lx.FunctionLinearOperator(lambda v: array @ v, space)
 for array in (whole, process_allgather(spread, tiled=True)):
-    for operator in operators(array):
-        check_operator(operator, key)
-for operator in operators(spread):
-    try:
-        check_operator(operator, key)
-    except ValueError as error:
-        print(error)
+    check_operator(applied(array), key)
+try:
+    check_operator(applied(spread), key)
+except ValueError as error:
+    print(error)
 """
 
 
@@ -215,7 +211,7 @@ def test_arrays_of_several_processes() -> None:
             process.kill()
     for printed, errors in outputs:
         words = r"check_operator\(operator=.*arrays of one process.*\(4, 4\).*Gather it by"
-        assert len(re.findall(words, printed)) == 3, errors
+        assert re.search(words, printed), errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`check_sampler` names what is wrong with a sampler, and passes the samplers of traceax."""
+"""`check_sampler` names what is wrong with a sampler, and passes those of traceax."""
 
 from collections.abc import Callable
 from itertools import count
