@@ -1,7 +1,6 @@
-"""The settings of all tests: double precision, strict promotion, compilers that are quick.
+"""The settings of all tests: double precision, and a compiler that is quick.
 
-Dtypes and ranks are not promoted, and float32 is asked for by name where it is meant. Most
-of the suite's time is compilation, so the compiler is told not to optimise, and to use the
+float32 is asked for by name where it is meant. Most of the suite's time is compilation, so the compiler is told not to optimise, and to use the
 emitters that take a third of the time of its newer ones (TRACEAX_COMPILER=default leaves it
 as users have it). The workers share compiled programs in a folder that is deleted at the
 end. A test of a compiled program itself starts a process of its own. LAPACK is given one
@@ -32,8 +31,6 @@ import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 
 
