@@ -5,12 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import REST, close, function, general, slow
+from tests.helpers import close, function, general, slow
 from tests.probes.helpers import grid
 
 KEY = jax.random.key(9)
@@ -104,27 +103,6 @@ def test_pytrees_of_colours() -> None:
     flat = np.concatenate([probes["a"].reshape(20, 12), probes["b"]], axis=1)
     np.testing.assert_allclose(flat.T @ flat * np.eye(67) / 20, np.eye(67), rtol=1e-6)
     np.testing.assert_array_equal((flat != 0).sum(0), 2)
-
-
-def test_marginal_variances_of_a_precision_matrix() -> None:
-    """On a 16 x 16 grid at equal matvecs, a third of the error of all methods that do not
-    know the grid."""
-    side = 16
-    adjacency = grid(side, side)
-    precision = np.diag(adjacency.sum(1) + 0.5) - adjacency
-    covariance = jnp.asarray(np.linalg.inv(precision))
-    tags = [lx.symmetric_tag, lx.positive_semidefinite_tag]
-    operator = lx.TaggedLinearOperator(function(covariance), tags)
-    sampler = tx.probing(adjacency, power=5)
-    budget = 2 * sampler.num_colours
-
-    def error(estimate: Callable[..., tx.Estimate], **options: Any) -> float:
-        value = estimate(operator, KEY, budget, **options).value
-        return float(jnp.linalg.norm(value - jnp.diagonal(covariance)))
-
-    probed = error(tx.hutchinson_diagonal, sampler=sampler)
-    for entry in REST[:4]:
-        assert error(entry.estimate) > 3 * probed, entry.name
 
 
 # Errors.
