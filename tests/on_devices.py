@@ -1,4 +1,4 @@
-"""Programs for `test_devices`. It runs them in processes of their own, because the number of
+"""Programs for `test_devices`. They run in processes of their own, because the number of
 devices is fixed when JAX starts. Not to be imported.
 
 `python -m tests.on_devices mesh NAME ...`: eight devices. `... process I PORT`: one of two
