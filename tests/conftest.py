@@ -1,11 +1,11 @@
-"""The settings of all tests: double precision, strict promotion, compilers that are quick.
+"""The settings of all tests: double precision, and a compiler that is quick.
 
-Dtypes and ranks are not promoted, and float32 is asked for by name where it is meant. Most
-of the suite's time is compilation, so the compiler is told not to optimise, and to use the
-emitters that take a third of the time of its newer ones (TRACEAX_COMPILER=default leaves it
-as users have it). The workers share compiled programs in a folder that is deleted at the
-end. A test of a compiled program itself starts a process of its own. LAPACK is given one
-thread, because its threads and those of JAX compete.
+float32 is asked for by name where it is meant. Most of the suite's time is compilation, so
+the compiler is told not to optimise, and to use the emitters that take a third of the time
+of its newer ones (TRACEAX_COMPILER=default leaves it as users have it). The workers share
+compiled programs in a folder that is deleted at the end. A test of a compiled program
+starts a process of its own. LAPACK is given one thread, because its threads and those of
+JAX compete.
 """
 
 import gc

@@ -1,5 +1,5 @@
-"""Programs for `test_devices`, which runs them in processes of their own, because how many
-devices there are is fixed where JAX starts. Not to be imported.
+"""Programs for `test_devices`. They run in processes of their own, because the number of
+devices is fixed when JAX starts. Not to be imported.
 
 `python -m tests.on_devices mesh NAME ...`: eight devices. `... process I PORT`: one of two
 processes with four devices each.
@@ -110,7 +110,7 @@ def on_a_mesh(names: list[str]) -> dict[str, Any]:
             "sharded": all(kept),
         }
     qr = jax.jit(jnp.linalg.qr).lower(jax.device_put(jnp.ones((N, K)), rows))
-    report["sabotage"] = {"moved": moved(qr.compile().as_text()), "block": N * K, "n": N}
+    report["qr"] = {"moved": moved(qr.compile().as_text()), "block": N * K, "n": N}
     return report
 
 

@@ -87,30 +87,6 @@ def test_only_something_else_is_perturbed(entry: Entry) -> None:
     close(jax.jit(jax.hessian(loss))(3.0), 2 * fixed, 1e-14)
 
 
-@each(ESTIMATORS, "xtrace")
-def test_part_of_an_operator_is_perturbed(entry: Entry) -> None:
-    """One factor of a sum, an array among non-arrays, through `eqx.filter_grad`."""
-    base = suitable(entry, N)
-
-    class Scaled(eqx.Module):
-        scale: Any
-        label: str
-        fixed: lx.AbstractLinearOperator
-
-    def loss(model: Scaled) -> Any:
-        operator = model.scale * lx.MatrixLinearOperator(base) + model.fixed
-        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value
-
-    gradient = eqx.filter_grad(loss)(Scaled(jnp.array(2.0), "label", function(base)))
-    total = value(entry, 3 * base)
-    if entry.euler:
-        close(gradient.scale, total / 3, 1e-12)
-    assert gradient.label is None
-    close(
-        jnp.sum(jax.grad(lambda m: value(entry, m))(3 * base) * base), gradient.scale, 1e-12
-    )
-
-
 def test_a_perturbation_that_the_matvec_does_not_depend_on() -> None:
     """The point at which a linear function has its Jacobian."""
     matrix = general(N)
@@ -138,21 +114,6 @@ def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
     close(jnp.diag(hessian), gradient / theta, 1e-11)
     close(hessian, jnp.diag(jnp.diag(hessian)), 1e-12)
     close(jax.jacrev(jax.grad(loss))(theta), hessian, 1e-12)
-
-
-@each(ESTIMATORS, "hutchinson_trace")
-def test_python_floats_are_differentiated(entry: Entry) -> None:
-    """Eager `jax.grad(f)(1.3)`: rules would meet a bare float inside the operator."""
-    base = suitable(entry, N)
-    structure = jax.ShapeDtypeStruct((N,), float)
-
-    def loss(scale: Any) -> Any:
-        operator = lx.FunctionLinearOperator(lambda v: scale * (base @ v), structure)
-        return entry.estimate(as_semidefinite(entry, operator), KEY, BUDGET).value
-
-    slope = jax.grad(loss)(1.3)
-    gradient = jax.grad(lambda m: value(entry, m))(1.3 * base)
-    close(slope, jnp.sum(gradient * base), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -275,28 +236,3 @@ def test_tangents_of_diagonals_are_second_order(entry: Entry) -> None:
 
     assert error(entry) < 0.15
     assert error(REST[0]) > 0.5
-
-
-def test_gradient_of_a_kernel_against_the_dense_one() -> None:
-    """tr K(l)^2 of a squared-exponential kernel in its length scale, n = 1000. An estimate
-    that is 2 % off fails."""
-    n, keys = 1000, jax.random.split(KEY, 8)
-    points = jax.random.uniform(jax.random.key(0), (n, 2))
-    squared = jnp.sum((points[:, None] - points) ** 2, axis=-1)
-
-    def kernel(scale: Any) -> Any:
-        return jnp.exp(-squared / (2 * scale**2))
-
-    def estimated(scale: Any, key: Any) -> Any:
-        k = kernel(scale)
-        structure = jax.ShapeDtypeStruct((n,), k.dtype)
-        squared_kernel = lx.FunctionLinearOperator(lambda v: k @ (k @ v), structure, PSD)
-        return tx.xtrace(squared_kernel, key, 60).value
-
-    truth = jax.grad(lambda scale: jnp.sum(kernel(scale) ** 2))(0.3)
-    slopes = jax.jit(lambda keys: jax.lax.map(lambda k: jax.grad(estimated)(0.3, k), keys))(
-        keys
-    )
-    relative = np.abs(np.asarray(slopes) / truth - 1)
-    assert relative.max() < 1e-3
-    assert abs(np.mean(slopes) * 1.02 / truth - 1) > 1e-3

@@ -112,17 +112,6 @@ def test_batches_change_no_number(name: str, dtype: Any, batch_size: int) -> Non
     assert parts.num_matvecs == whole.num_matvecs
 
 
-@pytest.mark.slow
-def test_second_derivatives_of_batches() -> None:
-    """d2/ds2 log det(s A) = -n/s^2."""
-
-    def logdet(s: Any) -> Any:
-        a = operator(s * matrix_of(float))
-        return tx.slq_trace(a, jnp.log, KEY, num_probes=7, num_steps=5, batch_size=3).value
-
-    close(jax.hessian(logdet)(2.0), -N / 4, 1e-10)
-
-
 def test_batches_at_any_scale() -> None:
     """The sums of squares over batches neither overflow nor underflow."""
     for scale in (2.0**-660, 2.0**660):

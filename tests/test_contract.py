@@ -1,7 +1,6 @@
 """What holds for every estimator: budgets, shapes, error messages, the automatic choice."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -135,25 +134,6 @@ def test_small_dimensions(entry: Entry) -> None:
                 close(estimate.value, truth, 1e-14, n + float(jnp.max(truth)))
 
 
-AT_ONCE: dict[str, Callable[[Any, int], tx.Estimate]] = {
-    "adaptive_trace": lambda a, budget: tx.adaptive_trace(a, KEY, max_matvecs=budget),
-    "function_trace": lambda a, budget: tx.function_trace(a, jnp.square, KEY, budget),
-    "logdet": lambda a, budget: tx.logdet(a, KEY, budget),
-    "deltashift": lambda a, budget: tx.deltashift(budget).update(
-        a, tx.deltashift(budget).init(a, KEY), KEY
-    )[0],
-}
-
-
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_in_one_dimension_one_application_is_exact(name: str) -> None:
-    estimate = AT_ONCE[name](lx.MatrixLinearOperator(jnp.full((1, 1), 1.0)), 1)
-    assert estimate.value == (0 if name == "logdet" else 1)
-    assert estimate.standard_error == 0
-    with pytest.raises(ValueError, match=r"at least 1, .*got 0"):
-        AT_ONCE[name](lx.MatrixLinearOperator(jnp.full((1, 1), 1.0)), 0)
-
-
 @each(ESTIMATORS + REST, "hutchinson_trace", "hutchpp_trace", "xdiag")
 def test_the_standard_error_of_one_sample_is_infinite(entry: Entry) -> None:
     operator = as_semidefinite(entry, function(suitable(entry, 70)))
@@ -162,19 +142,6 @@ def test_the_standard_error_of_one_sample_is_infinite(entry: Entry) -> None:
     assert jnp.all(estimate.standard_error == jnp.inf)
     low, high = estimate.interval()
     assert jnp.all((low == -jnp.inf) & (high == jnp.inf))
-
-
-@each(ESTIMATORS[-2:], "xtrace")
-def test_result_is_a_loss(entry: Entry) -> None:
-    """Shapes `()`, real for what is known to be Hermitian, complex otherwise."""
-    for dtype in (float, complex):
-        matrix = hermitian(spectrum("poly", 70), dtype)
-        known = lx.TaggedLinearOperator(function(matrix), PSD)
-        estimate = entry.estimate(known, KEY, 50)
-        assert estimate.value.shape == estimate.standard_error.shape == ()
-        assert estimate.value.dtype == estimate.standard_error.dtype == jnp.float64
-        if not entry.semidefinite:
-            assert entry.estimate(function(matrix), KEY, 50).value.dtype == matrix.dtype
 
 
 def test_negative_semidefinite() -> None:
@@ -393,18 +360,3 @@ def test_interval_errors() -> None:
             estimate.interval(level)
     with pytest.raises(TypeError, match="complex"):
         tx.Estimate(jnp.asarray(1.0j), jnp.asarray(1.0), 10, 9).interval()
-
-
-def test_estimates_of_different_estimators_have_one_structure() -> None:
-    """So that `jax.lax.cond` may choose between them."""
-    operator = function(general(70))
-
-    def choose(which: Any) -> Any:
-        return jax.lax.cond(
-            which,
-            lambda: tx.xtrace(operator, KEY, 20),
-            lambda: tx.hutchinson_trace(operator, KEY, 20),
-        )
-
-    chosen = jax.jit(choose)(True)
-    close(chosen.value, tx.xtrace(operator, KEY, 20).value, 1e-12)

@@ -169,22 +169,6 @@ def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> N
 
 
 @pytest.mark.slow
-def test_sketches_pay_on_decaying_spectra() -> None:
-    """Errors at equal matvecs, in the order that theory gives them."""
-    matrix = hermitian(spectrum_of("exp", 200))
-    operator = lx.MatrixLinearOperator(matrix, PSD)
-    truth = float(jnp.trace(matrix))
-
-    def error(entry: Entry) -> float:
-        values = repeated(lambda key: entry.estimate(operator, key, 40).value, 50)
-        return float(np.sqrt(np.mean((values - truth) ** 2)))
-
-    hutchinson, hutchpp, na_hutchpp, xtrace, xnystrace = map(error, ESTIMATORS)
-    assert xnystrace < xtrace / 10 < hutchpp / 20 < hutchinson / 100
-    assert hutchpp < na_hutchpp < hutchinson
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", [4, 20])
 def test_the_worst_case_of_independent_samples(budget: int) -> None:
     """Rank one and normal probes: chi-squared samples of one degree of freedom. 90 % of

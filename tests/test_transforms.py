@@ -5,9 +5,7 @@ import subprocess
 import sys
 from typing import Any
 
-import diffrax
 import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -83,69 +81,6 @@ def test_filtered_transformations_return_what_their_names_say(entry: Entry) -> N
         jnp.sum(gradient * matrix),
         1e-11,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "adjoint",
-    [
-        diffrax.RecursiveCheckpointAdjoint(),
-        diffrax.BacksolveAdjoint(),
-        diffrax.DirectAdjoint(),
-        diffrax.ForwardMode(),
-    ],
-    ids=lambda a: type(a).__name__,
-)
-def test_diffrax(adjoint: Any) -> None:
-    """A flow whose log-density falls by an estimated divergence, under each adjoint.
-
-    d/dt l = -tr(theta A): its derivative by theta is that estimate, exactly.
-    """
-    base = suitable(ESTIMATORS[3], N)
-
-    def field(t: Any, state: Any, theta: Any) -> Any:
-        point, _ = state
-        operator = lx.JacobianLinearOperator(lambda x, args: theta * (base @ x), point)
-        return theta * (base @ point) / 10, -tx.xtrace(operator, KEY, BUDGET).value
-
-    def log_density(theta: Any) -> Any:
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(field),
-            diffrax.Tsit5(),
-            0.0,
-            1.0,
-            0.25,
-            (jnp.ones(N), 0.0),
-            args=theta,
-            adjoint=adjoint,
-        )
-        assert solution.ys is not None
-        return solution.ys[1][0]
-
-    theta = jnp.array(0.8)
-    truth = -tx.xtrace(function(base), KEY, BUDGET).value
-    forward = isinstance(adjoint, diffrax.ForwardMode)
-    derivative = jax.jacfwd(log_density) if forward else jax.grad(log_density)
-    close(jax.jit(derivative)(theta), truth, 1e-10)
-
-
-def test_bounded_while_loop_with_a_changing_operator() -> None:
-    """Equinox's bounded loop, which is reverse-mode differentiable at run-time length."""
-    base = suitable(ESTIMATORS[3], N)
-
-    def shrunk(x: Any, steps: Any) -> Any:
-        def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-            i, x = carry
-            return i + 1, tx.xtrace(function(x * base), KEY, BUDGET).value / 10
-
-        def more(carry: tuple[Any, Any]) -> Any:
-            return carry[0] < steps
-
-        return eqxi.while_loop(more, body, (0, x), kind="bounded", max_steps=3)[1]
-
-    ratio = tx.xtrace(function(base), KEY, BUDGET).value / 10
-    slope = jax.jit(jax.grad(shrunk))(1.0, 2)
-    close(slope, ratio**2, 1e-10)
 
 
 @pytest.mark.slow

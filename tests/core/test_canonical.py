@@ -80,20 +80,6 @@ def with_nan(i: int) -> Apply:
     return lambda v: jnp.where(v > 7, number, v)
 
 
-def with_length(i: int) -> Apply:
-    return lambda v: jax.lax.scan(lambda c, _: (2 * c, None), v, None, length=i + 2)[0]
-
-
-def with_precision(i: int) -> Apply:
-    dtype = (jnp.float32, jnp.float64)[i]
-    return lambda v: v.astype(dtype).astype(v.dtype) / 3
-
-
-def of_weak_type(i: int) -> Apply:
-    number = (2.0, jnp.asarray(2.0))[i]
-    return lambda v: (number * jnp.float32(1)).astype(float) * v
-
-
 def with_callback(i: int) -> Apply:
     def numpy(v: Any) -> Any:
         return (i + 1) * v
@@ -114,8 +100,8 @@ def crossed(i: int) -> Apply:
 
 
 SAME = [scanned, jitted, closed_over, gradient]
-OTHERS = [branched, closed_over_in_a_loop, with_rule, with_zero, with_nan, with_length]
-OTHERS += [with_precision, of_weak_type, with_callback, with_key, crossed]
+OTHERS = [branched, closed_over_in_a_loop, with_rule, with_zero, with_nan]
+OTHERS += [with_callback, with_key, crossed]
 
 
 def run(apply: Any, v: Any) -> Any:

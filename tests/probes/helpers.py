@@ -1,4 +1,4 @@
-"""Graphs, and what probing by a colouring of them leaves."""
+"""Graphs, and the error of probing with their colourings."""
 
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,20 @@ def laplacian(adjacency: Any) -> Any:
 
 
 def near(pattern: Any, power: int) -> Any:
-    """Who is within so many steps of whom, by dense powers."""
+    """Which vertices are within so many steps, by dense powers."""
     step = (pattern != 0) | (pattern != 0).T | np.eye(len(pattern), dtype=bool)
     reached = np.linalg.matrix_power(step.astype(float), power)
     return reached > 0
 
 
 def alike(colours: Any) -> Any:
-    """Who shares a colour with whom else."""
+    """Which different vertices share a colour."""
     same = colours[:, None] == colours
     return same & ~np.eye(len(colours), dtype=bool)
 
 
 def left(matrix: Any, colours: Any) -> float:
-    """The relative error of the diagonal by one repeat: exactly, in root mean square over
-    all signs."""
+    """The relative error of the diagonal from one repeat, in root mean square over all
+    signs."""
     disturbed = np.sum(np.abs(matrix * alike(np.asarray(colours))) ** 2)
     return float(np.sqrt(disturbed) / np.linalg.norm(np.diag(matrix)))

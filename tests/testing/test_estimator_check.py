@@ -1,4 +1,4 @@
-"""Estimators that are wrong in one thing each are told so; the library's are right."""
+"""`check_estimator` names what is wrong with an estimator, and passes those of traceax."""
 
 from collections.abc import Callable
 from itertools import count
@@ -15,17 +15,17 @@ from tests.helpers import DIAGONALS, ESTIMATORS, Entry
 from traceax.testing import check_estimator
 
 COUNTER = count()
-pytestmark = pytest.mark.slow  # some seconds each
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("entry", [*ESTIMATORS, *DIAGONALS], ids=lambda entry: entry.name)
-def test_the_librarys_are_right(entry: Entry) -> None:
+def test_the_estimators_of_traceax_are_right(entry: Entry) -> None:
     how = {"semidefinite": entry.semidefinite, "euler": entry.euler}
     check_estimator(entry.estimate, truth=entry.truth, **how)
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_the_example_of_custom_trace_and_the_front_door_are_right(double: bool) -> None:
+def test_the_automatic_choice_and_a_custom_trace_are_right(double: bool) -> None:
     with jax.enable_x64(double):
         check_estimator(
             lambda operator, key, num_matvecs: tx.custom_trace(
@@ -36,7 +36,7 @@ def test_the_example_of_custom_trace_and_the_front_door_are_right(double: bool) 
 
 
 def altered(**change: Callable[[Any], Any]) -> Callable[..., tx.Estimate]:
-    """Hutchinson's, with something done to its parts."""
+    """Hutchinson's estimator with changed parts."""
 
     def algorithm(apply: Any, probes: Any) -> Any:
         value, error, (left, right) = hutchinson(apply, probes)
@@ -79,7 +79,7 @@ def by_python(operator: Any, key: Any) -> tx.Estimate:
         ),
     ],
 )
-def test_what_is_wrong_is_named(estimator: Any, words: str) -> None:
+def test_faults_are_named(estimator: Any, words: str) -> None:
     with pytest.raises(AssertionError, match=rf"check_estimator: .* fails:(.|\n)*{words}"):
         check_estimator(estimator, num_keys=100)
 
@@ -95,9 +95,8 @@ def test_absolute_thresholds_are_seen(double: bool) -> None:
 
 
 def test_errors() -> None:
+    wrong: Any = 3
     with pytest.raises(TypeError, match=r"check_estimator\(estimator=.*got int"):
-        check_estimator(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        TypeError, match=r"traceax.*key="
-    ):  # what an estimator raises itself
+        check_estimator(wrong)
+    with pytest.raises(TypeError, match=r"traceax.*key="):  # raised by the estimator
         check_estimator(lambda operator, key: plain(operator, 3))

@@ -1,4 +1,4 @@
-"""Progress of what takes batches."""
+"""Progress meters of functions that take batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general, leaks_checked, slow
+from tests.helpers import cases, close, function, general, leaks_checked
 
 KEY = jax.random.key(8)
 N = 12
@@ -55,15 +55,15 @@ CALLS: dict[str, Callable[..., tx.Estimate]] = {
 }
 
 
-SLOW = {"spectral_density", "exact diagonal", "exact laplacian", "hessian_diagonal"}
+QUICK = ("hutchinson_trace", "hutchinson_diagonal", "exact trace")
 
 
-@pytest.mark.parametrize("name", [slow(n) if n in SLOW else n for n in CALLS])
+@pytest.mark.parametrize("name", cases(CALLS, *QUICK))
 def test_batches_are_shown_once_and_change_nothing(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Three batches, 3 + 3 + 1 probes or 3 times 4; also under `jit` and `grad`, where what
-    goes through them again shows nothing."""
+    """Three batches, 3 + 3 + 1 probes or 3 times 4, under `jit` and `grad`. The backward
+    pass shows nothing."""
 
     def value(scale: Any, meter: Any) -> Any:
         estimate = CALLS[name](
@@ -89,7 +89,7 @@ def test_without_batches_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> 
     assert "%" not in capfd.readouterr().out
 
 
-def test_wrong_use_says_the_cure() -> None:
+def test_wrong_meters() -> None:
     for call in CALLS.values():
         with pytest.raises(TypeError, match=r"progress_meter=\.\.\.\) must be a progress"):
             call(1.0, batch_size=3, progress_meter=print)
