@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from tests.calls import CALLS
+from tests.calls import N as SIZE
 from tests.helpers import PSD, close, function, general, hermitian, refused, slow
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
@@ -89,3 +91,50 @@ def test_a_method_of_ones_own_has_all_that_others_have() -> None:
     assert abs(got.value - jnp.trace(matrix)) < 5 * got.standard_error
     slope = jax.grad(lambda s: estimate(OWN, function(s * matrix), KEY, 7).value)(1.0)
     close(slope, got.value, 1e-12)  # Euler's relation
+
+
+SAMPLERS = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_what_is_drawn_is_isotropic(sampler: Any, dtype: Any) -> None:
+    """E[z z*] = I, within six standard errors of 3,000 draws of one probe; its entries have
+    a variance of at most 2."""
+    space = jax.ShapeDtypeStruct((5,), dtype)
+    keys = jax.random.split(KEY, 3000)
+    z = jax.jit(jax.vmap(lambda key: sampler(key, space, 1)[0]))(keys)
+    second = jnp.mean(z[:, :, None] * z[:, None, :].conj(), axis=0)
+    assert jnp.max(abs(second - jnp.eye(5))) < 6 * (2 / 3000) ** 0.5
+    assert jnp.max(abs(jnp.mean(z, axis=0))) < 6 / 3000**0.5
+
+
+DEGREES = {
+    "hutchinson_trace": 5 / 3,
+    "hutchpp_trace": 3 / 3,
+    "xtrace": 5,
+    "xnystrace": 9,
+    "hutchinson_diagonal": 5,
+    "xdiag": 5,
+    "custom_trace": 5,
+    "function_trace": 10 / 3,
+    "slq_trace": 3 / 3,
+    "function_diagonal": 3,
+    "laplacian": 5 / 3,
+}
+
+
+def test_degrees_of_freedom() -> None:
+    """One less than there are probes; of independent quadratic forms, which are skewed, a
+    third of that, and of those of a Krylov space two thirds."""
+    matrix, found = jnp.eye(SIZE), {}
+    for name in DEGREES:
+        call: Any = CALLS[name]
+
+        def told(key: Any, name: str = name, call: Any = call) -> Any:
+            estimate = call(matrix, key)
+            found[name] = estimate.degrees_of_freedom
+            return estimate.value
+
+        jax.eval_shape(told, KEY)
+    assert found == pytest.approx(DEGREES)

@@ -36,40 +36,6 @@ def truth(v: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_better_than_plain_quadrature_by_far() -> None:
-    """Value and gradient, and intervals that hold; of three levels of noise."""
-
-    @jax.jit
-    def run(v: Any, key: Any) -> Any:
-        def loss(v: Any) -> Any:
-            result = estimate(v, key, PSD)
-            return result.value, result
-
-        (value, result), gradient = jax.value_and_grad(loss, has_aux=True)(v)
-        low, high = result.interval(0.95)
-        return value, gradient, low, high
-
-    def plain(v: Any, key: Any) -> Any:
-        operator = matrix_free(kernel(v[0]) + jnp.exp(v[1]) * jnp.eye(N))
-        return tx.slq_trace(operator, jnp.log, key, num_probes=6, num_steps=15).value
-
-    by_plain = jax.jit(jax.value_and_grad(plain))
-    hits = []
-    for noise, gain in ((1e-1, 6), (1e-2, 6), (1e-4, 6)):
-        v = POINT.at[1].set(jnp.log(noise))
-        want, slope = jax.value_and_grad(truth)(v)
-        keys = jax.random.split(KEY, 30)
-        value, gradient, low, high = jax.lax.map(lambda k, v=v: run(v, k), keys)
-        hits += list((low <= want) & (want <= high))
-        error = jnp.sqrt(jnp.mean((value / want - 1) ** 2))
-        off = jnp.sqrt(jnp.mean((gradient / slope - 1) ** 2, axis=0))
-        value, gradient = jax.lax.map(lambda k, v=v: by_plain(v, k), keys[:10])
-        assert gain * error < jnp.sqrt(jnp.mean((value / want - 1) ** 2))
-        assert jnp.all(gain * off < jnp.sqrt(jnp.mean((gradient / slope - 1) ** 2, axis=0)))
-    assert np.mean(hits) >= 0.85
-
-
-@pytest.mark.slow
 def test_second_derivatives() -> None:
     """Up to the few probes."""
     got = jax.jit(jax.hessian(lambda v: estimate(v).value))(POINT)
