@@ -110,15 +110,3 @@ def test_where_there_is_nothing_to_sketch(flat: Any) -> None:
     estimate = tx.laplacian(lambda x, args: flat(x), X, KEY, M)
     close(estimate.value, exact(lambda x, args: flat(x), X), 1e-12, 1.0)
     assert estimate.standard_error < 1e-10
-
-
-@pytest.mark.slow
-def test_a_trained_network_is_dominated_by_few_directions() -> None:
-    """What it is for: a third of the error of signs, and less."""
-    keys = jax.random.split(KEY, 40)
-
-    def off(**how: Any) -> Any:
-        run = lambda k: tx.laplacian(general, X, k, M, args=0.1, **how).value  # noqa: E731
-        return jnp.std(jax.jit(lambda keys: jax.lax.map(run, keys))(keys))
-
-    assert 3 * off() < off(sampler=tx.hadamard)

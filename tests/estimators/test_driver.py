@@ -21,21 +21,21 @@ from traceax._estimators.xnysdiag import XNYSDIAG
 from traceax._linalg.jackknife import standard_error
 
 KEY = jax.random.key(3)
-N, CUT = 80, 30
+N, FIRST = 80, 30
 
 
 def in_leaves(matrix: Any, *tags: Any) -> lx.AbstractLinearOperator:
-    structure = jax.eval_shape(lambda: (matrix[0, :CUT], matrix[0, CUT:]))
+    structure = jax.eval_shape(lambda: (matrix[0, :FIRST], matrix[0, FIRST:]))
 
     def apply(v: Any) -> Any:
         product = matrix @ jnp.concatenate(v)
-        return product[:CUT], product[CUT:]
+        return product[:FIRST], product[FIRST:]
 
     return lx.FunctionLinearOperator(apply, structure, tags)
 
 
 def of_leaves(vector: Any) -> Any:
-    return jnp.stack([jnp.sum(vector[:CUT]), jnp.sum(vector[CUT:])])
+    return jnp.stack([jnp.sum(vector[:FIRST]), jnp.sum(vector[FIRST:])])
 
 
 def slope(method: Method, matrix: Any, tags: tuple, weights: Any) -> Any:
@@ -57,7 +57,7 @@ def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(method: Method) -> None:
     operator = in_leaves(matrix, *tags)
     diagonal = jnp.concatenate(estimate(method, operator, KEY, 20).value)
     weights = jnp.array([0.3, -1.7])
-    every = jnp.repeat(weights, jnp.array([CUT, N - CUT]), total_repeat_length=N)
+    every = jnp.repeat(weights, jnp.array([FIRST, N - FIRST]), total_repeat_length=N)
     for target, sums in ((LEAVES, of_leaves), (TRACE, jnp.sum)):
         whole = method._replace(target=target)
         value = estimate(whole, operator, KEY, 20).value
@@ -131,10 +131,10 @@ def test_degrees_of_freedom() -> None:
     for name in DEGREES:
         call: Any = CALLS[name]
 
-        def told(key: Any, name: str = name, call: Any = call) -> Any:
+        def record(key: Any, name: str = name, call: Any = call) -> Any:
             estimate = call(matrix, key)
             found[name] = estimate.degrees_of_freedom
             return estimate.value
 
-        jax.eval_shape(told, KEY)
+        jax.eval_shape(record, KEY)
     assert found == pytest.approx(DEGREES)

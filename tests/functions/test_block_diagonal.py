@@ -12,9 +12,8 @@ import traceax as tx
 from tests.helpers import close, function, hermitian, is_unbiased, slow
 from tests.matrices import krylov_basis
 from traceax._core.operator import LinearMap
-from traceax._functions.block_diagonal import SpacesLeftOut, block_diagonal
-from traceax._linalg.krylov import block_krylov
-from traceax._quadrature.block_quadrature import Shape, levels
+from traceax._functions.block_diagonal import block_diagonal
+from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
@@ -53,34 +52,6 @@ def subject_of(matrix: Any, fn: Any) -> MatrixFunction:
 
 
 run_block = partial(block_diagonal, depth=SHAPE.depth, inner=SHAPE.inner)
-
-
-@pytest.mark.parametrize("dtype", [slow(float), complex])
-def test_samples_are_as_defined(dtype: Any) -> None:
-    """One by one, for f(A) as it is seen through Z."""
-    matrix = np.asarray(hermitian(np.linspace(-1, 2, SMALL), dtype))
-    block = np.asarray(probes(dtype))
-    z = krylov_basis(matrix, block, SHAPE.depth)
-    seen = z @ matrix_function(z.conj().T @ matrix @ z, np.exp) @ z.conj().T
-
-    @jax.jit
-    def read(matrix: Any, block: Any) -> Any:
-        space = block_krylov(LinearMap(function(matrix)), block, SHAPE.depth)
-        eigen, spaces = levels(space, SHAPE.depth, SHAPE.inner)
-        basis = space.basis[:, : SHAPE.num_matvecs]
-        theta, u = eigen.values[0], eigen.vectors[0]
-        f = (u * jnp.exp(theta)) @ u.conj().T
-        run = SpacesLeftOut(basis, block, spaces)
-        value = run_block(subject_of(matrix, jnp.exp), block).value
-        return run.samples(f), run.mean(f), run.level(f), value
-
-    samples, mean, level, value = read(matrix, block)
-    want, wanted_level = by_definition(matrix, block, seen)
-    close(samples, want, 1e-11)
-    close(mean, want.mean(1), 1e-11)
-    close(level, wanted_level, 1e-11)
-    ones, _ = by_definition(matrix, block, np.eye(SMALL))
-    close(value, (want + wanted_level * (1 - ones)).mean(1), 1e-11)
 
 
 @pytest.mark.parametrize("dtype", [float, slow(complex)])

@@ -23,7 +23,7 @@ MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 OTHERS = [name for name in CALLS if name not in names(ALL + REST_ALL)]
 
 
-@pytest.mark.parametrize("name", cases(OTHERS, "logdet", "laplacian"))
+@pytest.mark.parametrize("name", cases(OTHERS, "slq_trace", "laplacian"))
 def test_a_loop_in_a_batch_with_a_gradient(name: str) -> None:
     """A while loop around the estimate, and the gradient of a scan, in a batch of scales
     and keys, without leaks. A batch is the loop over what is in it."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -110,10 +109,6 @@ def test_block_krylov_projects(dtype: Any, spectrum: str) -> None:
     close(inside, block, 100 * eps)
 
 
-def exp_and_power(power: Any) -> ScalarFunction:
-    return ScalarFunction(lambda x: jnp.stack([jnp.exp(x), power * x**3]))
-
-
 @pytest.mark.parametrize(
     "values", [slow([1.0, 2.0, 3.0, 4.0]), slow([1.0, 1.0, 1.0, 2.0]), [0.0] * 4]
 )
@@ -154,16 +149,3 @@ def test_divided_differences_of_near_eigenvalues(gap: float) -> None:
 
     ratio = np.log1p(gap) / gap if gap else 1.0
     close(jax.grad(entry)(0.0), ratio, 1e-10)
-
-
-def test_parameters_of_functions_of_matrices() -> None:
-    matrix = hermitian(np.array([1.0, 1.0, 2.0, 3.0]))
-
-    def got(power: Any) -> Any:
-        point = jax.ShapeDtypeStruct((), float)
-        fn = eqx.filter_closure_convert(exp_and_power(power).function, point)
-        return columns(ScalarFunction(fn), matrix, decompose(matrix), count=1)[1, :, 0]
-
-    cube = (matrix @ matrix @ matrix)[:, 0]
-    close(got(2.0), 2 * cube, 1e-13)
-    close(jax.jacfwd(got)(2.0), cube, 1e-13)

@@ -319,6 +319,7 @@ def test_exact(kind: str) -> None:
     point = jnp.array([0.7, 1.3])
     got, want = free_energy(point), dense(point)
     assert jax.tree.leaves(got.standard_error) == [0, 0]
+    assert got.num_matvecs == {"small": 20}.get(kind, 0)
     slopes = [jax.jacrev(f)(point) for f in (lambda v: free_energy(v).value, dense)]
     for of in want:
         close(got.value[of], want[of], 1e-12)
