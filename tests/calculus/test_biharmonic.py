@@ -1,6 +1,5 @@
 """The Laplacian of the Laplacian."""
 
-import itertools
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import traceax as tx
-from tests.helpers import close, leaks_checked, slow
+from tests.helpers import all_signs, cases, close, refused
+from traceax._calculus.biharmonic import FourthDerivatives
 
 KEY = jax.random.key(3)
 X = jnp.array([0.3, -0.7, 0.5])
@@ -36,7 +36,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [slow("network"), slow("many values"), "complex", "cubic"])
+@pytest.mark.parametrize("name", cases(FUNCTIONS, "many values"))
 def test_all_pairs_are_exact(name: str) -> None:
     """From n (n + 1) / 2 on, value and gradient, alone and in batches."""
     fn = FUNCTIONS[name]
@@ -58,9 +58,7 @@ def test_all_pairs_are_exact(name: str) -> None:
 
 def test_the_mean_over_all_signs_is_the_truth() -> None:
     """Enumeration: over all pairs of sign vectors, value and slope."""
-    from traceax._calculus.biharmonic import FourthDerivatives  # noqa: PLC0415
-
-    signs = jnp.array(list(itertools.product([-1.0, 1.0], repeat=6))).T
+    signs = jnp.asarray(all_signs(6).T)
 
     def mean(scale: Any) -> Any:
         subject = FourthDerivatives(network, X, scale)
@@ -81,6 +79,7 @@ def test_terms_of_one_variable_are_exact_from_one_pair() -> None:
     assert jnp.isinf(estimate.standard_error)
 
 
+@pytest.mark.slow
 def test_error_bars_are_honest_where_nested_ones_are_not() -> None:
     """The same number of directions in both; the outer probes of a nested estimate share
     the inner ones, so its bar does not know of their error."""
@@ -118,28 +117,10 @@ def test_error_bars_are_honest_where_nested_ones_are_not() -> None:
     assert score(nested)[0] > 1.3
 
 
-def test_batches_of_points_pytrees_and_leaks() -> None:
-    def fn(x: Any, args: Any) -> Any:
-        return network(jnp.concatenate([x["a"], x["b"]]), args)
-
-    points = {"a": jnp.ones((4, 1)), "b": jnp.linspace(-1, 1, 8).reshape(4, 2)}
-    keys = jax.random.split(KEY, 4)
-
-    def at(x: Any, key: Any) -> Any:
-        return tx.biharmonic(fn, x, key, 3, args=0.5).value
-
-    with leaks_checked():
-        batch = jax.jit(jax.vmap(at))(points, keys)
-    close(batch[2], at(jax.tree.map(lambda p: p[2], points), keys[2]), 1e-11)
-
-
 def test_wrong_use_says_the_cure() -> None:
     call: Any = tx.biharmonic
-    with pytest.raises(TypeError, match=r"biharmonic\(fn=\.\.\.\) must be a function"):
-        call(X, network, KEY, 1)
-    with pytest.raises(TypeError, match=r"biharmonic\(fn=.*must return arrays of real"):
-        call(lambda x, args: x > 0, X, KEY, 1)
-    with pytest.raises(ValueError, match=r"biharmonic\(num_matvecs=.*at least 1"):
-        call(network, X, KEY, 0)
-    with pytest.raises(ValueError, match=r"biharmonic\(batch_size=.*at least 1"):
-        call(network, X, KEY, 2, batch_size=0)
+    refused(TypeError, r"fn=.*must be a function", call, X, network, KEY, 1)
+    truth = lambda x, args: x > 0  # noqa: E731
+    refused(TypeError, r"fn=.*must return arrays of real", call, truth, X, KEY, 1)
+    refused(ValueError, r"num_matvecs=.*at least 1", call, network, X, KEY, 0)
+    refused(ValueError, r"size=.*at least 1", call, network, X, KEY, 2, batch_size=0)

@@ -139,19 +139,11 @@ def test_closures_over_what_is_traced() -> None:
     with leaks_checked():
         slopes = jax.jit(jax.grad(loss, (0, 1)))(0.5, matrix)
         batch = jax.jit(jax.vmap(loss, (0, None)))(jnp.asarray([0.0, 0.5]), matrix)
-        looped = jax.jit(lambda m: jax.lax.scan(lambda c, w: (c, loss(w, m)), 0, guess))
-        _, each = looped(matrix)
-        bounded = jax.lax.while_loop(
-            lambda c: c[0] < 1, lambda c: (c[0] + 0.5, loss(c[0], matrix)), (0.0, 0.0)
-        )
     assert slopes[0] == 0
-    _, eager = jax.grad(loss, (0, 1))(0.5, matrix)
-    close(slopes[1], eager, 1e-14)
-    values = [loss(w, matrix) for w in (0.0, 0.5, 1.0)]
+    close(slopes[1], jax.grad(loss, 1)(0.5, matrix), 1e-14)
+    values = [loss(w, matrix) for w in (0.0, 0.5)]
     assert values[0] != values[1]
-    close(batch, jnp.asarray(values[:2]), 1e-13)
-    close(each[0], values[2], 1e-13)
-    close(bounded[1], values[1], 1e-13)
+    close(batch, jnp.asarray(values), 1e-13)
 
 
 def counted(algorithm: Any, operator: Any = None) -> Any:

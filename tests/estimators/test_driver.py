@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from tests.calls import CALLS
+from tests.calls import N as SIZE
 from tests.helpers import PSD, close, function, general, hermitian, refused, slow
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
@@ -19,21 +21,21 @@ from traceax._estimators.xnysdiag import XNYSDIAG
 from traceax._linalg.jackknife import standard_error
 
 KEY = jax.random.key(3)
-N, CUT = 80, 30
+N, FIRST = 80, 30
 
 
 def in_leaves(matrix: Any, *tags: Any) -> lx.AbstractLinearOperator:
-    structure = jax.eval_shape(lambda: (matrix[0, :CUT], matrix[0, CUT:]))
+    structure = jax.eval_shape(lambda: (matrix[0, :FIRST], matrix[0, FIRST:]))
 
     def apply(v: Any) -> Any:
         product = matrix @ jnp.concatenate(v)
-        return product[:CUT], product[CUT:]
+        return product[:FIRST], product[FIRST:]
 
     return lx.FunctionLinearOperator(apply, structure, tags)
 
 
 def of_leaves(vector: Any) -> Any:
-    return jnp.stack([jnp.sum(vector[:CUT]), jnp.sum(vector[CUT:])])
+    return jnp.stack([jnp.sum(vector[:FIRST]), jnp.sum(vector[FIRST:])])
 
 
 def slope(method: Method, matrix: Any, tags: tuple, weights: Any) -> Any:
@@ -55,7 +57,7 @@ def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(method: Method) -> None:
     operator = in_leaves(matrix, *tags)
     diagonal = jnp.concatenate(estimate(method, operator, KEY, 20).value)
     weights = jnp.array([0.3, -1.7])
-    every = jnp.repeat(weights, jnp.array([CUT, N - CUT]), total_repeat_length=N)
+    every = jnp.repeat(weights, jnp.array([FIRST, N - FIRST]), total_repeat_length=N)
     for target, sums in ((LEAVES, of_leaves), (TRACE, jnp.sum)):
         whole = method._replace(target=target)
         value = estimate(whole, operator, KEY, 20).value
@@ -89,3 +91,50 @@ def test_a_method_of_ones_own_has_all_that_others_have() -> None:
     assert abs(got.value - jnp.trace(matrix)) < 5 * got.standard_error
     slope = jax.grad(lambda s: estimate(OWN, function(s * matrix), KEY, 7).value)(1.0)
     close(slope, got.value, 1e-12)  # Euler's relation
+
+
+SAMPLERS = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_what_is_drawn_is_isotropic(sampler: Any, dtype: Any) -> None:
+    """E[z z*] = I, within six standard errors of 3,000 draws of one probe; its entries have
+    a variance of at most 2."""
+    space = jax.ShapeDtypeStruct((5,), dtype)
+    keys = jax.random.split(KEY, 3000)
+    z = jax.jit(jax.vmap(lambda key: sampler(key, space, 1)[0]))(keys)
+    second = jnp.mean(z[:, :, None] * z[:, None, :].conj(), axis=0)
+    assert jnp.max(abs(second - jnp.eye(5))) < 6 * (2 / 3000) ** 0.5
+    assert jnp.max(abs(jnp.mean(z, axis=0))) < 6 / 3000**0.5
+
+
+DEGREES = {
+    "hutchinson_trace": 5 / 3,
+    "hutchpp_trace": 3 / 3,
+    "xtrace": 5,
+    "xnystrace": 9,
+    "hutchinson_diagonal": 5,
+    "xdiag": 5,
+    "custom_trace": 5,
+    "function_trace": 10 / 3,
+    "slq_trace": 3 / 3,
+    "function_diagonal": 3,
+    "laplacian": 5 / 3,
+}
+
+
+def test_degrees_of_freedom() -> None:
+    """One less than there are probes; of independent quadratic forms, which are skewed, a
+    third of that, and of those of a Krylov space two thirds."""
+    matrix, found = jnp.eye(SIZE), {}
+    for name in DEGREES:
+        call: Any = CALLS[name]
+
+        def record(key: Any, name: str = name, call: Any = call) -> Any:
+            estimate = call(matrix, key)
+            found[name] = estimate.degrees_of_freedom
+            return estimate.value
+
+        jax.eval_shape(record, KEY)
+    assert found == pytest.approx(DEGREES)

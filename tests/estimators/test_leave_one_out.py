@@ -16,6 +16,7 @@ from tests.helpers import (
     PSD,
     REST,
     close,
+    function,
     general,
     given,
     hermitian,
@@ -24,6 +25,7 @@ from tests.helpers import (
     spectrum,
 )
 from tests.matrices import across, all_signs, projector
+from traceax._linalg.nystrom import nystrom as nystrom_factors
 
 KEY = jax.random.key(11)
 
@@ -189,6 +191,51 @@ def test_leave_one_out_diagonals(form: str, dtype: Any, k: int) -> None:
         return
     spread = np.sum(np.abs(samples - samples.mean(0)) ** 2, axis=0)
     close(got.standard_error, np.sqrt(2 * spread / (k * (k - 1))), 1e-10)
+
+
+SAMPLES: dict[str, Callable[..., Any]] = {
+    "hutchinson_trace": lambda z, m: np.sum(z.conj() * (z @ m.T), axis=1),
+    "hutchinson_diagonal": lambda z, m: z.conj() * (z @ m.T),
+    "slq_trace": lambda z, m: np.sum(z.conj() * (z @ (m @ m).T), axis=1).real,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_errors_of_independent_samples(name: str) -> None:
+    """The standard deviation of the mean."""
+    n, k = 12, 5
+    matrix = hermitian(1.0 + np.arange(n), complex)
+    probes = np.asarray(tx.rademacher(KEY, jax.ShapeDtypeStruct((n,), complex), k))
+    how: dict[str, Any] = {"sampler": given(probes)}
+    if name == "slq_trace":  # of so many steps there is no quadrature error
+        how |= {"num_probes": k, "num_steps": n}
+        got = tx.slq_trace(function(matrix), jnp.square, KEY, **how)
+    else:
+        got = getattr(tx, name)(function(matrix), KEY, k, **how)
+    samples = SAMPLES[name](probes, np.asarray(matrix))
+    close(got.value, samples.mean(0), 1e-11)
+    deviations = np.abs(samples - samples.mean(0)) ** 2
+    close(got.standard_error, (deviations.sum(0) / (k * (k - 1))) ** 0.5, 1e-9)
+
+
+def test_a_shift_of_what_is_semidefinite_up_to_noise() -> None:
+    """Negative eigenvalues that are small are shifted to positive ones, and the shift taken
+    out again: the loop for A + shift I, less n times the shift, up to what the one of them
+    differs by; the error is at least n times what was found below zero."""
+    n, k = 30, 7
+    matrix = hermitian(np.append(np.arange(1.0, n), -0.1))
+    probes = np.linalg.qr(np.asarray(general(n, seed=2)))[0][:, :k]
+    probes[:, 0] = np.linalg.eigh(matrix)[1][:, 0]
+    probes = np.sqrt(n) * np.linalg.qr(probes)[0]
+    factors = nystrom_factors(matrix @ probes, jnp.asarray(probes))
+    shift = float(factors.scale * factors.shift)
+    assert shift > 0.1
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    got = tx.xnystrace(operator, KEY, k, sampler=given(probes.T))
+    pairs = left_out(probes)
+    samples, _ = xnystrace_by_loop(np.asarray(matrix) + shift * np.eye(n), pairs, False)
+    close(got.value, samples.mean() - n * shift, 2 * shift, 1.0)
+    assert got.standard_error > n * shift / 4.1
 
 
 @pytest.mark.parametrize("form", ["two-sided", "one-sided", "few"])

@@ -101,8 +101,8 @@ def read(outcome: Any, maps: Any) -> Any:
 @pytest.mark.parametrize(
     ("what", "kind", "dtype"),
     [
-        ("trace", "general", float),
-        slow("trace", "general", complex),
+        ("trace", "general", complex),
+        slow("trace", "general", float),
         ("diagonal", "general", complex),
         slow("diagonal", "general", float),
         slow("diagonal", "semidefinite", float),
@@ -202,39 +202,6 @@ def test_it_sketches_what_decays_and_samples_what_does_not(what: str, kind: str)
         better, worse = (sample, sketch) if name == "flat" else (sketch, sample)
         assert error(automatic) < limit * error(better)
         assert error(automatic) < 0.87 * error(worse)
-
-
-@every_choice(("trace", "general"), ("diagonal", "symmetric"))
-@pytest.mark.parametrize(
-    ("dtype", "factor"),
-    [
-        ("complex128", 1.0),
-        slow("float32", 1.0),
-        *(slow(dtype, f) for dtype in ("float32", "complex128") for f in (1e-30, 1e30)),
-    ],
-)
-def test_it_is_exact_where_either_is(
-    what: str, kind: str, dtype: str, factor: float
-) -> None:
-    """Multiples of I, and a rank below k; value, error bar and slope."""
-    n, of = 70, jnp.trace if what == "trace" else jnp.diagonal
-    automatic = ESTIMATORS[what][0]
-    for name, sizes in (("identity", np.ones(n)), ("rank5", spectrum("rank5", n))):
-        # A complex matrix that is tagged symmetric is not Hermitian.
-        kept = jnp.finfo(dtype).dtype if kind == "symmetric" else dtype
-        matrix = jnp.asarray(factor, kept) * hermitian(sizes, kept)
-        matrix = matrix if name != "identity" else factor * jnp.eye(n, dtype=kept)
-
-        def estimate(s: Any, matrix: Any = matrix) -> Any:
-            return automatic(operator(s * matrix, kind), KEY, 20)
-
-        got, slope = jax.jvp(lambda s: estimate(s).value, (1.0,), (1.0,))
-        error, truth = estimate(1.0).standard_error, of(matrix)
-        size = 200 * float(truth.real) if what == "trace" else 1e3 * factor
-        slack = float(jnp.finfo(dtype).eps) * size
-        assert jnp.all(abs(got - truth) <= slack)
-        assert jnp.all(abs(slope - truth) <= slack)
-        assert jnp.all((error > 0) & (error <= slack))
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,13 @@ def test_arnoldi_is_unbiased_by_enumeration() -> None:
     close(slope, np.trace(np.linalg.solve(matrix, direction + np.eye(n))), 1e-11)
 
 
-@pytest.mark.parametrize("name", [slow("slq_trace"), "function_trace"])
-def test_second_derivative_of_a_scaled_logarithm(name: str) -> None:
+@pytest.mark.slow
+def test_second_derivative_of_a_scaled_logarithm() -> None:
     """-n/s^2; 0 if the vectors of the rule were frozen. At breakdown, and not."""
-    for matrix in (jnp.eye(N), hermitian(1 + 0.5 ** np.arange(N))):
+    for matrix in (jnp.eye(N), smooth()):
 
         def value(s: Any, matrix: Any = matrix) -> Any:
-            return TRACES[name](function(s * matrix), jnp.log).value
+            return slq(function(s * matrix), jnp.log).value
 
         close(jax.jit(jax.grad(jax.grad(value)))(2.0), -N / 4, 1e-7)
 
@@ -179,20 +179,6 @@ def test_gradients_of_operator_and_parameters(name: str) -> None:
         np.testing.assert_allclose(got, want, atol=0.25 * float(jnp.max(jnp.abs(want))))
 
 
-@pytest.mark.parametrize("name", [slow("slq_trace"), "function_trace", "arnoldi_trace"])
-def test_several_traces_from_one_run(name: str) -> None:
-    def fn(x: Any) -> Any:
-        return {"log": jnp.log(x), "powers": jnp.stack([x, x**2, x**3]), "count": x > 1.5}
-
-    together = estimate_of(name, fn)(smooth())
-    assert jax.tree.structure(together.value) == jax.tree.structure(together.standard_error)
-    alone = estimate_of(name, lambda x: x**3)(smooth()).value
-    close(together.value["powers"][2], alone, 1e-12)
-    low, high = together.interval()
-    truth = jnp.trace(smooth())
-    assert low["powers"][0] < truth < high["powers"][0]
-
-
 @pytest.mark.parametrize(
     ("kind", "like"),
     [
@@ -221,36 +207,6 @@ def test_operator_classes(kind: str, like: str) -> None:
         return losses(matrix), jax.tree.map(lambda g: g + g.T, gradients)
 
     close_trees(both(smooth(), kind), both(smooth(), like), 1e-9, N)
-
-
-SPECTRA = {
-    "flat": (np.linspace(1, 3, N), jnp.log),
-    "decay": (1e-3 + 1 / (1.0 + np.arange(N)) ** 2, jnp.sqrt),
-    "indefinite": (np.linspace(-2, 2, N), jnp.exp),
-    "outlier": (np.where(np.arange(N) < 1, 12.0, np.linspace(-1, 1, N)), jnp.exp),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "spectrum"),
-    [(name, spectrum) for name in ("slq_trace", "function_trace") for spectrum in SPECTRA]
-    + [("arnoldi_trace", "flat")],
-)
-def test_intervals_hold(name: str, spectrum: str) -> None:
-    """In at least 90 % of runs, as computed: 5.6 standard errors of that count below."""
-    eigenvalues, fn = SPECTRA[spectrum]
-    operator = function(hermitian(eigenvalues))
-    truth = float(fn(eigenvalues).sum())
-
-    @jax.jit
-    def run(key: Any) -> Any:
-        estimate = TRACES[name](operator, fn, key)
-        low, high = estimate.interval(0.95)
-        return (low <= truth) & (truth <= high)
-
-    hits = jax.lax.map(run, jax.random.split(KEY, 100))
-    assert float(jnp.mean(hits)) >= 0.9 - 2.33 * (0.9 * 0.1 / 100) ** 0.5
 
 
 @every_trace
@@ -320,42 +276,6 @@ def test_so_it_is_of_diagonal_operators(diagonal: Any) -> None:
         assert jnp.all(jnp.isnan(value))
     if 1 + 1j in diagonal:
         assert jnp.isnan(tx.logdet(operator, KEY).value)
-
-
-def test_exact_where_exact_is_cheap() -> None:
-    matrix = smooth(30)
-    truth = spectral(matrix, jnp.log)
-    stored, free = lx.MatrixLinearOperator(matrix), function(matrix)
-    diagonal = lx.DiagonalLinearOperator(jnp.arange(1.0, 5000.0))
-    for operator, spent, want in (
-        (stored, 0, truth),
-        (free, 30, truth),
-        (diagonal, 0, jnp.sum(jnp.log(jnp.arange(1.0, 5000.0)))),
-    ):
-        estimate = tx.function_trace(operator, jnp.log, KEY)
-        close(estimate.value, want, 1e-13)
-        assert estimate.standard_error == 0
-        assert estimate.num_matvecs == spent
-
-    def value(m: Any) -> Any:
-        return tx.function_trace(function(m), jnp.log, KEY).value
-
-    direction = hermitian(np.linspace(-1, 1, 30), seed=2)
-
-    def along(f: Any) -> Any:
-        return lambda t: f(matrix + t * direction)
-
-    dense = along(lambda m: jnp.linalg.slogdet(m)[1])
-    slope, *second = jax.jit(
-        lambda t: (
-            jax.grad(along(value))(t),
-            jax.hessian(along(value))(t),
-            jax.grad(jax.grad(along(value)))(t),
-        )
-    )(0.0)
-    close(slope, jax.grad(dense)(0.0), 1e-11)
-    for each in second:
-        close(each, jax.hessian(dense)(0.0), 1e-10)
 
 
 @pytest.mark.slow

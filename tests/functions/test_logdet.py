@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import PSD, close, hermitian
+from tests.helpers import PSD, cases, close, function, hermitian, refused
 
 KEY = jax.random.key(4)
 N, BUDGET = 200, 120
@@ -23,8 +23,7 @@ def kernel(log_length: Any) -> Any:
 
 
 def matrix_free(matrix: Any, *tags: object) -> lx.AbstractLinearOperator:
-    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+    return lx.TaggedLinearOperator(function(matrix), tags)
 
 
 def estimate(v: Any, key: Any = KEY, *tags: object, **options: Any) -> tx.Estimate:
@@ -37,40 +36,6 @@ def truth(v: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_better_than_plain_quadrature_by_far() -> None:
-    """Value and gradient, and intervals that hold; of three levels of noise."""
-
-    @jax.jit
-    def run(v: Any, key: Any) -> Any:
-        def loss(v: Any) -> Any:
-            result = estimate(v, key, PSD)
-            return result.value, result
-
-        (value, result), gradient = jax.value_and_grad(loss, has_aux=True)(v)
-        low, high = result.interval(0.95)
-        return value, gradient, low, high
-
-    def plain(v: Any, key: Any) -> Any:
-        operator = matrix_free(kernel(v[0]) + jnp.exp(v[1]) * jnp.eye(N))
-        return tx.slq_trace(operator, jnp.log, key, num_probes=6, num_steps=15).value
-
-    by_plain = jax.jit(jax.value_and_grad(plain))
-    hits = []
-    for noise, gain in ((1e-1, 6), (1e-2, 6), (1e-4, 6)):
-        v = POINT.at[1].set(jnp.log(noise))
-        want, slope = jax.value_and_grad(truth)(v)
-        keys = jax.random.split(KEY, 30)
-        value, gradient, low, high = jax.lax.map(lambda k, v=v: run(v, k), keys)
-        hits += list((low <= want) & (want <= high))
-        error = jnp.sqrt(jnp.mean((value / want - 1) ** 2))
-        off = jnp.sqrt(jnp.mean((gradient / slope - 1) ** 2, axis=0))
-        value, gradient = jax.lax.map(lambda k, v=v: by_plain(v, k), keys[:10])
-        assert gain * error < jnp.sqrt(jnp.mean((value / want - 1) ** 2))
-        assert jnp.all(gain * off < jnp.sqrt(jnp.mean((gradient / slope - 1) ** 2, axis=0)))
-    assert np.mean(hits) >= 0.85
-
-
-@pytest.mark.slow
 def test_second_derivatives() -> None:
     """Up to the few probes."""
     got = jax.jit(jax.hessian(lambda v: estimate(v).value))(POINT)
@@ -78,13 +43,13 @@ def test_second_derivatives() -> None:
     np.testing.assert_allclose(got, want, rtol=0.2)
 
 
+@pytest.mark.slow
 def test_a_second_derivative_that_no_probe_matters_to() -> None:
-    scale = jax.jit(jax.grad(jax.grad(lambda s: _scaled(s))))(2.0)
-    close(scale, -N / 4, 1e-5)
+    def value(s: Any) -> Any:
+        operator = matrix_free(s * (kernel(POINT[0]) + jnp.eye(N)))
+        return tx.logdet(operator, KEY, BUDGET).value
 
-
-def _scaled(s: Any) -> Any:
-    return tx.logdet(matrix_free(s * (kernel(POINT[0]) + jnp.eye(N))), KEY, BUDGET).value
+    close(jax.jit(jax.grad(jax.grad(value)))(2.0), -N / 4, 1e-5)
 
 
 def test_shifts_share_a_run() -> None:
@@ -105,49 +70,15 @@ def test_shifts_share_a_run() -> None:
     np.testing.assert_allclose(slopes, inverse, rtol=0.05)
 
 
-@pytest.mark.parametrize("kind", ["stored", "small", "whole budget", "diagonal"])
-def test_exact_where_exact_is_cheap(kind: str) -> None:
-    n, budget = {"small": (30, 6), "whole budget": (N, N)}.get(kind, (N, 6))
-    matrix = kernel(POINT[0])[:n, :n]
-    operator: Any = matrix_free(matrix, PSD)
-    spent = n
-    if kind == "stored":
-        operator, spent = lx.MatrixLinearOperator(matrix), 0
-    if kind == "diagonal":
-        matrix = jnp.diag(jnp.arange(1.0, N + 1))
-        operator, spent = lx.DiagonalLinearOperator(jnp.diagonal(matrix)), 0
-    for shift in (0.1, jnp.array([0.1, 1.0])):
-        result = tx.logdet(operator, KEY, budget, shift=shift)
-        want = [
-            jnp.linalg.slogdet(matrix + t * jnp.eye(n))[1] for t in np.atleast_1d(shift)
-        ]
-        close(jnp.atleast_1d(result.value), jnp.stack(want), 1e-12)
-        assert jnp.all(result.standard_error == 0)
-        assert result.num_matvecs == spent
-        assert result.value.shape == jnp.shape(shift)
-
-
-def test_what_is_not_positive_definite_is_visible() -> None:
-    """On every path: NaN or infinite, never a finite number, and not an exception."""
-    indefinite = hermitian(np.linspace(-1, 1, N))
-    singular = hermitian((np.arange(N) < 5) * 1.0)
-    lopsided = jnp.triu(jnp.ones((N, N)))
-    for make in (lx.MatrixLinearOperator, matrix_free):
-        for shift in (0.0, jnp.zeros(2)):
-
-            @jax.jit
-            def value(matrix: Any, make: Any = make, shift: Any = shift) -> Any:
-                return tx.logdet(make(matrix), KEY, BUDGET, shift=shift).value
-
-            for matrix in (indefinite, singular, lopsided):
-                assert not jnp.any(jnp.isfinite(value(matrix)))
-    # A shift that is too small for the negative eigenvalues, and one that is not.
-    assert not jnp.isfinite(
-        tx.logdet(matrix_free(indefinite), KEY, BUDGET, shift=0.5).value
+def test_a_shift_decides_what_is_positive_definite() -> None:
+    """One that is too small for the negative eigenvalues, and one that is not."""
+    operator, eigenvalues = (
+        matrix_free(hermitian(np.linspace(-1, 1, N))),
+        np.linspace(-1, 1, N),
     )
-    enough = tx.logdet(matrix_free(indefinite), KEY, BUDGET, shift=1.5)
-    low, high = enough.interval(0.999)
-    assert low < np.log(np.linspace(-1, 1, N) + 1.5).sum() < high
+    assert not jnp.isfinite(tx.logdet(operator, KEY, BUDGET, shift=0.5).value)
+    low, high = tx.logdet(operator, KEY, BUDGET, shift=1.5).interval(0.999)
+    assert low < np.log(eigenvalues + 1.5).sum() < high
 
 
 def test_low_rank_and_multiples_of_the_identity() -> None:
@@ -165,7 +96,7 @@ def test_low_rank_and_multiples_of_the_identity() -> None:
         close(slopes[1], jnp.sum(1 / (eigenvalues + 0.1)), 1e-8)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
+@pytest.mark.parametrize("dtype", cases([np.float32, np.complex128], "complex128"))
 def test_other_dtypes(dtype: Any) -> None:
     matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2, dtype)
     want = np.log(1 / (1.0 + np.arange(N)) ** 2 + 1e-2).sum()
@@ -197,22 +128,7 @@ def test_free_of_scale(scale: float) -> None:
     close(value(factor) - N * np.log(scale), value(np.float32(1)), 1e-3)
 
 
-def test_a_batch_and_a_loop() -> None:
-    """vmap over keys and noises; scan with a gradient inside."""
-    keys = jax.random.split(KEY, 2)
-    noises = jnp.array([-2.0, -4.0])
-
-    def value(noise: Any, key: Any) -> Any:
-        return estimate(POINT.at[1].set(noise), key).value
-
-    batch = jax.jit(jax.vmap(jax.value_and_grad(value)))(noises, keys)
-    single = jax.jit(jax.value_and_grad(value))
-    for i in range(2):
-        value_i, slope = single(noises[i], keys[i])
-        close(batch[0][i], value_i, 1e-8)
-        close(batch[1][i], slope, 1e-6)
-
-
+@pytest.mark.slow
 def test_recurrences_that_stop_short_are_visible_in_second_derivatives() -> None:
     """Forty steps from each vector of the space are too few here: NaN, not a number."""
     matrix = hermitian(10.0 ** -np.linspace(0, 15, N))
@@ -249,13 +165,8 @@ def test_diagonal_shifts() -> None:
     parted = lx.DiagonalLinearOperator(halves) * 2.0
     split = lx.DiagonalLinearOperator({"a": noise[: N // 2], "b": noise[N // 2 :]})
     close(tx.logdet(parted, KEY, shift=split).value, jnp.sum(jnp.log(2 + noise)), 1e-12)
-    mistakes: Any = (
-        (lx.DiagonalLinearOperator(noise[1:]), ValueError),
-        (1j, TypeError),
-    )
-    for wrong, kind in mistakes:
-        with pytest.raises(kind, match=r"logdet\(shift=.*must"):
-            tx.logdet(matrix_free(kernel(0.0)), KEY, shift=wrong)
+    other, call = lx.DiagonalLinearOperator(noise[1:]), tx.logdet
+    refused(ValueError, r"logdet\(shift=.*must", call, function(squares), KEY, shift=other)
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from tests.helpers import PSD, cases, function
 
 N = 96
-PSD = lx.positive_semidefinite_tag
 
 
 def star() -> np.ndarray:
@@ -23,15 +23,15 @@ def star() -> np.ndarray:
     return matrix
 
 
-def frame(rank: int) -> np.ndarray:
+def columns(rank: int) -> np.ndarray:
     return np.linalg.qr(np.random.default_rng(0).normal(size=(N, rank)))[0]
 
 
 MATRICES = {
     "blocks of ones": np.kron(np.eye(N // 8), np.ones((8, 8))),
     "star": star(),
-    "projector": frame(10) @ frame(10).T,
-    "rank one": frame(1) @ frame(1).T,
+    "projector": columns(10) @ columns(10).T,
+    "rank one": columns(1) @ columns(1).T,
 }
 
 
@@ -46,14 +46,13 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.parametrize("fn", cases(FUNCTIONS, "x log x"))
 def test_bars_are_finite_where_values_are(fn: str) -> None:
     """The slope at 0 is infinite; what zero is uncertain by is rounding all the same."""
     f = FUNCTIONS[fn]
 
     def estimates(matrix: Any) -> tuple[tx.Estimate, tx.Estimate]:
-        structure = jax.ShapeDtypeStruct((N,), matrix.dtype)
-        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, PSD)
+        operator = lx.TaggedLinearOperator(function(matrix), PSD)
         key = jax.random.key(1)
         sampled = tx.slq_trace(operator, f, key, num_probes=8, num_steps=12)
         return tx.function_trace(operator, f, key, 60), sampled
@@ -71,7 +70,7 @@ def test_bars_are_finite_where_values_are(fn: str) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_nilpotent_operator(dtype: Any) -> None:
     """u v* with v* u = 0 has no basis of eigenvectors: tr exp(u v*) = n."""
-    u, v = (jnp.asarray(column, dtype) for column in frame(2).T)
+    u, v = (jnp.asarray(column, dtype) for column in columns(2).T)
     operator = lx.FunctionLinearOperator(
         lambda x: u * (v @ x), jax.ShapeDtypeStruct((N,), dtype)
     )

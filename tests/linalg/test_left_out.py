@@ -1,4 +1,4 @@
-"""Krylov spaces without one of their starts, against those spaces made one by one."""
+"""Krylov spaces without one of their starts, or two, against spaces made one by one."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import close, hermitian
+from tests.helpers import cases, close, hermitian, numbers, slow
+from tests.matrices import krylov_basis
+from traceax._linalg.jackknife import krylov_replicates
 from traceax._linalg.krylov import block_krylov, complements
 
 N, WIDTH, DEPTH, INNER = 40, 4, 5, 3
@@ -21,26 +23,16 @@ SPECTRA = {
 }
 
 
-def projector(matrix: Any, starts: Any) -> Any:
-    """On K(matrix, starts), by an SVD of the Krylov matrix, every block scaled."""
-    blocks = [starts]
-    for _ in range(INNER - 1):
-        product = matrix @ blocks[-1]
-        size = np.linalg.norm(product, axis=0).max()
-        blocks.append(product / size if size > 0 else product)
-    columns, sizes, _ = np.linalg.svd(np.hstack(blocks), full_matrices=False)
-    kept = columns[:, sizes > 1e-9 * sizes[0]]
+def projector(matrix: Any, starts: Any, depth: int = INNER) -> Any:
+    kept = krylov_basis(matrix, starts, depth)
     return kept @ kept.conj().T
 
 
-@pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("dtype", [float, complex])
+@pytest.mark.parametrize("spectrum", cases(SPECTRA, "many", "few"))
+@pytest.mark.parametrize("dtype", [slow(float), complex])
 def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
     matrix = hermitian(SPECTRA[spectrum], dtype)
-    rng = np.random.default_rng(3)
-    block = rng.standard_normal((N, WIDTH)).astype(dtype)
-    if dtype is complex:
-        block += 1j * rng.standard_normal((N, WIDTH))
+    block = numbers((N, WIDTH), dtype, seed=3)
     rank = WIDTH * INNER
 
     @jax.jit
@@ -69,10 +61,48 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
 
 def test_one_start_leaves_nothing() -> None:
     matrix = hermitian(SPECTRA["many"])
-    block = np.random.default_rng(0).standard_normal((N, 1))
+    block = numbers((N, 1))
     space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), INNER)
     coordinates = space.basis[:, :1].T @ block
     square = space.projection[:INNER, :INNER]
     result = complements(square, space.filled[:INNER], coordinates, N)
     assert result.dimensions[0] == N
     close(space.basis[:, :INNER] @ result.remainders[0], block[:, 0], 1e-13)
+
+
+@pytest.mark.parametrize("is_hermitian", [slow(True), False])
+@pytest.mark.parametrize("dtype", [slow(float), complex])
+def test_replicates(dtype: Any, is_hermitian: bool) -> None:
+    """Samples with two probes left out, of functions of the matrix, and of any other matrix
+    that is read off the space."""
+    n, depth, inner = 30, 4, 2
+    matrix = hermitian(np.linspace(-1, 2, n), dtype)
+    block = numbers((n, WIDTH), dtype, seed=3)
+    rank = WIDTH * inner
+    space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), depth)
+    z, t = np.asarray(space.basis), np.asarray(space.projection)
+    theta, v = np.linalg.eigh((t + t.conj().T) / 2)
+    coordinates = jnp.asarray(z[:, :WIDTH].conj().T @ block)
+    spaces = complements(jnp.asarray(t[:rank, :rank]), space.filled[:rank], coordinates, n)
+    twist = 0 if is_hermitian else numbers(t.shape, seed=4) / 4
+    left = v.conj().T @ (np.eye(len(t)) + twist)
+    f = (z @ (v * np.exp(theta))) @ left @ z.conj().T
+
+    def sample(tested: int, *left_out: int) -> Any:
+        p = projector(np.asarray(matrix), np.delete(block, left_out, axis=1), inner)
+        r = block[:, tested] - p @ block[:, tested]
+        c = (n - np.trace(p).real) / np.vdot(r, r).real
+        return np.trace(p @ f) + c * np.vdot(r, f @ r)
+
+    everyone = range(WIDTH)
+    samples = [sample(i, i) for i in everyone]
+    want = [np.mean([sample(j, i, j) for j in everyone if j != i]) for i in everyone]
+    spaces = spaces.resphered()._replace(vectors=spaces.vectors[..., :inner])
+    got = jax.jit(krylov_replicates)(
+        spaces,
+        jnp.asarray(v[:rank]),
+        jnp.exp(jnp.asarray(theta))[None],
+        jnp.asarray(left[:, :rank]),
+        jnp.asarray(samples)[None],
+    )
+    close(got[0], np.array(want), 1e-9)
