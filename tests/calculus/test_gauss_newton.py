@@ -112,17 +112,17 @@ def test_wrong_use_says_the_cure() -> None:
         (lambda p, data: 1j * model(p, data)),
         (lambda p, data: jnp.arange(3)),
     )
-    real = "must return arrays of real"
+    how, real = {"args": DATA}, "must return arrays of real"
     refused(
         TypeError, r"newton\(fn=.*must be a function", call, 3, loss, PARAMETERS, args=DATA
     )
-    refused(TypeError, r"loss=.*must be a function", call, model, 3, PARAMETERS, args=DATA)
+    refused(TypeError, r"loss=.*must be a function", call, model, 3, PARAMETERS, **how)
     refused(
         TypeError, r"loss=.*one real number.*Sum", call, model, each, PARAMETERS, args=DATA
     )
     refused(
         TypeError, rf"newton\(fn=.*{real}", call, imaginary, loss, PARAMETERS, args=DATA
     )
-    refused(TypeError, r"newton\(x=.*eqx\.partition", call, model, loss, NET, args=DATA)
-    refused(TypeError, rf"fisher\(fn=.*{real}", fisher, whole, PARAMETERS, args=DATA)
-    refused(ValueError, r"fisher\(x=.*at least one entry", fisher, losses, (), args=DATA)
+    refused(TypeError, r"newton\(x=.*eqx\.partition", call, model, loss, NET, **how)
+    refused(TypeError, rf"fisher\(fn=.*{real}", fisher, whole, PARAMETERS, **how)
+    refused(ValueError, r"fisher\(x=.*at least one entry", fisher, losses, (), **how)

@@ -52,7 +52,7 @@ def test_polynomials_are_as_defined(dtype: Any) -> None:
 
     def algorithm(matrix: Any, block: Any) -> Any:
         subject = MatrixFunction(LinearMap(function(matrix)), converted)
-        return block_quadrature(subject, block, **shape).value
+        return block_quadrature(subject, block, depth=SHAPE.depth).value
 
     value = jax.jit(algorithm)(matrix, probes(dtype))
     assert 2 * (SHAPE.depth - SHAPE.inner) + 1 == 5
