@@ -228,14 +228,11 @@ class Quadrature(eqx.Module):
         values = jnp.where(used, values - centre[:, None], 0)
         scale = jax.vmap(largest_modulus)(values)
         values = values / scale[:, None]
-        right, samples = self.inside, _samples(weights, values)
-        half = jackknife.half_jackknife_error(
-            self.spaces, right, values, right.conj().T, samples
-        )
-        real = not jnp.iscomplexobj(self.matrix)
-        return scale * jackknife.no_less_than_theory(
-            half, self._variances(values), real=real
-        )
+        function = self.inside, values, self.inside.conj().T
+        samples, real = _samples(weights, values), not jnp.iscomplexobj(self.matrix)
+        half = jackknife.half_jackknife_error(self.spaces, *function, samples)
+        least = jackknife.no_less_than_theory(half, self._variances(values), real=real)
+        return scale * least
 
     def _variances(self, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
         """|B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
