@@ -31,10 +31,10 @@ from traceax._probes.stream import ProgressMeter, Stream, checked_meter, stream
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.nodes import (
     Nodes,
+    SplitRule,
     at_nodes,
     node_weights,
     slopes_at,
-    split_nodes,
     weighted_sum,
 )
 from traceax._quadrature.scalar import (
@@ -236,7 +236,7 @@ def sample(
     eigen = decompose(by_levels(krylov.projection))
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
-    nodes = split_nodes(krylov.basis, whole, coefficients, num_steps)
+    nodes = SplitRule(krylov.basis, whole, coefficients, num_steps).nodes()
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)

@@ -68,30 +68,30 @@ def orthonormalise(block: Inexact[Array, "n k"], *, in_loop: bool = False) -> Ba
     return Basis(*_decompose(block, _floor(block), in_loop), scale)
 
 
-Factors = tuple[
-    Inexact[Array, "n k"], Inexact[Array, "k k"], Inexact[Array, "k k"], Float[Array, " k"]
-]
-
-
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
 def _decompose(
     block: Inexact[Array, "n k"], floor: Float[Array, ""], in_loop: bool = False
-) -> Factors:
+) -> tuple[Array, Array, Array, Array]:
+    """`columns`, `factor`, `inverse` and `sizes` of a basis."""
     n, k = block.shape
     is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES and not in_loop
     return (_direct if is_small or n < TALL * k else _randomised)(block, floor)
 
 
-def _direct(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _direct(
+    block: Inexact[Array, "n k"], floor: Float[Array, ""]
+) -> tuple[Array, Array, Array, Array]:
     columns, sizes, right = lapack.svd(block)
     raised = jnp.maximum(sizes, floor)[:, None]
     return columns, raised * right, right / raised, sizes
 
 
-def _randomised(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _randomised(
+    block: Inexact[Array, "n k"], floor: Float[Array, ""]
+) -> tuple[Array, Array, Array, Array]:
     n, k = block.shape
     count = 3 * k // 2 + 10
     signs = _signs(n, count, block.real.dtype).astype(block.dtype)

@@ -336,38 +336,39 @@ def _complement(
     """N_i, and its number of columns that are not zero. `others` has all starts, with zero
     in place of w_i."""
     (depth, k), r = filled.shape, square.shape[0]
-    room = depth + k  # N_i has more than q columns only where ranks are exhausted
+    capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
     eps = float(jnp.finfo(square.dtype).eps)
     noise = 100 * eps * r**0.5
     mixed = random_rotation(k, square.real.dtype)
-    index = jnp.arange(room + k)
+    index = jnp.arange(capacity + k)
 
     def selection(places: Int[Array, " a"]) -> Float[Array, "a m"]:
         """Row a is the unit vector at places[a], or zero if places[a] is -1."""
         return (places[:, None] == index[None, :]).astype(square.dtype)
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
-        # `frame` is [E, N_i], of which the first `count` columns exist. QR's reflections do
-        # not change the others.
-        (frame, count, new), (here, filled, upto) = carry, block
-        frame = frame + here @ selection(jnp.where(filled, count + upto - 1, -1))
+        # `extended` is [E, N_i], of which the first `count` columns exist. The reflections
+        # of QR do not change the others.
+        (extended, count, new), (here, filled, upto) = carry, block
+        extended = extended + here @ selection(jnp.where(filled, count + upto - 1, -1))
         count = count + upto[-1]
-        turn, triangle = lapack.complete_qr(frame.conj().T @ (new @ mixed))
+        turn, triangle = lapack.complete_qr(extended.conj().T @ (new @ mixed))
         sizes = jnp.sqrt(row_norms_squared(triangle))
         longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
         # S_i is never all of K, so the last column stays in N_i.
         inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
         taken = jnp.min(jnp.where(inside, index.size, index))
-        latest = frame @ jnp.where(index < taken, turn, 0)[:, :k]
-        count = jnp.minimum(count - taken, room)
+        latest = extended @ jnp.where(index < taken, turn, 0)[:, :k]
+        count = jnp.minimum(count - taken, capacity)
         left = jnp.where(index < count, index + taken, -1)
-        frame = frame @ (turn @ selection(left).T)
-        return (frame, count, square @ latest), None
+        extended = extended @ (turn @ selection(left).T)
+        return (extended, count, square @ latest), None
 
     unit = jnp.eye(r, dtype=square.dtype).reshape(depth, k, r)
     # A cumulative sum over each block, in a form that compiles faster than `cumsum`.
     upto = jnp.sum(np.tri(k, dtype=bool)[None] & filled[:, None], axis=-1)
-    frame, new = jnp.zeros((r, room + k), square.dtype), others / largest_modulus(others)
+    extended = jnp.zeros((r, capacity + k), square.dtype)
+    new = others / largest_modulus(others)
     blocks = jnp.swapaxes(unit, 1, 2), filled, upto
-    (frame, count, _), _ = jax.lax.scan(step, (frame, jnp.array(0), new), blocks)
-    return frame[:, :room], count
+    (extended, count, _), _ = jax.lax.scan(step, (extended, jnp.array(0), new), blocks)
+    return extended[:, :capacity], count

@@ -74,24 +74,16 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse, indefinite)
 
 
-class _Orthonormal(NamedTuple):
-    """U = `block` @ `turn` and A U = `images` @ `turn`; `inverse` R^{-*}, `size` |A U|."""
-
-    block: Inexact[Array, "n k"]
-    images: Inexact[Array, "n k"]
-    turn: Inexact[Array, "k k"]
-    inverse: Inexact[Array, "k k"]
-    size: Float[Array, ""]
-
-
 def _orthonormal(
     probes: Inexact[Array, "n k"], images: Inexact[Array, "n k"]
-) -> _Orthonormal:
-    """With many more dimensions than probes, these are nearly orthogonal. Then the Gram
-    matrix is well-conditioned, R is its root, and U is never formed. Else U is a basis.
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Omega = U R with orthonormal U = V X: returns V, A V, X, R^{-*} and |A U|.
 
-    Probes can depend on others (signs do in few dimensions). Such a probe adds a direction
-    to U outside of the span of the probes, where A is not known; it is set to zero.
+    With many more dimensions than probes, these are nearly orthogonal. Then the Gram matrix
+    is well-conditioned, R is its root, V is Omega, and U is never formed. Else U is a
+    basis, and X is I. Probes can depend on others (signs do in few dimensions). Such a
+    probe adds a direction to U outside of the span of the probes, where A is not known; it
+    is set to zero.
     """
     n, k = probes.shape
     eps = jnp.finfo(probes.dtype).eps
@@ -101,14 +93,14 @@ def _orthonormal(
         roots = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, squares, 1)), 0)
         turn = vectors * roots[None, :]
         size = jnp.linalg.norm(images) * jnp.max(roots)
-        return _Orthonormal(probes, images, turn, turn.conj().T, size)
+        return probes, images, turn, turn.conj().T, size
     basis = orthonormalise(probes)
     inverse = basis.inverse / basis.scale
     kept = basis.sizes >= 10 * n**0.5 * eps
     columns = jnp.where(kept[None, :], basis.columns, 0)
     turned = jnp.where(kept[None, :], images @ inverse.conj().T, 0)
     turn = jnp.eye(k, dtype=inverse.dtype)
-    return _Orthonormal(columns, turned, turn, inverse, jnp.linalg.norm(turned))
+    return columns, turned, turn, inverse, jnp.linalg.norm(turned)
 
 
 class Preconditioner(eqx.Module):

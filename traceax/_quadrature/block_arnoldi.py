@@ -39,25 +39,17 @@ f(A) Z_r ~ Z f(H)[:, :r],
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from equinox.internal import Static
-from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, Float, Inexact
 
-from traceax._core.operator import size, unit_roundoff
+from traceax._core.operator import unit_roundoff
 from traceax._core.rule import Outcome, with_own_jvp
-from traceax._linalg import lapack
+from traceax._linalg import jackknife, lapack
 from traceax._linalg.columns import largest_modulus, mean
-from traceax._linalg.jackknife import (
-    half_jackknife_error,
-    quadrature_error,
-    shared_error,
-    standard_error,
-)
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
 from traceax._quadrature.block_quadrature import levels_and_complements, quadrature_matrix
 from traceax._quadrature.nodes import (
@@ -91,23 +83,6 @@ class Both(NamedTuple):
         return (1 - share) * self.plain + share * self.left_out
 
 
-class Rule(NamedTuple):
-    modes: Modes
-    weights: Both
-    matrices: Both
-    spaces: Complements
-
-
-class Kind(NamedTuple):
-    """What is known before the run: whether c_i is not 1, whether the value is real,
-    whether the quadrature error is unknown; and the unit roundoff."""
-
-    resphered: bool
-    real: bool
-    unresolved: bool
-    eps: float
-
-
 def block_arnoldi(
     subject: MatrixFunction,
     probes: Inexact[Array, "n k"],
@@ -117,30 +92,24 @@ def block_arnoldi(
     real: bool,
 ) -> Outcome:
     """`resphered`: c_i is not 1. `real`: the value of a real operator should be real."""
-    operator = subject.linear_map.operator
+    operator, n = subject.linear_map.operator, len(probes)
     space = block_krylov(subject.linear_map, probes, depth, hermitian=False)
-    rule = _rule(space, len(probes), resphered)
-    unresolved = depth == 1 and size(operator) > 1
-    kind = Kind(resphered, real, unresolved, unit_roundoff(operator))
-    values = jnp.swapaxes(at_nodes(subject.fn, rule.modes.nodes), -1, -2)
-    value, error, share = _value_and_error(rule, values, kind)
-    return Outcome(value, error, _nodes(space.basis, rule, share, real))
-
-
-def _rule(space: BlockKrylov, n: int, resphered: bool) -> Rule:
     levels, spaces = levels_and_complements(space, n, hermitian=False)
     spaces = spaces.resphered() if resphered else spaces
-    k, rank = spaces.remainders.shape
-    modes = _modes(levels, rank)
-    filled = space.filled[:rank]
-    probes = jnp.pad(space.starts, ((0, rank - k), (0, 0))).T
-    each = partial(_weights, spaces, probes, filled)
-    weights = jax.vmap(each)(modes.vectors[:, :rank], modes.inverse)
+    modes = _modes(levels, spaces.remainders.shape[1])
+    weights, matrices = _weights_and_matrices(space, modes, spaces)
     # LAPACK may return finite eigenvectors for NaN input.
     broken = jnp.any(jnp.isnan(levels))
     weights = Both(*(jnp.where(broken, jnp.nan, x) for x in weights))
-    plain = probes.T @ probes.conj() / k
-    return Rule(modes, weights, Both(plain, quadrature_matrix(spaces, filled)), spaces)
+    known = resphered, real, depth == 1 and n > 1, unit_roundoff(operator)
+    rule = Rule(modes, weights, spaces, *known)
+    values = jnp.swapaxes(at_nodes(subject.fn, modes.nodes), -1, -2)
+    value, error, share = rule.value_and_error(values)
+    by_value = jax.vmap(Both.mean, in_axes=(None, 0))
+    first = Both(*(jnp.mean(x[0], axis=0) for x in weights))
+    modes = Modes(*(x[0] for x in modes))
+    pairs = ArnoldiPairs(space.basis, modes, by_value(matrices, share), real)
+    return Outcome(value, error, Nodes(modes.nodes, by_value(first, share), pairs))
 
 
 def _modes(projections: Inexact[Array, "levels m m"], rank: int) -> Modes:
@@ -152,108 +121,113 @@ def _modes(projections: Inexact[Array, "levels m m"], rank: int) -> Modes:
     return Modes(nodes, vectors, jax.vmap(lambda v: lapack.solve((v, unit)))(vectors))
 
 
-def _weights(
-    spaces: Complements,
-    probes: Inexact[Array, "k r"],
-    filled: Bool[Array, " r"],
-    right: Inexact[Array, "r m"],
-    left: Inexact[Array, "m r"],
-) -> Both:
-    """The diagonals of `left` M_i `right`."""
+def _weights_and_matrices(
+    space: BlockKrylov, modes: Modes, spaces: Complements
+) -> tuple[Both, Both]:
+    """The diagonals of f's left vectors times M_i times its right vectors, and M."""
+    k, rank = spaces.remainders.shape
+    filled = space.filled[:rank]
+    probes = jnp.pad(space.starts, ((0, rank - k), (0, 0))).T
+    matrices = Both(probes.T @ probes.conj() / k, quadrature_matrix(spaces, filled))
     vectors, remainders, probes = (
-        x.astype(left.dtype) for x in (spaces.vectors, spaces.remainders, probes)
+        x.astype(modes.nodes.dtype) for x in (spaces.vectors, spaces.remainders, probes)
     )
 
-    def forms(rows: Inexact[Array, "k r"]) -> Inexact[Array, "k m"]:
-        return (left @ rows.T).T * (rows.conj() @ right)
+    def weights(right: Inexact[Array, "r m"], left: Inexact[Array, "m r"]) -> Both:
+        def forms(rows: Inexact[Array, "k r"]) -> Inexact[Array, "k m"]:
+            return (left @ rows.T).T * (rows.conj() @ right)
 
-    after = jnp.einsum("mr,krp->kpm", left, vectors)
-    before = jnp.einsum("krp,rm->kpm", vectors.conj(), right)
-    total = jnp.sum(left.T * jnp.where(filled[:, None], right, 0), axis=0)
-    inside = total[None, :] - jnp.sum(after * before, axis=1)
-    return Both(forms(probes), inside + forms(remainders))
+        after = jnp.einsum("mr,krp->kpm", left, vectors)
+        before = jnp.einsum("krp,rm->kpm", vectors.conj(), right)
+        total = jnp.sum(left.T * jnp.where(filled[:, None], right, 0), axis=0)
+        inside = total[None, :] - jnp.sum(after * before, axis=1)
+        return Both(forms(probes), inside + forms(remainders))
 
-
-def _value_and_error(
-    rule: Rule, values: Inexact[Array, "levels p m"], kind: Kind
-) -> tuple[Inexact[Array, " p"], Float[Array, " p"], Float[Array, " p"]]:
-    """The mean of both estimates by inverse variances, its standard error, and the weight
-    of the leave-one-out samples; that is zero if no variance is known."""
-    plain, sizes, gap = _samples(rule.weights.plain, values, kind)
-    error = jnp.hypot(standard_error(plain, kind.eps * sizes), gap)
-    samples, sizes, gap = _samples(rule.weights.left_out, values, kind)
-    spread = shared_error(samples, kind.eps * sizes)
-    if kind.resphered and samples.shape[1] > 1:
-        spread = jnp.maximum(spread, _half_jackknife(rule, values[0], samples))
-    other = jnp.hypot(spread, gap)
-    tiny = jnp.finfo(error.dtype).tiny
-    share = 1 / (1 + (other / jnp.maximum(error, tiny)) ** 2)
-    share = jnp.where(jnp.isinf(error), 0, share)
-    value = Both(mean(plain), mean(samples)).mean(share)
-    return value, jnp.where(share == 0, error, Both(error, other).mean(share)), share
+    return jax.vmap(weights)(modes.vectors[:, :rank], modes.inverse), matrices
 
 
-def _samples(
-    weights: Inexact[Array, "levels k m"], values: Inexact[Array, "levels p m"], kind: Kind
-) -> tuple[Inexact[Array, "p k"], Float[Array, " p"], Float[Array, " p"]]:
-    """Samples; four times the size of their mean's terms, which grows with the condition of
-    the eigenvectors; and the quadrature error."""
-    levels = weighted_sum(weights[:, None], values[:, :, None])
-    sizes = weighted_sum(jnp.abs(weights[0])[None], jnp.abs(values[0])[:, None])
-    if kind.real:
-        # Conjugate eigenvalues have conjugate values, except on a branch cut.
-        crossed = jnp.abs(levels[0].imag) > 1e-3 * sizes
-        levels = jnp.where(crossed, jnp.nan, levels.real)
-    means = mean(levels)
-    changes = jnp.abs(means[:-1] - means[1:])
-    return levels[0], 4 * mean(sizes), quadrature_error(changes, kind.unresolved)
+class Rule(eqx.Module):
+    """What values and errors are computed from. Before the run it is known whether c_i is
+    not 1, whether the value is real, and whether the quadrature error is unknown."""
+
+    modes: Modes
+    weights: Both
+    spaces: Complements
+    resphered: bool = eqx.field(static=True)
+    real: bool = eqx.field(static=True)
+    unresolved: bool = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
+
+    def value_and_error(
+        self, values: Inexact[Array, "levels p m"]
+    ) -> tuple[Inexact[Array, " p"], Float[Array, " p"], Float[Array, " p"]]:
+        """The mean of both estimates by inverse variances, its standard error, and the
+        weight of the leave-one-out samples; that is zero if no variance is known."""
+        plain, sizes, gap = self._samples(self.weights.plain, values)
+        error = jnp.hypot(jackknife.standard_error(plain, self.eps * sizes), gap)
+        samples, sizes, gap = self._samples(self.weights.left_out, values)
+        spread = jackknife.shared_error(samples, self.eps * sizes)
+        if self.resphered and samples.shape[1] > 1:
+            spread = jnp.maximum(spread, self._half_jackknife(values[0], samples))
+        other = jnp.hypot(spread, gap)
+        tiny = jnp.finfo(error.dtype).tiny
+        share = 1 / (1 + (other / jnp.maximum(error, tiny)) ** 2)
+        share = jnp.where(jnp.isinf(error), 0, share)
+        value = Both(mean(plain), mean(samples)).mean(share)
+        return value, jnp.where(share == 0, error, Both(error, other).mean(share)), share
+
+    def _samples(
+        self, weights: Inexact[Array, "levels k m"], values: Inexact[Array, "levels p m"]
+    ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"], Float[Array, " p"]]:
+        """Samples; four times the size of their mean's terms, which grows with the
+        condition of the eigenvectors; and the quadrature error."""
+        levels = weighted_sum(weights[:, None], values[:, :, None])
+        sizes = weighted_sum(jnp.abs(weights[0])[None], jnp.abs(values[0])[:, None])
+        if self.real:
+            # Conjugate eigenvalues have conjugate values, except on a branch cut.
+            crossed = jnp.abs(levels[0].imag) > 1e-3 * sizes
+            levels = jnp.where(crossed, jnp.nan, levels.real)
+        means = mean(levels)
+        changes = jnp.abs(means[:-1] - means[1:])
+        return (
+            levels[0],
+            4 * mean(sizes),
+            jackknife.quadrature_error(changes, self.unresolved),
+        )
+
+    def _half_jackknife(
+        self, values: Inexact[Array, "p m"], samples: Inexact[Array, "p k"]
+    ) -> Float[Array, " p"]:
+        """As for Hermitian operators, where it was enough in every spectrum measured."""
+        left, scale = self.modes.inverse[0], jax.vmap(largest_modulus)(values)
+        right = self.modes.vectors[0, : left.shape[1]]
+        values, samples = (x.astype(left.dtype) / scale[:, None] for x in (values, samples))
+        vectors, remainders = (x.astype(left.dtype) for x in self.spaces[:2])
+        spaces = Complements(vectors, remainders, self.spaces.dimensions)
+        return scale * jackknife.half_jackknife_error(spaces, right, values, left, samples)
 
 
-def _half_jackknife(
-    rule: Rule, values: Inexact[Array, "p m"], samples: Inexact[Array, "p k"]
-) -> Float[Array, " p"]:
-    """As for Hermitian operators, where it was enough in every spectrum measured."""
-    left, scale = rule.modes.inverse[0], jax.vmap(largest_modulus)(values)
-    right = rule.modes.vectors[0, : left.shape[1]]
-    values, samples = (x.astype(left.dtype) / scale[:, None] for x in (values, samples))
-    vectors, remainders, dimensions = rule.spaces
-    spaces = Complements(
-        vectors.astype(left.dtype), remainders.astype(left.dtype), dimensions
-    )
-    return scale * half_jackknife_error(spaces, right, values, left, samples)
+class ArnoldiPairs(eqx.Module):
+    """f(A) ~ Z f(H) Z*; each value of f has its own M."""
 
+    basis: Inexact[Array, "n m"]
+    modes: Modes
+    matrices: Inexact[Array, "p r r"]
+    real: bool = eqx.field(static=True)
 
-def _nodes(
-    basis: Inexact[Array, "n m"], rule: Rule, share: Float[Array, " p"], real: bool
-) -> Nodes:
-    """f(A) ~ Z f(H) Z*. Each value of f has its own weights and its own M."""
-    modes = Modes(*(x[0] for x in rule.modes))
-    by_value = jax.vmap(Both.mean, in_axes=(None, 0))
-    weights = by_value(Both(*(jnp.mean(x[0], axis=0) for x in rule.weights)), share)
-    matrices = by_value(rule.matrices, share)
-    return Nodes(
-        modes.nodes, weights, Partial(_pairs, basis, modes, matrices, Static(real))
-    )
+    def __call__(self, subject: MatrixFunction) -> Paired:
+        """The columns of Z f'(H)[:, :r], and tr(M Z_r* dA Z f'(H)[:, :r])."""
+        modes = with_own_jvp(self.modes, refuse_second, subject.linear_map)
+        slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
+        inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
+        inside = inside.real if self.real else inside
+        right = jnp.einsum("nm,pmr->prn", self.basis.astype(inside.dtype), inside)
+        copies = len(right) // len(self.matrices)
+        matrices = jnp.repeat(self.matrices, copies, axis=0).astype(right.dtype)
+        rows = self.basis[:, : matrices.shape[1]].conj().astype(right.dtype)
 
+        def total(images: Inexact[Array, "p s n"]) -> Inexact[Array, " p"]:
+            turned = jnp.einsum("nr,psn->prs", rows, images)
+            return jnp.einsum("psr,prs->p", matrices, turned)
 
-def _pairs(
-    basis: Inexact[Array, "n m"],
-    modes: Modes,
-    matrices: Inexact[Array, "p r r"],
-    real: Static,
-    subject: MatrixFunction,
-) -> Paired:
-    """The columns of Z f'(H)[:, :r], and tr(M Z_r* dA Z f'(H)[:, :r])."""
-    modes = with_own_jvp(modes, refuse_second, subject.linear_map)
-    slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
-    inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
-    inside = inside.real if real.value else inside
-    right = jnp.einsum("nm,pmr->prn", basis.astype(inside.dtype), inside)
-    matrices = jnp.repeat(matrices, len(right) // len(matrices), axis=0).astype(right.dtype)
-    rows = basis[:, : matrices.shape[1]].conj().astype(right.dtype)
-
-    def total(images: Inexact[Array, "p s n"]) -> Inexact[Array, " p"]:
-        turned = jnp.einsum("nr,psn->prs", rows, images)
-        return jnp.einsum("psr,prs->p", matrices, turned)
-
-    return right, total
+        return right, total

@@ -43,13 +43,8 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import size, unit_roundoff
 from traceax._core.rule import Outcome
+from traceax._linalg import jackknife
 from traceax._linalg.columns import largest_modulus, mean, squared_modulus
-from traceax._linalg.jackknife import (
-    half_jackknife_error,
-    no_less_than_theory,
-    quadrature_error,
-    shared_error,
-)
 from traceax._linalg.krylov import (
     BlockKrylov,
     Complements,
@@ -58,7 +53,7 @@ from traceax._linalg.krylov import (
     truncated,
 )
 from traceax._quadrature.dense import Eigen, decompose
-from traceax._quadrature.nodes import Nodes, at_nodes, slopes_at, split_nodes, weighted_sum
+from traceax._quadrature.nodes import SplitRule, at_nodes, slopes_at, weighted_sum
 from traceax._quadrature.scalar import Flat, MatrixFunction, Traces, traces_outcome
 
 
@@ -102,13 +97,15 @@ def trace_from_space(
     operator = subject.linear_map.operator
     n, eps = size(operator), unit_roundoff(operator)
     eigen, slopes, spaces = spectra(space, subject.fn, n, kept)
-    rule = _quadrature(space, eigen, spaces.resphered())
+    rule = _quadrature(space, eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
     values = jnp.swapaxes(at_nodes(subject.fn, eigen.values), -1, -2)
     sizes = jnp.abs(values[0]) + slopes.T
     samples = _samples(rule.weights[0], values[0])
-    traces = Traces(mean(samples), samples, values, (sizes,), _nodes(space, rule))
-    error = partial(_error, rule, eps, space.depth == 1 and n > 1)
-    return traces_outcome(subject.combine, traces, error, eps)
+    whole = Eigen(*(x[:1] for x in eigen))
+    num_steps = max(5 * space.depth, 40)
+    nodes = SplitRule(space.basis.T[None], whole, rule.matrix[None], num_steps).nodes()
+    traces = Traces(mean(samples), samples, values, (sizes,), nodes)
+    return traces_outcome(subject.combine, traces, rule.error, eps)
 
 
 def levels_and_complements(
@@ -159,36 +156,6 @@ def _into_domain(
     return Eigen(nodes, eigen.vectors), slopes
 
 
-class Quadrature(eqx.Module):
-    """The levels of T with the weight of each node in each sample. `matrix` is M, `inside`
-    the first rows of T's eigenvectors; the remainders of `spaces` are sqrt(c_i) r_i."""
-
-    eigen: Eigen
-    weights: Float[Array, "levels k m"]
-    matrix: Inexact[Array, "r r"]
-    spaces: Complements
-    inside: Inexact[Array, "r m"]
-
-
-def _quadrature(space: BlockKrylov, eigen: Eigen, spaces: Complements) -> Quadrature:
-    rank = spaces.remainders.shape[1]
-    filled = space.filled[:rank]
-    inside = jnp.where(filled[None, :, None], eigen.vectors[:, :rank], 0)
-    weights = jax.vmap(partial(_weights, spaces))(inside)
-    # LAPACK may return finite eigenvectors for NaN input.
-    weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    matrix = quadrature_matrix(spaces, filled)
-    return Quadrature(eigen, weights, matrix, spaces, inside[0])
-
-
-def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
-    """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
-    outside = jnp.einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
-    tested = squared_modulus(spaces.remainders.conj() @ inside)
-    total = jnp.sum(squared_modulus(inside), axis=0, keepdims=True)
-    return jnp.maximum(total - jnp.sum(squared_modulus(outside), axis=1) + tested, 0)
-
-
 def quadrature_matrix(
     spaces: Complements, filled: Bool[Array, " r"]
 ) -> Inexact[Array, "r r"]:
@@ -199,10 +166,26 @@ def quadrature_matrix(
     return jnp.diag(filled.astype(changed.dtype)) + changed / k
 
 
-def _nodes(space: BlockKrylov, rule: Quadrature) -> Nodes:
-    whole = Eigen(*(x[:1] for x in rule.eigen))
-    num_steps = max(5 * space.depth, 40)
-    return split_nodes(space.basis.T[None], whole, rule.matrix[None], num_steps)
+def _quadrature(
+    space: BlockKrylov, eigen: Eigen, spaces: Complements, eps: float, unresolved: bool
+) -> Quadrature:
+    rank = spaces.remainders.shape[1]
+    filled = space.filled[:rank]
+    inside = jnp.where(filled[None, :, None], eigen.vectors[:, :rank], 0)
+    weights = jax.vmap(partial(_weights, spaces))(inside)
+    # LAPACK may return finite eigenvectors for NaN input.
+    weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
+    matrix = quadrature_matrix(spaces, filled)
+    vectors = eigen.vectors[0]
+    return Quadrature(vectors, inside[0], weights, matrix, spaces, eps, unresolved)
+
+
+def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
+    """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
+    outside = jnp.einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
+    tested = squared_modulus(spaces.remainders.conj() @ inside)
+    total = jnp.sum(squared_modulus(inside), axis=0, keepdims=True)
+    return jnp.maximum(total - jnp.sum(squared_modulus(outside), axis=1) + tested, 0)
 
 
 def _samples(
@@ -211,52 +194,58 @@ def _samples(
     return weighted_sum(weights[None], values[:, None])
 
 
-def _error(
-    rule: Quadrature,
-    eps: float,
-    unresolved: bool,
-    values: Inexact[Array, "levels p m"],
-    sizes: Float[Array, "p m"],
-) -> Float[Array, " p"]:
-    """The standard error, from f at the nodes and the sizes that rounding multiplies."""
-    levels = jax.vmap(_samples)(rule.weights, values)
-    samples = levels[0]
-    gap = quadrature_error(jnp.abs(mean(levels[:-1] - levels[1:])), unresolved)
-    rounding = _samples(jnp.mean(rule.weights[0], axis=0)[None], sizes)[:, 0]
-    error = shared_error(samples, 4 * eps * rounding)
-    if samples.shape[-1] > 1:
-        error = jnp.maximum(error, _least_error(rule, values[0]))
-    return jnp.hypot(error, gap)
+class Quadrature(eqx.Module):
+    """The weight of each node in each sample, for every level of T. `vectors` are the
+    eigenvectors of T, `inside` their first rows, `matrix` is M, and the remainders of
+    `spaces` are sqrt(c_i) r_i. `unresolved`: the quadrature error is unknown."""
 
+    vectors: Inexact[Array, "m m"]
+    inside: Inexact[Array, "r m"]
+    weights: Float[Array, "levels k m"]
+    matrix: Inexact[Array, "r r"]
+    spaces: Complements
+    eps: float = eqx.field(static=True)
+    unresolved: bool = eqx.field(static=True)
 
-def _least_error(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
-    """The larger one of half the jackknife and the error by theory. Both are those of f
-    less a constant, whose trace has no error but rounding."""
-    weights = rule.weights[0]
-    centre = mean(_samples(weights, values)) / jnp.mean(jnp.sum(weights, axis=1))
-    used = jnp.any(weights != 0, axis=0)
-    values = jnp.where(used, values - centre[:, None], 0)
-    scale = jax.vmap(largest_modulus)(values)
-    values = values / scale[:, None]
-    right, samples = rule.inside, _samples(weights, values)
-    half = half_jackknife_error(rule.spaces, right, values, right.conj().T, samples)
-    real = not jnp.iscomplexobj(rule.matrix)
-    return scale * no_less_than_theory(half, _variances(rule, values), real=real)
+    def error(
+        self, values: Inexact[Array, "levels p m"], sizes: Float[Array, "p m"]
+    ) -> Float[Array, " p"]:
+        """From f at the nodes, and from the sizes that rounding multiplies."""
+        levels = jax.vmap(_samples)(self.weights, values)
+        changes = jnp.abs(mean(levels[:-1] - levels[1:]))
+        rounding = _samples(jnp.mean(self.weights[0], axis=0)[None], sizes)[:, 0]
+        error = jackknife.shared_error(levels[0], 4 * self.eps * rounding)
+        if levels.shape[-1] > 1:
+            error = jnp.maximum(error, self._least_error(values[0]))
+        return jnp.hypot(error, jackknife.quadrature_error(changes, self.unresolved))
 
+    def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
+        """The larger one of half the jackknife and the error by theory. Both are those of f
+        less a constant, whose trace has no error but rounding."""
+        weights = self.weights[0]
+        centre = mean(_samples(weights, values)) / jnp.mean(jnp.sum(weights, axis=1))
+        used = jnp.any(weights != 0, axis=0)
+        values = jnp.where(used, values - centre[:, None], 0)
+        scale = jax.vmap(largest_modulus)(values)
+        values = values / scale[:, None]
+        function = self.inside, values, self.inside.conj().T
+        samples, real = _samples(weights, values), not jnp.iscomplexobj(self.matrix)
+        half = jackknife.half_jackknife_error(self.spaces, *function, samples)
+        least = jackknife.no_less_than_theory(half, self._variances(values), real=real)
+        return scale * least
 
-def _variances(rule: Quadrature, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
-    """|B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
-    complement, remainders, _ = rule.spaces
-    vectors = rule.eigen.vectors[0]
-    r = remainders.shape[1]
-    turned = remainders @ vectors[:r].conj()
-    image = jnp.einsum("km,pm,rm->pkr", turned, values, vectors)
-    inner = jnp.einsum("krs,pkr->pks", complement.conj(), image[..., :r])
-    w = jnp.einsum("krs,kr->ks", complement.conj(), remainders)
-    lengths = jnp.sum(squared_modulus(remainders), axis=1)
-    # The subtraction precedes the squares, so that multiples of I leave only rounding.
-    along = jnp.einsum("ks,pks->pk", w.conj(), inner)
-    along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)[None]
-    inner = inner - along[..., None] * w[None]
-    squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
-    return squares + jnp.sum(squared_modulus(inner), axis=-1)
+    def _variances(self, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
+        """|B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
+        complement, remainders, _ = self.spaces
+        r = remainders.shape[1]
+        turned = remainders @ self.vectors[:r].conj()
+        image = jnp.einsum("km,pm,rm->pkr", turned, values, self.vectors)
+        inner = jnp.einsum("krs,pkr->pks", complement.conj(), image[..., :r])
+        w = jnp.einsum("krs,kr->ks", complement.conj(), remainders)
+        lengths = jnp.sum(squared_modulus(remainders), axis=1)
+        # The subtraction precedes the squares, so that multiples of I leave only rounding.
+        along = jnp.einsum("ks,pks->pk", w.conj(), inner)
+        along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)[None]
+        inner = inner - along[..., None] * w[None]
+        squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
+        return squares + jnp.sum(squared_modulus(inner), axis=-1)

@@ -20,10 +20,6 @@ from traceax._linalg import lapack
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
-# Nodes and weights of three-point Gauss-Legendre quadrature on [0, 1].
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(3)
-_NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2
-
 
 class Eigen(NamedTuple):
     """M = S diag(values) S*."""
@@ -112,11 +108,11 @@ def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, 
     secant = (values[:, None] - values[None, :]) / apart
 
     def between(node: float) -> Array:
-        point = jnp.where(near, a + node * (b - a), points[0])
+        point = jnp.where(near, a + (node + 1) / 2 * (b - a), points[0])
         return jax.vmap(jax.vmap(Slope(fn)))(point)
 
-    pairs = zip(_NODES, _WEIGHTS, strict=True)
-    mean = sum(float(weight) * between(float(node)) for node, weight in pairs)
+    rule = zip(*np.polynomial.legendre.leggauss(3), strict=True)  # on [-1, 1]
+    mean = sum(float(weight) / 2 * between(float(node)) for node, weight in rule)
     return jnp.where(near[..., None], mean, secant)
 
 
@@ -167,12 +163,10 @@ def _(operator: FunctionOfOperator) -> FunctionOfOperator:
     return FunctionOfOperator(lx.conj(operator.operator), operator.fn, operator.num_steps)
 
 
-def _is_real(operator: FunctionOfOperator) -> bool:
-    return not jnp.issubdtype(working_dtype(operator.operator), jnp.complexfloating)
-
-
 lx.linearise.register(FunctionOfOperator, lambda operator: operator)
-lx.is_symmetric.register(FunctionOfOperator, _is_real)
+lx.is_symmetric.register(
+    FunctionOfOperator, lambda f: working_dtype(f.operator).kind == "f"
+)
 for question in (
     lx.is_diagonal,
     lx.is_tridiagonal,

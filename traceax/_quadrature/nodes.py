@@ -38,8 +38,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from equinox.internal import Static
-from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
@@ -149,25 +147,6 @@ def slopes_at(
     return jnp.where(jnp.isfinite(slopes), jnp.minimum(slopes, secants), secants)
 
 
-def split_nodes(
-    basis: Inexact[Array, "N m n"],
-    eigen: Eigen,
-    coefficients: Inexact[Array, "N count count"],
-    num_steps: int,
-) -> Nodes:
-    """The quadrature of N projections T_i of A on orthonormal rows, which `eigen`
-    decomposes:
-
-        tr f(A) = E sum over i of tr(C_i f(T_i)[:count, :count]),
-
-    the `coefficients` C_i being Hermitian matrices. Second derivatives run a recurrence of
-    `num_steps` from each of the first `count` rows.
-    """
-    weights = node_weights(coefficients, eigen).reshape(1, -1)
-    pairs = Partial(_split_pairs, basis, eigen, coefficients, Static(num_steps))
-    return Nodes(eigen.values.ravel(), weights, pairs)
-
-
 def node_weights(
     coefficients: Inexact[Array, "N count count"], eigen: Eigen
 ) -> Float[Array, "N m"]:
@@ -175,45 +154,54 @@ def node_weights(
     return jnp.sum((rows.conj() * (coefficients.astype(rows.dtype) @ rows)).real, axis=1)
 
 
-def _split_pairs(
-    basis: Inexact[Array, "N m n"],
-    eigen: Eigen,
-    coefficients: Inexact[Array, "N count count"],
-    num_steps: Static,
-    subject: MatrixFunction,
-) -> Paired:
-    """C_i (g1(A) v)* and g2(A) v for the starts v, the first rows of each basis."""
-    count, n = coefficients.shape[1], basis.shape[2]
-    soft = jax.vmap(partial(softening, subject.fn))(eigen.values)
-    soft = jax.lax.stop_gradient(soft)
-    blocks = _vectors(subject.fn, soft, basis, None, eigen, count)
-    starts = basis[:, :count].reshape(-1, n)
-    again = Partial(_by_recurrence, starts, soft, blocks[1], num_steps)
-    left, right = with_own_jvp(blocks, again, subject)
-    rows = left.conj().reshape(len(left), -1, count, n)
-    weighted = jnp.einsum("Nab,pNbn->pNan", coefficients.astype(rows.dtype), rows)
-    weighted = weighted.reshape(left.shape)
-    return right, lambda images: jnp.sum(weighted * images, axis=(1, 2))
+class SplitRule(eqx.Module):
+    """The quadrature of N projections T_i of A on orthonormal rows, which `eigen`
+    decomposes:
 
+        tr f(A) = E sum over i of tr(C_i f(T_i)[:count, :count]),
 
-def _by_recurrence(
-    starts: Inexact[Array, "s n"],
-    soft: Float[Array, "N p"],
-    expected: Inexact[Array, "p s n"],
-    num_steps: Static,
-    subject: MatrixFunction,
-) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
-    """The vectors of the split rule, by a recurrence from each start that is differentiable
-    in the operator and in f. NaN if g2(A) v is far from the `expected` one, since then its
-    derivatives are wrong."""
-    count = min(num_steps.value, starts.shape[1])
-    krylov = lanczos(subject.linear_map, starts, count, differentiable=True)
-    eigen = jax.lax.stop_gradient(decompose(krylov.projection))
-    soft = jnp.repeat(soft, len(starts) // len(soft), axis=0)
-    left, right = _vectors(subject.fn, soft, krylov.basis, krylov.projection, eigen, 1)
-    error = largest_modulus(jax.lax.stop_gradient(right) - expected)
-    passed = jnp.where(error < TOLERANCE * largest_modulus(expected), 1, jnp.nan)
-    return passed * left, passed * right
+    the `coefficients` C_i being Hermitian matrices. The starts v are the first `count` rows
+    of each basis. Second derivatives run a recurrence of `num_steps` from each start.
+    """
+
+    basis: Inexact[Array, "N m n"]
+    eigen: Eigen
+    coefficients: Inexact[Array, "N count count"]
+    num_steps: int = eqx.field(static=True)
+
+    def nodes(self) -> Nodes:
+        weights = node_weights(self.coefficients, self.eigen).reshape(1, -1)
+        return Nodes(self.eigen.values.ravel(), weights, self)
+
+    def __call__(self, subject: MatrixFunction) -> Paired:
+        """C_i (g1(A) v)* and g2(A) v."""
+        count, n = self.coefficients.shape[1], self.basis.shape[2]
+        soft = jax.vmap(partial(softening, subject.fn))(self.eigen.values)
+        soft = jax.lax.stop_gradient(soft)
+        blocks = _vectors(subject.fn, soft, self.basis, None, self.eigen, count)
+        again = eqx.Partial(self._by_recurrence, soft, blocks[1])
+        left, right = with_own_jvp(blocks, again, subject)
+        rows = left.conj().reshape(len(left), -1, count, n)
+        weighted = jnp.einsum("Nab,pNbn->pNan", self.coefficients.astype(rows.dtype), rows)
+        weighted = weighted.reshape(left.shape)
+        return right, lambda images: jnp.sum(weighted * images, axis=(1, 2))
+
+    def _by_recurrence(
+        self, soft: Array, expected: Array, subject: MatrixFunction
+    ) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
+        """g1(A) v and g2(A) v by a recurrence that is differentiable in the operator and in
+        f. NaN if g2(A) v is far from the `expected` one, since then its derivatives are
+        wrong."""
+        starts = self.basis[:, : self.coefficients.shape[1]]
+        starts = starts.reshape(-1, starts.shape[2])
+        steps = min(self.num_steps, starts.shape[1])
+        krylov = lanczos(subject.linear_map, starts, steps, differentiable=True)
+        eigen = jax.lax.stop_gradient(decompose(krylov.projection))
+        soft = jnp.repeat(soft, len(starts) // len(soft), axis=0)
+        left, right = _vectors(subject.fn, soft, krylov.basis, krylov.projection, eigen, 1)
+        error = largest_modulus(jax.lax.stop_gradient(right) - expected)
+        passed = jnp.where(error < TOLERANCE * largest_modulus(expected), 1, jnp.nan)
+        return passed * left, passed * right
 
 
 def _vectors(

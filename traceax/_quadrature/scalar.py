@@ -112,10 +112,14 @@ class Jacobian(eqx.Module):
 
     def __call__(self, x: Scalar) -> Inexact[Array, " p*q"]:
         numbers, rest = eqx.partition(self.fn, self.moved)
-        vector, restore = ravel_pytree(_split_complex(numbers))
+        vector, restore = ravel_pytree(_as_real(numbers))
+
+        def join(old: Array, new: Any) -> Array:
+            return jax.lax.complex(*new) if jnp.iscomplexobj(old) else new
 
         def value(vector: Float[Array, " q"]) -> Inexact[Array, " p"]:
-            return eqx.combine(_join_complex(restore(vector), numbers), rest)(x)
+            moved = jax.tree.map(join, numbers, restore(vector))
+            return eqx.combine(moved, rest)(x)
 
         # In forward mode the values may be complex.
         return jnp.ravel(jax.jacfwd(value)(vector))
@@ -124,22 +128,14 @@ class Jacobian(eqx.Module):
 def jacobian_and_tangent(fn: Flat, tangent: Any) -> tuple[Jacobian, Inexact[Array, " q"]]:
     """The Jacobian of `fn` in all that has a tangent, and the tangent as a vector."""
     moved = jax.tree.map(lambda t: t is not None, tangent, is_leaf=lambda t: t is None)
-    vector, _ = ravel_pytree(_split_complex(eqx.filter(tangent, moved)))
-    return Jacobian(fn, moved), vector
+    return Jacobian(fn, moved), ravel_pytree(_as_real(eqx.filter(tangent, moved)))[0]
 
 
-def _split_complex(tree: PyTree[Array]) -> PyTree[Array]:
-    def split(leaf: Array) -> Array:
-        return jnp.stack([leaf.real, leaf.imag]) if jnp.iscomplexobj(leaf) else leaf
+def _as_real(tree: PyTree[Array]) -> PyTree[Array]:
+    def parts(x: Array) -> Any:
+        return (x.real, x.imag) if jnp.iscomplexobj(x) else x
 
-    return jax.tree.map(split, tree)
-
-
-def _join_complex(tree: PyTree[Array], like: PyTree[Array]) -> PyTree[Array]:
-    def join(leaf: Array, old: Array) -> Array:
-        return jax.lax.complex(*leaf) if jnp.iscomplexobj(old) else leaf
-
-    return jax.tree.map(join, tree, like)
+    return jax.tree.map(parts, tree)
 
 
 class Slope(eqx.Module):
@@ -234,7 +230,9 @@ def traces_outcome(
     if combine is None:
         return Outcome(total, error_of(values, *bounds), readout)
     slope = _slope(combine, total)
-    error = error_of(_through(slope, values), *(_bound(slope, x) for x in bounds))
+    copies = slope.shape[1] // len(total)  # two if the traces are complex
+    bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
+    error = error_of(_through(slope, values), *bounds)
     shifts = _shifts(combine, total, samples)
     plain, value = combine(total), _unbiased(combine, total, shifts)
     error = jnp.hypot(jnp.hypot(error, 4 * eps * jnp.abs(value)), jnp.abs(value - plain))
@@ -285,14 +283,6 @@ def _through(
     image = slope @ jnp.where(finite, x, 0).astype(slope.dtype)
     undefined = (slope != 0).astype(x.dtype) @ (~finite).astype(x.dtype)
     return jnp.where(undefined > 0, jnp.nan, image)
-
-
-def _bound(
-    slope: Inexact[Array, "q p"], bounds: Float[Array, "p m"]
-) -> Inexact[Array, "q m"]:
-    """A bound of |Dg(t) f|, where |f| <= bounds."""
-    copies = slope.shape[1] // bounds.shape[0]
-    return _through(jnp.abs(slope), jnp.concatenate([bounds] * copies))
 
 
 def _unbiased(
