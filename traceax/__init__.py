@@ -2,11 +2,11 @@
 
 import typing as _typing
 
-from traceax._calculus.biharmonic import biharmonic as biharmonic
 from traceax._calculus.divergence import divergence as divergence
 from traceax._calculus.gauss_newton import empirical_fisher as empirical_fisher
 from traceax._calculus.gauss_newton import gauss_newton as gauss_newton
-from traceax._calculus.hessian_diagonal import hessian_diagonal as hessian_diagonal
+from traceax._calculus.laplacian import biharmonic as biharmonic
+from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
@@ -18,9 +18,9 @@ from traceax._estimators.automatic import leaf_traces as leaf_traces
 from traceax._estimators.automatic import trace as trace
 from traceax._estimators.custom import custom_trace as custom_trace
 from traceax._estimators.deltashift import deltashift as deltashift
-from traceax._estimators.diagpp import diagpp as diagpp
 from traceax._estimators.hutchinson import hutchinson_diagonal as hutchinson_diagonal
 from traceax._estimators.hutchinson import hutchinson_trace as hutchinson_trace
+from traceax._estimators.hutchpp import diagpp as diagpp
 from traceax._estimators.hutchpp import hutchpp_trace as hutchpp_trace
 from traceax._estimators.hutchpp import na_hutchpp_trace as na_hutchpp_trace
 from traceax._estimators.norms import frobenius_norm_squared as frobenius_norm_squared
@@ -31,13 +31,13 @@ from traceax._estimators.xnystrace import xnystrace as xnystrace
 from traceax._estimators.xtrace import xtrace as xtrace
 from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
 from traceax._functions.density import spectral_density as spectral_density
+from traceax._functions.equations import preconditioner as preconditioner
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal
 from traceax._functions.function_trace import function_trace as function_trace
+from traceax._functions.function_trace import logdet as logdet
+from traceax._functions.function_trace import schatten_norm as schatten_norm
 from traceax._functions.inv_quad_logdet import InvQuadLogdet as InvQuadLogdet
 from traceax._functions.inv_quad_logdet import inv_quad_logdet as inv_quad_logdet
-from traceax._functions.logdet import logdet as logdet
-from traceax._functions.preconditioner import preconditioner as preconditioner
-from traceax._functions.schatten import schatten_norm as schatten_norm
 from traceax._functions.slq import slq_trace as slq_trace
 from traceax._probes.colouring import colouring as colouring
 from traceax._probes.probing import probing as probing

@@ -9,7 +9,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import all_signs, cases, close, refused
-from traceax._calculus.biharmonic import FourthDerivatives
+from traceax._calculus.laplacian import FourthDerivatives
 
 KEY = jax.random.key(3)
 X = jnp.array([0.3, -0.7, 0.5])

@@ -14,7 +14,7 @@ import traceax as tx
 from tests.helpers import PSD, close, function, general, hermitian, slow, spectrum
 from tests.matrices import across, projector
 from traceax._core.operator import LinearMap
-from traceax._estimators import second_batch, shared_batch
+from traceax._estimators import second_batch
 from traceax._estimators.driver import Probes
 from traceax._estimators.leave_one_out import leave_one_out
 from traceax._estimators.readouts import DIAGONAL, TRACE
@@ -65,7 +65,7 @@ def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
     def shares(block: Any) -> Any:
         sketch = matrix @ block
         if what == "semidefinite":
-            return shared_batch.missed_shares(nystrom(sketch, block), sketch, block)
+            return second_batch.nystrom_shares(nystrom(sketch, block), sketch, block)
         loo = leave_one_out(sketch, block, resphere=what == "trace")
         return second_batch.missed_shares(loo, sketch, of_diagonal=what == "diagonal")
 
@@ -170,8 +170,8 @@ def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> No
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
         probes = Probes((block,), resphere=False)
-        weights = shared_batch.sketch_weights(nystrom(sketch, block), sketch, block)
-        return weights, read(shared_batch.mixed(maps[0], probes, DIAGONAL), maps)
+        weights = second_batch.shared_weights(nystrom(sketch, block), sketch, block)
+        return weights, read(second_batch.mixed(maps[0], probes, DIAGONAL), maps)
 
     weights, got = run(blocks)
     assert 0.1 < jnp.mean((weights > 0) & (weights < 1)) < 0.95

@@ -1,7 +1,8 @@
-"""The Laplacian of a function: Hutch++ of its Hessian, by directional second derivatives.
+"""The Laplacian of a function, its Laplacian, and the diagonal of its Hessian.
 
-With Q an orthonormal basis of the range of H Omega, Omega of k columns, and U a random
-orthonormal frame of l directions outside of it,
+**Laplacian**: Hutch++ of the Hessian, by directional second derivatives. With Q an
+orthonormal basis of the range of H Omega, Omega of k columns, and U a random orthonormal
+frame of l directions outside of it,
 
     tr H = sum_j q_j* H q_j + E (n - k)/l sum_i u_i* H u_i,
 
@@ -10,17 +11,28 @@ one forward sweep in collapsed Taylor mode. A column of H Omega, forward over re
 costs twice as much; but it is frozen (`rule`), so gradients do not differentiate it. With
 an orthonormal frame, multiples of I are exact, and the variance has the finite-population
 correction for l directions out of n - k.
+
+**Biharmonic operator**:
+
+    sum over a, b of d4 fn/dx_a2 dx_b2  =  E D4 fn[v, v, w, w],    v, w independent,
+
+with E[v v*] = E[w w*] = I, for any two such probes: v and w each take one of the sums. With
+signs the terms of a single variable are exact.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
+import lineax as lx
+from jaxtyping import Array, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._calculus.sampled import (
+    AlongProbes,
     Curvature,
     Field,
     Point,
@@ -31,20 +43,32 @@ from traceax._calculus.sampled import (
     rounding,
     sampled_mean,
 )
+from traceax._calculus.taylor import second_derivatives_sum
+from traceax._core import rule
 from traceax._core.canonical import canonical
-from traceax._core.checks import check_returned, is_one_real_number
+from traceax._core.checks import check_returned, check_scalar, is_one_real_number
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, size
-from traceax._core.rule import Outcome, estimate
+from traceax._core.operator import (
+    LinearMap,
+    common_dtype,
+    flatten,
+    size,
+    unflatten,
+    working_dtype,
+)
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import estimate
+from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
 from traceax._estimators.readouts import Batches
+from traceax._estimators.xdiag import xdiag
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, normal
-from traceax._probes.stream import ProgressMeter, SamplingDesign, all_at_once
+from traceax._probes.samplers import Sampler, normal, rademacher
+from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
 
-# With so many directions a sketch costs at most a seventh of the accuracy if the spectrum
-# is flat (networks before training), and gains factors if it is not (after training).
+# With so many products a sketch costs at most a seventh of the accuracy if the spectrum is
+# flat (networks before training), and gains factors if it is not (after training).
 SKETCHED = 10
 
 
@@ -130,7 +154,7 @@ def sketched_laplacian(
     shrink = (1 - rest / (size(space) - width)) ** 0.5
     algorithm = partial(_sketched, plan=SamplingDesign(rest, rest, shrink))
     degrees = independent_degrees_of_freedom(rest)
-    return estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
+    return rule.estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
 
 
 def _width(num_matvecs: int) -> int:
@@ -153,3 +177,156 @@ def _sketched(
     value, samples = readout(subject), subject.along_each(frame)
     floor = rounding(subject, samples) + rounding(subject, value[:, None])
     return Outcome(value, plan.mean_and_error(samples, floor)[1], readout)
+
+
+def hessian_diagonal(
+    fn: Field,
+    x: Point,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    args: PyTree = None,
+    sampler: Sampler | None = None,
+    batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
+) -> Estimate:
+    """Estimate the diagonal of the Hessian of a function at x: d2 fn/dx_a2 for all a.
+
+    From 10 products on a sketch of the Hessian estimates it (`xdiag`). With fewer products,
+    or where `batch_size` or `sampler` are given, probes are compared entry by entry with
+    their Hessian-vector products (`hutchinson_diagonal`), which is exact if the Hessian is
+    diagonal. Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. For
+    networks the error of the sketch is 1 to 2 times smaller with 14 products, and 5 times
+    or more with 100.
+
+    **Arguments** (the others are in the guide's conventions)
+
+    - `fn`: a function `fn(x, args)` that returns one real number.
+    - `num_matvecs`: the number of Hessian-vector products, at least 1.
+    - `sampler`: default `rademacher`.
+
+    **Cost**: `num_matvecs` Hessian-vector products, forwards over one backward pass, in one
+    batch; each costs about four times what `fn` does. Memory: about 4 blocks of n x
+    `num_matvecs` / 2; with `batch_size` one of n x `batch_size`.
+
+    **Example**
+
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> fn = lambda x, args: jnp.sum(x**3)
+        >>> print(tx.hessian_diagonal(fn, jnp.arange(3.0), jax.random.key(0), 1).value)
+        [ 0.  6. 12.]
+
+    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
+    matrix, doi:10.1016/j.apnum.2007.01.003.
+    """
+    x = checked_point("hessian_diagonal", fn, x, key, num_matvecs)
+    check_scalar("hessian_diagonal", "fn", eqx.filter_eval_shape(fn, x, args))
+
+    operator = hessian(fn, x, args)
+    if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
+        return xdiag(operator, key, num_matvecs)
+    return estimate(
+        HUTCHINSON_DIAGONAL,
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        batch_size=batch_size,
+        progress_meter=progress_meter,
+        name="hessian_diagonal",
+    )
+
+
+def biharmonic(
+    fn: Field,
+    x: Point,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    args: PyTree = None,
+    batch_size: int | None = None,
+    progress_meter: ProgressMeter | None = None,
+) -> Estimate:
+    """Estimate the biharmonic operator of a function at x, the Laplacian of its Laplacian.
+
+        value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
+
+    with pairs of independent probes v_i, w_i of random signs. Unbiased. Exact if
+    `num_matvecs` reaches n (n + 1) / 2 for n entries of x. The error bar is that of
+    independent samples; the one of `laplacian` of a `laplacian` does not contain the error
+    of the inner one. For networks the error is 0.4 to 0.95 times that of as many fourth
+    derivatives along normal probes, divided by 3 (Hu et al.), at equal time.
+
+    **Arguments** (the others are in the guide's conventions)
+
+    - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
+      numbers, real or complex.
+    - `num_matvecs`: the number of fourth derivatives, one for each pair, at least 1.
+
+    **Derivatives**: exactly those of the value. `fn` must be differentiable forwards four
+    times: a `jax.custom_vjp` in it raises JAX's error. **Cost**: about nine forward passes
+    of `fn` for each pair.
+
+    **Example**
+
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> fn = lambda x, args: x[0] ** 2 * x[1] ** 2 + x[2] ** 4
+        >>> print(tx.biharmonic(fn, jnp.ones(3), jax.random.key(0), 6).value)
+        32.0
+
+    **Reference**: Hu et al. (2024), Hutchinson trace estimation, arXiv:2312.14499, section
+    3.3.
+    """
+    x = checked_point("biharmonic", fn, x, key, num_matvecs)
+    check_returned(
+        "biharmonic", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
+    )
+    subject = FourthDerivatives(canonical(fn, x, args), x, args)
+    return sampled_mean(
+        "biharmonic", subject, key, num_matvecs, rademacher, batch_size, progress_meter
+    )
+
+
+class FourthDerivatives(AlongProbes):
+    """Pairs of probes are columns of 2n."""
+
+    @property
+    def space(self) -> lx.AbstractLinearOperator:
+        structure = jax.eval_shape(lambda: self.x)
+        return lx.IdentityLinearOperator((structure, structure))
+
+    def basis(self, batch_size: int | None) -> Stream:
+        """All pairs of unit vectors, whose order does not matter."""
+        n = size(self.space) // 2
+        count = n * (n + 1) // 2
+        draw = _UnitPairs(n, working_dtype(self.space))
+        return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
+
+    def along(self, block: Inexact[Array, "2n k"]) -> Inexact[Array, " p"]:
+        return jnp.sum(self.along_each(block), axis=1)
+
+    def along_each(self, block: Inexact[Array, "2n k"]) -> Inexact[Array, "p k"]:
+        return jax.vmap(self._along_one, 1, 1)(block)
+
+    def _along_one(self, column: Inexact[Array, " 2n"]) -> Inexact[Array, " p"]:
+        pair = unflatten(column, self.space.in_structure())
+        v, w = jax.tree.map(lambda leaf: leaf[None], pair)
+
+        def along_w(x: PyTree[Array]) -> PyTree[Array]:
+            return second_derivatives_sum(lambda x: self.fn(x, self.args), x, w)
+
+        second = second_derivatives_sum(along_w, self.x, v)
+        return flatten(second, common_dtype(second))
+
+
+class _UnitPairs(NamedTuple):
+    n: int
+    dtype: Any
+
+    def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2n b"]:
+        """sqrt(2) e_i and e_j for i < j; e_i and e_i."""
+        first, second = jnp.triu_indices(self.n)
+        i, j = first[indices], second[indices]
+        scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)
+        v = jax.nn.one_hot(i, self.n, axis=0, dtype=self.dtype) * scale
+        return jnp.concatenate([v, jax.nn.one_hot(j, self.n, axis=0, dtype=self.dtype)])

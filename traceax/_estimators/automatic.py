@@ -37,8 +37,7 @@ from traceax._estimators.hutchinson import (
     HUTCHINSON_TRACE,
 )
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
-from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE
-from traceax._estimators.shared_batch import MIXED_DIAGONAL
+from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE, MIXED_DIAGONAL
 from traceax._estimators.xdiag import XDIAG
 from traceax._estimators.xnysdiag import XNYSDIAG
 from traceax._estimators.xnystrace import XNYSTRACE

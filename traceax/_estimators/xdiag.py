@@ -98,7 +98,7 @@ def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
-    samples = samples_of(loo, sketch, image, eps, hermitian=hermitian)
+    samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
     value, error = samples.of(target, linear_map).value_and_error()
     return Outcome(value, error, two_sided(target, loo))
 
@@ -106,7 +106,7 @@ def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
 XDIAG = Method("xdiag", DIAGONAL, _xdiag, one_block(2), minimum=2, sampler=rademacher)
 
 
-def samples_of(
+def xdiag_samples(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
     image: Inexact[Array, "n k"],

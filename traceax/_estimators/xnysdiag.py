@@ -81,7 +81,7 @@ def _xnysdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sign = -1 if is_negative(linear_map.operator) else 1
     sketch, eps = sign * linear_map(block), unit_roundoff(linear_map.operator)
     factor = nystrom(sketch, block)
-    samples = samples_of(factor, block, eps).of(target, linear_map)
+    samples = xnysdiag_samples(factor, block, eps).of(target, linear_map)
     value, error = samples.value_and_error()
     if target is not DIAGONAL and block.shape[1] > 2:
         of_rows = target.of(replicates_of(factor, block), linear_map)
@@ -95,7 +95,7 @@ XNYSDIAG = Method(
 )
 
 
-def samples_of(factor: Nystrom, probes: Inexact[Array, "n k"], eps: float) -> Samples:
+def xnysdiag_samples(factor: Nystrom, probes: Inexact[Array, "n k"], eps: float) -> Samples:
     whole, z, lengths = _parts(factor)
     tested = (z * probes.conj()).real / lengths[None, :]
     samples = whole[:, None] - squared_modulus(z) + tested - factor.shift

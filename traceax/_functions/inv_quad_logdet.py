@@ -36,7 +36,7 @@ from traceax._core.operator import LinearMap, frozen, unit_roundoff
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._functions.equations import Shift, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
-from traceax._functions.logdet import factorised
+from traceax._functions.function_trace import factorised
 from traceax._linalg.columns import column_dots, column_norms_squared, column_scales
 from traceax._linalg.conjugate_gradients import Solve, conjugate_gradients
 from traceax._linalg.jackknife import shared_degrees_of_freedom
