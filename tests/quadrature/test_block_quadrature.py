@@ -63,12 +63,20 @@ def test_polynomials_are_as_defined(dtype: Any) -> None:
         close(value[power], want, 1e-10, N)
 
 
-@pytest.mark.parametrize("spectrum", ["even", "one large"])
-def test_error_bars_are_as_defined(spectrum: str) -> None:
+@pytest.mark.parametrize(
+    ("largest", "eigenvalues", "seed"),
+    [
+        (0, np.linspace(-1, 2, N), 0),
+        (1, np.append(np.linspace(-1, 2, N - 5), [40.0, 35, 30, 28, 25]), 1),
+        (2, np.append(np.ones(N - 9), np.linspace(20, 40, 9)), 0),
+    ],
+    ids=["spread", "jackknife", "theory"],
+)
+def test_error_bars_are_as_defined(largest: int, eigenvalues: Any, seed: int) -> None:
     """Of the trace itself, which has no quadrature error: sqrt(2) times the spread of the
     samples, or half the jackknife, or what theory makes of the remainders."""
-    eigenvalues = np.append(np.linspace(-1, 2, N - 1), 2.0 if spectrum == "even" else 40.0)
-    matrix, block, k = hermitian(eigenvalues), np.asarray(probes(float)), SHAPE.width
+    matrix, block = hermitian(eigenvalues, seed=seed), np.asarray(probes(float))
+    k = SHAPE.width
     subject = MatrixFunction(LinearMap(function(matrix)), lambda x: x[None])
     run = jax.jit(
         lambda block: block_quadrature(subject, block, depth=SHAPE.depth).standard_error
@@ -88,7 +96,8 @@ def test_error_bars_are_as_defined(spectrum: str) -> None:
         np.std(replicates) * (k - 1) ** 0.5 / 2,
         (2 * np.mean(variances) / k) ** 0.5,
     )
-    close(run(block)[0], max(errors), 1e-6)
+    assert np.argmax(errors) == largest
+    close(run(block)[0], errors[largest], 1e-6)
 
 
 def test_unbiased() -> None:

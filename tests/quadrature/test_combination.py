@@ -250,7 +250,8 @@ class Power(eqx.Module):
         return {"power": t**self.exponent, "shape": (jnp.stack([t, 1 / t]),)}
 
 
-@pytest.mark.parametrize("name", ["slq_trace", slow("function_trace")])
+@pytest.mark.slow
+@every_trace
 def test_combinations_that_hold_parameters(name: str) -> None:
     """Traced or not, in closures, defaults and modules; the derivative in what nothing else
     depends on is that of the value, which rests on the same probes."""
