@@ -1,7 +1,7 @@
 """What lives where, and where a new thing goes.
 
-Packages stand on layers, modules hold a subject each, and imports run downwards only; a
-test draws them and fails otherwise.
+Packages stand on layers, modules hold a subject each, and imports run downwards only, which
+`lint-imports` checks.
 
     layer 4   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
