@@ -28,7 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import Array, Inexact
 
 from traceax._core.jaxprs import inner_jaxprs
@@ -124,7 +124,7 @@ def _is_spread(array: Any) -> bool:
     return jax.typeof(jnp.asarray(array)).sharding.mesh.size > 1
 
 
-def _operations(program: Jaxpr) -> Iterator[str]:
+def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[str]:
     """The names of all, also of what is inside loops, branches and compiled functions."""
     for equation in program.eqns:
         # An inner product is none.

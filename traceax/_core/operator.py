@@ -32,7 +32,7 @@ def _spaces(operator: lx.AbstractLinearOperator) -> tuple[Structure, Structure]:
     return operator.in_structure(), operator.out_structure()
 
 
-def common_dtype(structure: Structure) -> jnp.dtype:
+def common_dtype(structure: Structure | PyTree[Array]) -> jnp.dtype:
     """One that holds every leaf, but at least 32 bits wide."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(structure)]
     low = [jnp.finfo(dtype).bits < 32 for dtype in dtypes]
@@ -170,7 +170,7 @@ def _apply(
     if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.lax.complex(_apply(operator, block.real), _apply(operator, block.imag))
 
-    def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
         return flatten(operator.mv(unflatten(column, structure)), dtype)
 
     layout = layout_wished(operator)

@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import Canonical, canonical
@@ -187,7 +187,7 @@ def named(linear_map: LinearMap) -> Apply:
     return apply
 
 
-def entries_applied(program: Jaxpr, *, real: bool) -> float:
+def entries_applied(program: Jaxpr | ClosedJaxpr, *, real: bool) -> float:
     """Of all blocks together; a complex block of a real operator is two. Of the branches of
     a choice, the dearest one's. Infinitely many in a loop that stops when it likes."""
     return sum(_entries(equation, real) for equation in program.eqns)

@@ -78,7 +78,7 @@ def _missing(
     mixed = mixing(k, square.real.dtype)
     index = jnp.arange(room + k)
 
-    def moving(places: Int[Array, " a"]) -> Float[Array, "a m"]:
+    def moving(places: Int[Array, " a"]) -> Inexact[Array, "a m"]:
         """What moves each of a columns to its place; -1 is none."""
         return (places[:, None] == index[None, :]).astype(square.dtype)
 

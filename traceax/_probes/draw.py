@@ -42,7 +42,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import compiled
 from traceax._core.operator import Structure, as_columns, size, working_dtype
@@ -228,7 +228,9 @@ class Samples(NamedTuple):
         leaves, treedef = jax.tree.flatten(structure)
         return Samples(name, sampler, tuple(leaves), treedef)
 
-    def __call__(self, keys: PRNGKeyArray) -> Inexact[Array, "n k"]:
+    def __call__(
+        self, keys: Key[Array, " samples"] | UInt32[Array, "samples words"]
+    ) -> Inexact[Array, "n k"]:
         group = probes_a_sample(self.sampler)
         space = lx.IdentityLinearOperator(jax.tree.unflatten(self.treedef, self.leaves))
 
