@@ -1,5 +1,5 @@
-"""Checks annotations at run time, ints for floats as type checkers do:
-`python -m pytest --jaxtyping-packages=traceax,tests.typechecker.checked`."""
+"""Checks annotations at run time (ints may be floats, as for type checkers), with pytest's
+options `-p tests.typechecker --jaxtyping-packages=traceax,tests.typechecker.checked`."""
 
 from beartype import BeartypeConf, beartype
 
