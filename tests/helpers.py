@@ -175,6 +175,13 @@ def leaks_checked(on_new_versions: bool = False) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def default_settings() -> Iterator[None]:
+    """The settings of JAX that users have, for programs in documents."""
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 _COMPILED: list[float] = []
 
 

@@ -40,16 +40,17 @@ def programs(*modes: list[str]) -> list[dict[str, Any]]:
     pytest.fail(f"no answer in {SECONDS} seconds, {ATTEMPTS} times")
 
 
-ALL = ["xtrace", "logdet", "hutchinson_trace", "hutchinson_diagonal", "xnystrace"]
-ALL += ["xdiag", "slq_trace"]
+TRACES = ["xtrace", "logdet", "slq_trace"]
+OTHERS = ["hutchinson_trace", "hutchinson_diagonal", "xnystrace", "xdiag"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_blocks_stay_distributed() -> None:
+@pytest.mark.parametrize("names", [TRACES, OTHERS], ids=["traces", "others"])
+def test_blocks_stay_distributed(names: list[str]) -> None:
     """On eight devices only small matrices, k x k, are gathered or summed; the memory of
     each device is a fraction; values and gradients are those of one device."""
-    report = programs(["mesh", *ALL])[0]
+    report = programs(["mesh", *names])[0]
     gathered = report.pop("qr")  # a QR factorisation gathers the block
     assert gathered["moved"]["all-gather"] == gathered["block"]
     for name, found in report.items():

@@ -7,11 +7,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import traceax as tx
-from tests.helpers import cases
+from tests.helpers import cases, default_settings
 from traceax import testing
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +81,7 @@ def test_examples_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     """They run one after the other. The first prints what is below it, up to rounding."""
     scope: dict[str, Any] = {}
     printed = []
-    with jax.enable_x64(False):
+    with default_settings():
         for block in blocks("python"):
             exec(compile(block, "README.md", "exec"), scope)
             printed.append(capsys.readouterr().out)

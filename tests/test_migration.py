@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 import traceax as tx
+from tests.helpers import default_settings
 
 ROOT = Path(__file__).parent.parent
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -41,7 +41,7 @@ def agrees(found: dict[str, float]) -> None:
 
 def test_the_new_program() -> None:
     scope: dict[str, Any] = {}
-    with jax.enable_x64(False):
+    with default_settings():
         exec(compile(AFTER, "CHANGELOG.md", "exec"), scope)
     agrees({name: float(scope[name]) for name in NAMES})
 

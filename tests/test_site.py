@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import traceax as tx
+from tests.helpers import default_settings
 from traceax import testing
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ WITH_PROGRAMS = [name for name, text in PAGES.items() if BLOCK.search(text)]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_PROGRAMS)
 def test_programs_run(name: str) -> None:
-    with jax.enable_x64(False):
+    with default_settings():
         for block in BLOCK.findall(PAGES[name]):
             exec(compile(block, f"{name}.md", "exec"), {})
 

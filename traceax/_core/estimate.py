@@ -162,7 +162,9 @@ class Estimate(eqx.Module):
     def __repr__(self) -> str:
         return f"<{in_words(self)}>" if is_readable(self) else in_words(self)
 
-    def interval(self, level: float = 0.95) -> tuple[PyTree[Array], PyTree[Array]]:
+    def interval(
+        self, level: float | Float[Array, ""] = 0.95
+    ) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
 
         **Arguments**

@@ -120,7 +120,7 @@ def _is_sharded(array: Any) -> bool:
     return jax.typeof(jnp.asarray(array)).sharding.mesh.size > 1
 
 
-def _operations(program: Jaxpr) -> Iterator[str]:
+def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[str]:
     """The names of all operations that return arrays, inner jaxprs included."""
     for equation in program.eqns:
         if any(getattr(out.aval, "ndim", 0) for out in equation.outvars):

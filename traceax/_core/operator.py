@@ -29,7 +29,7 @@ def size(operator: Operator) -> int:
     return dimension(operator.in_structure())
 
 
-def common_dtype(structure: Structure) -> jnp.dtype:
+def common_dtype(structure: Structure | PyTree[Array]) -> jnp.dtype:
     """The least dtype of at least 32 bits that holds every leaf."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(structure)]
     return np.result_type(*(np.float32 if jnp.finfo(d).bits < 32 else d for d in dtypes))
@@ -160,7 +160,7 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
     if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.lax.complex(_apply(operator, block.real), _apply(operator, block.imag))
 
-    def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
         return flatten(operator.mv(unflatten(column, structure)), dtype)
 
     layout = layout_tag(operator)

@@ -15,7 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import Canonical, canonical
@@ -187,7 +187,7 @@ def named(linear_map: LinearMap) -> Apply:
     return apply
 
 
-def entries_applied(program: Jaxpr, *, real: bool) -> float:
+def entries_applied(program: Jaxpr | ClosedJaxpr, *, real: bool) -> float:
     """The entries of all blocks together. A complex block of a real operator counts twice;
     of several branches the most expensive one counts. Infinite for a while loop."""
     return sum(_entries(equation, real) for equation in program.eqns)

@@ -112,7 +112,7 @@ def estimate(
 class Probes(eqx.Module):
     """Blocks of probes, and whether what is projected of them may be resphered."""
 
-    blocks: tuple[Inexact[Array, "n k"], ...]
+    blocks: tuple[Inexact[Array, "n _"], ...]
     resphere: bool = eqx.field(static=True)
 
 

@@ -42,7 +42,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import invalid
@@ -213,7 +213,9 @@ class Samples(eqx.Module):
     sampler: Sampler
     structure: Structure
 
-    def __call__(self, keys: PRNGKeyArray) -> Inexact[Array, "n k"]:
+    def __call__(
+        self, keys: Key[Array, " samples"] | UInt32[Array, "samples words"]
+    ) -> Inexact[Array, "n k"]:
         count = probes_per_sample(self.sampler)
         space = lx.IdentityLinearOperator(self.structure)
 

@@ -252,7 +252,7 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
     def drawn(key: PRNGKeyArray) -> Array:
         return jax.random.normal(key, (k * n,), single).reshape(k, n)
 
-    def chosen(draw: Callable[[PRNGKeyArray], Array], keys: PRNGKeyArray) -> Array:
+    def chosen(draw: Callable[[Array], Array], keys: Array) -> Array:
         always = jnp.max(jax.random.key_data(keys)) | 1 != 0
         nothing = jnp.zeros(jax.eval_shape(draw, keys).shape, single)
         return jax.lax.cond(always, draw, lambda _: nothing, keys)

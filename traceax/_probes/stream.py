@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -39,6 +39,7 @@ from traceax._probes.draw import (
 from traceax._probes.samplers import Sampler
 
 
+@runtime_checkable
 class ProgressMeter(Protocol):
     """The methods of diffrax's progress meters."""
 

@@ -63,7 +63,7 @@ def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen,
 
 @eqx.filter_custom_jvp
 def columns(
-    fn: Flat, matrix: Inexact[Array, "m m"], eigen: Eigen, *, count: int
+    fn: Flat, matrix: Inexact[Array, "m m"] | None, eigen: Eigen, *, count: int
 ) -> Inexact[Array, "p m count"]:
     """The first `count` columns of f(M), `eigen` being the decomposition of M.
 
