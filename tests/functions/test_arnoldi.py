@@ -165,7 +165,7 @@ WIDTH, DEPTH, INNER = 3, 5, 3
 def by_projectors(probes: np.ndarray, matrix: np.ndarray, resphered: bool) -> Any:
     """The mean of the M_i of which samples are traces with f(A), each by a space that is
     made without one probe, at once."""
-    n, mixture = len(matrix), np.zeros_like(matrix)
+    n, quadrature_matrix = len(matrix), np.zeros_like(matrix)
     for i, w in enumerate(probes.T):
         blocks = [np.delete(probes, i, axis=1)]
         for _ in range(INNER - 1):
@@ -174,8 +174,8 @@ def by_projectors(probes: np.ndarray, matrix: np.ndarray, resphered: bool) -> An
         p = columns @ columns.conj().T
         r = w - p @ w
         c = (n - columns.shape[1]) / np.vdot(r, r).real if resphered else 1
-        mixture += (p + c * np.outer(r, r.conj())) / probes.shape[1]
-    return mixture
+        quadrature_matrix += (p + c * np.outer(r, r.conj())) / probes.shape[1]
+    return quadrature_matrix
 
 
 @pytest.mark.parametrize(("dtype", "resphered"), [(float, True), (complex, False)])
@@ -200,28 +200,27 @@ def test_readings_against_explicit_projectors(dtype: Any, resphered: bool) -> No
         readout = block_arnoldi(subject, probes, depth=DEPTH, **kind).readout
         assert isinstance(readout, Nodes)
         pairs: Any = readout.pairs
-        basis, modes, mixtures, share, _ = pairs.args
-        return basis, modes.nodes, readout.weights[0], mixtures, share[0]
+        return pairs.basis, readout.nodes, readout.weights[0], pairs.matrices[0]
 
     def value(t: Any) -> Any:
         counts: dict[str, Any] = {"num_probes": WIDTH, "num_steps": DEPTH}
         operator = function(matrix + t * direction)
         return tx.arnoldi_trace(operator, cubic, KEY, sampler=sampler, **counts).value
 
-    basis, nodes, weights, mixtures, share = jax.jit(read)()
+    basis, nodes, weights, matrix_of_both = jax.jit(read)()
     found, slope = jax.jit(lambda: jax.jvp(value, (0.0,), (1.0,)))()
     basis = basis[:, : WIDTH * INNER]
-    for got, want in zip(mixtures, (plain, left_out), strict=True):
-        close(basis @ got @ basis.conj().T, want, 1e-12)
+    quadrature_matrix = basis @ matrix_of_both @ basis.conj().T
+    apart = left_out - plain
+    share = np.vdot(apart, quadrature_matrix - plain).real / np.vdot(apart, apart).real
+    close(quadrature_matrix, (1 - share) * plain + share * left_out, 1e-12)
     dense = matrix @ matrix @ (matrix - 2 * np.eye(n))
     means = [np.trace(dense @ m) for m in (plain, left_out)]
-    share = float(share)
     assert 0 < share < 1
     mean = (1 - share) * means[0] + share * means[1]
     close(jnp.sum(weights * cubic(nodes)), mean, 1e-12)
     close(found, mean, 1e-12)
-    mixture = (1 - share) * plain + share * left_out
-    rate = np.trace(direction @ (3 * matrix @ matrix - 4 * matrix) @ mixture)
+    rate = np.trace(direction @ (3 * matrix @ matrix - 4 * matrix) @ quadrature_matrix)
     close(slope, rate, 1e-12)
 
 
