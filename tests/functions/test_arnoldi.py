@@ -182,22 +182,22 @@ def test_readings_against_explicit_projectors(dtype: Any, resphered: bool) -> No
         readout = block_arnoldi(subject, probes, depth=DEPTH, **kind).readout
         assert isinstance(readout, Nodes)
         pairs: Any = readout.pairs
-        basis, modes, mixtures, share, _ = pairs.args
-        return basis, modes.nodes, readout.weights[0], mixtures, share[0]
+        return pairs.basis, readout.nodes, readout.weights[0], pairs.matrices[0]
 
     def value(t: Any) -> Any:
         counts: dict[str, Any] = {"num_probes": WIDTH, "num_steps": DEPTH}
         operator = function(matrix + t * direction)
         return tx.arnoldi_trace(operator, cubic, KEY, sampler=sampler, **counts).value
 
-    basis, nodes, weights, mixtures, share = jax.jit(read)()
+    basis, nodes, weights, matrix_of_both = jax.jit(read)()
     found, slope = jax.jit(lambda: jax.jvp(value, (0.0,), (1.0,)))()
     basis = basis[:, : WIDTH * INNER]
-    for got, want in zip(mixtures, (plain, left_out), strict=True):
-        close(basis @ got @ basis.conj().T, want, 1e-12)
+    quadrature_matrix = basis @ matrix_of_both @ basis.conj().T
+    apart = left_out - plain
+    share = np.vdot(apart, quadrature_matrix - plain).real / np.vdot(apart, apart).real
+    close(quadrature_matrix, (1 - share) * plain + share * left_out, 1e-12)
     dense = matrix @ matrix @ (matrix - 2 * np.eye(n))
     means = [np.trace(dense @ m) for m in (plain, left_out)]
-    share = float(share)
     assert 0 < share < 1
     mean = (1 - share) * means[0] + share * means[1]
     close(jnp.sum(weights * cubic(nodes)), mean, 1e-12)

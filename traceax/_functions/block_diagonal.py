@@ -47,8 +47,8 @@ from traceax._estimators.readouts import DIAGONAL, TwoSided, two_sided
 from traceax._linalg.columns import largest_modulus, mean, row_dots, squared_modulus
 from traceax._linalg.jackknife import quadrature_error, shared_error
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
-from traceax._quadrature.block_quadrature import spectra
-from traceax._quadrature.dense import Eigen, FunctionOfOperator
+from traceax._quadrature.block_quadrature import into_domain, levels_and_complements
+from traceax._quadrature.dense import Eigen, FunctionOfOperator, decompose
 from traceax._quadrature.nodes import at_nodes
 from traceax._quadrature.scalar import MatrixFunction
 
@@ -58,7 +58,8 @@ def block_diagonal(
 ) -> Outcome:
     operator = subject.linear_map.operator
     space = block_krylov(subject.linear_map, probes, depth)
-    eigen, slopes, spaces = spectra(space, subject.fn, size(operator))
+    levels, spaces = levels_and_complements(space, size(operator), hermitian=True)
+    eigen, slopes = into_domain(decompose(levels), subject.fn, space.is_exhausted)
     values = at_nodes(subject.fn, eigen.values)[..., 0]
     sizes = jnp.abs(values[0]) + slopes[:, 0]
     eps, unresolved = unit_roundoff(operator), depth == 1 and size(operator) > 1

@@ -96,8 +96,10 @@ def trace_from_space(
     S_i, which is independent of w_i as before."""
     operator = subject.linear_map.operator
     n, eps = size(operator), unit_roundoff(operator)
-    eigen, slopes, spaces = spectra(space, subject.fn, n, kept)
+    levels, spaces = levels_and_complements(space, n, hermitian=True, kept=kept)
+    eigen = decompose(levels)
     rule = _quadrature(space, eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
+    eigen, slopes = into_domain(eigen, subject.fn, space.is_exhausted)
     values = jnp.swapaxes(at_nodes(subject.fn, eigen.values), -1, -2)
     sizes = jnp.abs(values[0]) + slopes.T
     samples = _samples(rule.weights[0], values[0])
@@ -125,19 +127,12 @@ def levels_and_complements(
     return truncated(square, sizes), spaces
 
 
-def spectra(
-    space: BlockKrylov, fn: Flat, n: int, kept: int = 0
-) -> tuple[Eigen, Float[Array, "m p"], Complements]:
-    """The decomposition of every level of T, with nodes at which f is defined; how far the
-    rounding of a node moves f; and the complements of the S_i."""
-    levels, spaces = levels_and_complements(space, n, hermitian=True, kept=kept)
-    return *_into_domain(decompose(levels), fn, space.is_exhausted), spaces
-
-
-def _into_domain(
+def into_domain(
     eigen: Eigen, fn: Flat, is_exhausted: Bool[Array, ""]
 ) -> tuple[Eigen, Float[Array, "m p"]]:
-    """Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
+    """The nodes of all levels, and how far the rounding of a node of T moves f.
+
+    Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
     node moves back by the size of rounding. Its true value may be as small as the square of
     that. If the space is exhausted the true node is zero, but in single precision a small
     eigenvalue is more likely.
