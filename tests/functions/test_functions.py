@@ -400,7 +400,7 @@ def test_mistakes_are_named_with_their_cure() -> None:
     refused(kind, r"slq_trace\(fn=.*function of a scalar.*float", slq, a, 3.0)
     refused(kind, r"function_trace\(fn=.*return an array", left_out, a, word)
     refused(kind, r"slq_trace\(num_probes=.*Python int", traced, 3)
-    refused(kind, r"norm\(p=.*positive number", norm, a, imaginary, KEY, **few)
+    refused(kind, r"norm\(p=.*real number", norm, a, imaginary, KEY, **few)
     refused(kind, r"diagonal\(fn=.*one real number", entries, a, pair, KEY, **few)
     refused(kind, r"logdet\(shift=.*real", logdet, a, KEY, shift=imaginary)
     refused(value, r"slq_trace\(num_steps=.*at least 1.*0", slq, a, jnp.log, steps=0)
