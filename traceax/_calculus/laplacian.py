@@ -71,6 +71,8 @@ from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at
 # flat (networks before training), and gains factors if it is not (after training).
 SKETCHED = 10
 
+HESSIAN_DIAGONAL = HUTCHINSON_DIAGONAL._replace(name="hessian_diagonal")
+
 
 def laplacian(
     fn: Field,
@@ -151,8 +153,8 @@ def sketched_laplacian(
     space, width = subject.space, _width(num_matvecs)
     rest = num_matvecs - 2 * width
     probes = draw(name, normal, key, space, width + rest)
-    shrink = (1 - rest / (size(space) - width)) ** 0.5
-    algorithm = partial(_sketched, plan=SamplingDesign(rest, rest, shrink))
+    correction = (1 - rest / (size(space) - width)) ** 0.5
+    algorithm = partial(_sketched, design=SamplingDesign(rest, rest, correction))
     degrees = independent_degrees_of_freedom(rest)
     return rule.estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
 
@@ -164,19 +166,19 @@ def _width(num_matvecs: int) -> int:
 
 
 def _sketched(
-    subject: Curvature, probes: Inexact[Array, "n _"], *, plan: SamplingDesign
+    subject: Curvature, probes: Inexact[Array, "n _"], *, design: SamplingDesign
 ) -> Outcome:
-    n, width = probes.shape[0], probes.shape[1] - plan.num_probes
+    n, width = probes.shape[0], probes.shape[1] - design.num_probes
     hessian_map = LinearMap(hessian(subject.fn, subject.x, subject.args))
     q = orthonormalise(hessian_map(probes[:, :width])).columns
     outside = probes[:, width:] - q @ (q.T @ probes[:, width:])
     frame = orthonormalise(outside).columns * (n - width) ** 0.5
-    directions = jnp.hstack([q, frame / plan.num_probes**0.5])
+    directions = jnp.hstack([q, frame / design.num_probes**0.5])
     one = jnp.ones((), directions.dtype)
     readout = Batches(all_at_once(directions), one, along)
     value, samples = readout(subject), subject.along_each(frame)
     floor = rounding(subject, samples) + rounding(subject, value[:, None])
-    return Outcome(value, plan.mean_and_error(samples, floor)[1], readout)
+    return Outcome(value, design.mean_and_error(samples, floor)[1], readout)
 
 
 def hessian_diagonal(
@@ -225,16 +227,8 @@ def hessian_diagonal(
     operator = hessian(fn, x, args)
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
         return xdiag(operator, key, num_matvecs)
-    return estimate(
-        HUTCHINSON_DIAGONAL,
-        operator,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        batch_size=batch_size,
-        progress_meter=progress_meter,
-        name="hessian_diagonal",
-    )
+    how = sampler, batch_size, progress_meter
+    return estimate(HESSIAN_DIAGONAL, operator, key, num_matvecs, *how)
 
 
 def biharmonic(

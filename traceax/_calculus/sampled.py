@@ -140,20 +140,20 @@ def sampled_mean(
         every = Batches(basis, jnp.ones((), dtype), along)
         return exactly(subject, every, spent, result, meter)
     sampler = for_mean(sampler, space, num_matvecs)
-    plan, probes = design_and_draw(name, space, key, num_matvecs, sampler, batch_size)
-    readout = Batches(probes, jnp.asarray(plan.num_probes, dtype), along)
-    algorithm = partial(_mean, plan=plan, meter=meter)
-    degrees, spent = plan.degrees_of_freedom, plan.num_probes
+    design, probes = design_and_draw(name, space, key, num_matvecs, sampler, batch_size)
+    readout = Batches(probes, jnp.asarray(design.num_probes, dtype), along)
+    algorithm = partial(_mean, design=design, meter=meter)
+    degrees, spent = design.degrees_of_freedom, design.num_probes
     return estimate(algorithm, subject, readout, spent, degrees, result)
 
 
 def _mean(
-    subject: AlongProbes, readout: Batches, *, plan: SamplingDesign, meter: ProgressMeter
+    subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
     """The samples are for the standard error alone: in a compiled program that does not use
     it they cost nothing."""
     samples = readout.probes.collect(subject.along_each)
-    error = plan.mean_and_error(samples, rounding(subject, samples))[1]
+    error = design.mean_and_error(samples, rounding(subject, samples))[1]
     return Outcome(readout(subject, meter), error, readout)
 
 

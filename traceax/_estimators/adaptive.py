@@ -227,8 +227,8 @@ class _Search(NamedTuple):
             return pairs
         n, width = pairs.left.shape
         widths = (*(2 * k for k in self.levels.sizes), *((n,) if self.levels.exact else ()))
-        missing = ((0, 0), (0, max(widths) - width))
-        left, right = jnp.pad(pairs.left, missing), jnp.pad(pairs.right, missing)
+        padding = ((0, 0), (0, max(widths) - width))
+        left, right = jnp.pad(pairs.left, padding), jnp.pad(pairs.right, padding)
         return Pairs(left, right, jnp.asarray(level), widths)
 
 

@@ -56,21 +56,9 @@ def custom_trace(
     Unbiased if the algorithm is.
 
     Hutchinson's estimator (the example) is the mean of k forms z* A z. E[z z*] = I, so L =
-    Z/k, R = Z. Hutch++ makes a sketch from one half of the probes. With Q an orthonormal
-    basis of A S and P = I - Q Q*, I = Q Q* + P, and E[P z z* P] = P for a z that is
-    independent of Q. So L = [Q, P Z/l], R = [Q, P Z]:
-
-    ```python
-    def hutchpp(apply, probes):
-        sketch, rest = jnp.split(probes, 2, axis=1)
-        q, _ = jnp.linalg.qr(apply(sketch))
-        rest = rest - q @ (q.conj().T @ rest)
-        l = rest.shape[1]
-        samples = jnp.sum(rest.conj() * apply(rest), axis=0)
-        value = jnp.sum(q.conj() * apply(q)) + jnp.mean(samples)
-        error = jnp.std(samples, ddof=1) / l**0.5
-        return value, error, (jnp.hstack([q, rest / l]), jnp.hstack([q, rest]))
-    ```
+    Z/k, R = Z. Hutch++ makes a sketch from one half
+    of the probes. With Q an orthonormal basis of A S and P = I - Q Q*, I = Q Q* + P, and
+    E[P z z* P] = P for a z that is independent of Q. So L = [Q, P Z/l], R = [Q, P Z].
 
     **Arguments** (the others are in the guide's conventions)
 

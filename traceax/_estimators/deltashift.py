@@ -106,9 +106,9 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
     corrects the previous estimate by the difference. The weight of the previous estimate is
     computed at every step; after a jump of the operator it is small.
 
-    **Arguments** (operators, keys and errors are in the guide's conventions):
-    `num_matvecs`: what an update may spend, at least 4, or n: half of it on the previous
-    operator. From n on, updates are exact. `sampler`: independent probes. Default `sphere`.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: what an update
+    may spend, at least 4, or n: half of it on the previous operator. From n on, updates are
+    exact. `sampler`: independent probes. Default `sphere`.
 
     **Returns** the pair `(init, update)`.
 

@@ -80,10 +80,10 @@ def estimate(
     operator: lx.AbstractLinearOperator,
     key: PRNGKeyArray,
     num_matvecs: int,
-    *,
     sampler: Sampler | None = None,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
+    *,
     name: str = "",
 ) -> Estimate:
     """The estimate of a method; messages name the public function `name` (default: the
@@ -148,12 +148,12 @@ def _at_cost(cost: int, num_matvecs: int) -> tuple[int]:
 
 
 class Streamed(eqx.Module):
-    """Independent samples, a batch at a time; `witnesses` are those of `probing`."""
+    """Independent samples, a batch at a time; `neighbourhood` is that of `probing`."""
 
     probes: Stream
-    witnesses: Neighbourhood | None
+    neighbourhood: Neighbourhood | None
     meter: ProgressMeter
-    plan: SamplingDesign = eqx.field(static=True)
+    design: SamplingDesign = eqx.field(static=True)
 
 
 class InBatches(NamedTuple):
@@ -163,9 +163,11 @@ class InBatches(NamedTuple):
 
     def __call__(self, request: Request) -> Drawn:
         name, operator, key, num_matvecs, sampler, batch_size, meter = request
-        plan, probes = design_and_draw(
+        design, probes = design_and_draw(
             name, operator, key, num_matvecs, sampler, batch_size
         )
-        witnesses = neighbourhood_of(sampler)
-        streamed = Streamed(probes, witnesses, meter, plan)
-        return Drawn(streamed, plan.num_probes, self.degrees(plan, witnesses is not None))
+        neighbourhood = neighbourhood_of(sampler)
+        streamed = Streamed(probes, neighbourhood, meter, design)
+        return Drawn(
+            streamed, design.num_probes, self.degrees(design, neighbourhood is not None)
+        )

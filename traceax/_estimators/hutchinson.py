@@ -55,15 +55,8 @@ def hutchinson_trace(
     **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
     """
-    return estimate(
-        HUTCHINSON_TRACE,
-        operator,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        batch_size=batch_size,
-        progress_meter=progress_meter,
-    )
+    how = sampler, batch_size, progress_meter
+    return estimate(HUTCHINSON_TRACE, operator, key, num_matvecs, *how)
 
 
 def hutchinson_diagonal(
@@ -104,68 +97,61 @@ def hutchinson_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
     matrix, doi:10.1016/j.apnum.2007.01.003.
     """
-    return estimate(
-        HUTCHINSON_DIAGONAL,
-        operator,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        batch_size=batch_size,
-        progress_meter=progress_meter,
-    )
+    how = sampler, batch_size, progress_meter
+    return estimate(HUTCHINSON_DIAGONAL, operator, key, num_matvecs, *how)
 
 
 def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
     """The trace, or sums over leaves: means of independent samples.
 
-    One repeat of `probing` tells of its own error. For real signs an entry of A disturbs
-    two entries of the diagonal alike, those of a symmetric A twice as much in variance as
-    two independent disturbances, others less; phases disturb them independently."""
-    probes, plan = streamed.probes, streamed.plan
-
-    witnesses = streamed.witnesses if plan.num_samples == 1 else None
+    One repeat of `probing` has an error bar from neighbour residuals. With real signs an
+    entry of A changes two entries of the diagonal by the same amount: for a symmetric A the
+    variance of the sum is twice that of independent changes, for others less; with phases
+    they are independent."""
+    probes, design = streamed.probes, streamed.design
+    near = streamed.neighbourhood if design.num_samples == 1 else None
 
     def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any]:
         products = linear_map(z)
         samples = target.of(z.conj() * products, linear_map)
         sizes = target.of(jnp.abs(z) * jnp.abs(products), linear_map)
-        told = None if witnesses is None else neighbour_residuals(z, products, witnesses)
-        return samples, sizes, told
+        residuals = None if near is None else neighbour_residuals(z, products, near)
+        return samples, sizes, residuals
 
-    samples, sizes, told = probes.collect(samples_of, streamed.meter)
+    samples, sizes, residuals = probes.collect(samples_of, streamed.meter)
     eps = unit_roundoff(linear_map.operator)
     rounding = 4 * eps * mean(sizes)
-    value, error = plan.mean_and_error(samples, rounding)
-    if witnesses is not None:
+    value, error = design.mean_and_error(samples, rounding)
+    if near is not None:
         alike = 1 if jnp.iscomplexobj(probes.source) else 2
-        error = length(alike**0.5 * told.error(witnesses, 1, eps), rounding)
-    lengths = jnp.asarray(plan.num_probes, rounding.dtype)
+        error = length(alike**0.5 * residuals.error(near, 1, eps), rounding)
+    lengths = jnp.asarray(design.num_probes, rounding.dtype)
     return Outcome(value, error, Batches(probes, lengths, target.read))
 
 
 def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
     """The diagonal: a ratio of sums, whose error is that of the sum of residuals; for
-    probes of modulus 1 no more than a mean. Each repeat of `probing` tells something of its
-    own error, too."""
-    probes, witnesses, plan = streamed.probes, streamed.witnesses, streamed.plan
+    probes of modulus 1 it is a mean. Each repeat of `probing` also has an error bar from
+    neighbour residuals."""
+    probes, near, design = streamed.probes, streamed.neighbourhood, streamed.design
     eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
 
     def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Any]:
         products = linear_map(z)
-        told = None if witnesses is None else neighbour_residuals(z, products, witnesses)
-        return _moments_of(z, products, plan, hermitian), told
+        residuals = None if near is None else neighbour_residuals(z, products, near)
+        return _moments_of(z, products, design, hermitian), residuals
 
     def merged(one: Any, other: Any) -> Any:
         pairs = zip(one, other, strict=True)
         return tuple(None if a is None else a.merged(b) for a, b in pairs)
 
-    total, told = probes.reduce(sums_of, merged, streamed.meter)
-    spread = plan.correction * error_of_sum(jnp.sqrt(total.squares), plan.num_samples)
+    total, residuals = probes.reduce(sums_of, merged, streamed.meter)
+    spread = design.correction * error_of_sum(jnp.sqrt(total.squares), design.num_samples)
     unit = total.scale / total.weight
     error, rounding = unit * spread, unit * 4 * eps * total.size
-    if told is not None:
-        repeats = plan.num_samples
-        error = combined_error(error, told.error(witnesses, repeats, eps), repeats)
+    if residuals is not None:
+        repeats = design.num_samples
+        error = combined_error(error, residuals.error(near, repeats, eps), repeats)
     readout = Batches(probes, total.weight, target.read)
     return Outcome(total.scale * total.value(), jnp.hypot(error, rounding), readout)
 
@@ -173,22 +159,22 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome
 def _moments_of(
     z: Inexact[Array, "n b"],
     products: Inexact[Array, "n b"],
-    plan: SamplingDesign,
+    design: SamplingDesign,
     hermitian: bool,
 ) -> Moments:
     products = z.conj() * products
     products = products.real if hermitian else products
-    return moments(plan.totals(products), plan.totals((z * z.conj()).real))
+    return moments(design.totals(products), design.totals((z * z.conj()).real))
 
 
-def _degrees_of_mean(plan: SamplingDesign, witnessed: bool) -> float:
-    alone = plan.num_samples == 1 and witnessed
-    return DEGREES if alone else plan.degrees_of_freedom
+def _degrees_of_mean(design: SamplingDesign, has_neighbours: bool) -> float:
+    alone = design.num_samples == 1 and has_neighbours
+    return DEGREES if alone else design.degrees_of_freedom
 
 
-def _degrees_of_ratio(plan: SamplingDesign, witnessed: bool) -> float:
-    degrees = plan.num_samples - 1
-    return degrees + DEGREES if witnessed else max(degrees, 1)
+def _degrees_of_ratio(design: SamplingDesign, has_neighbours: bool) -> float:
+    degrees = design.num_samples - 1
+    return degrees + DEGREES if has_neighbours else max(degrees, 1)
 
 
 HUTCHINSON_TRACE = Method(

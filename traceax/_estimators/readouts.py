@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import equinox as eqx
@@ -120,28 +121,17 @@ def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " 
     return row_norms_squared(linear_map(z))
 
 
-def _one_number(operator: lx.AbstractLinearOperator) -> None:
-    del operator
-
-
 def _number_a_leaf(operator: lx.AbstractLinearOperator) -> Structure:
     structure = operator.in_structure()
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
 
 
-def _like_input(operator: lx.AbstractLinearOperator) -> Structure:
-    return operator.in_structure()
-
-
-def _like_output(operator: lx.AbstractLinearOperator) -> Structure:
-    return operator.out_structure()
-
-
-TRACE = Target(_total, _one_number, _products, is_square=True)
+_like_input, _like_output = methodcaller("in_structure"), methodcaller("out_structure")
+TRACE = Target(_total, lambda operator: None, _products, is_square=True)
 LEAVES = Target(_by_leaf, _number_a_leaf, _products, is_square=True)
 DIAGONAL = Target(_by_row, _like_input, _products, is_square=True)
 ROW_NORMS = Target(_by_row, _like_output, _squares, is_square=False)
-NORM = Target(_total, _one_number, _squares, is_square=False)
+NORM = Target(_total, lambda operator: None, _squares, is_square=False)
 
 
 class Pairs(eqx.Module):

@@ -102,9 +102,9 @@ class SpacesLeftOut(eqx.Module):
         whole = row_dots(self.basis @ f, self.basis).real
         whole -= row_dots(outer @ f[r:, r:], outer).real
 
-        def removed(missing: Inexact[Array, "r p"]) -> Float[Array, " n"]:
-            v, image = inner @ missing, f[:, :r] @ missing
-            twice = 2 * outer @ image[r:] + v @ (missing.conj().T @ image[:r])
+        def removed(complement: Inexact[Array, "r p"]) -> Float[Array, " n"]:
+            v, image = inner @ complement, f[:, :r] @ complement
+            twice = 2 * outer @ image[r:] + v @ (complement.conj().T @ image[:r])
             return row_dots(twice, v).real
 
         # One probe at a time: together they are larger than the basis.
@@ -113,12 +113,12 @@ class SpacesLeftOut(eqx.Module):
 
     def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
         """The mean of the samples, in one product of the size of Z."""
-        missing = self.spaces.vectors
-        k, r, _ = missing.shape
+        complement = self.spaces.vectors
+        k, r, _ = complement.shape
         inner, outer = self.basis[:, :r], self.basis[:, r:]
-        lacks = jnp.einsum("kra,ksa->rs", missing, missing.conj()) / k
-        core = jnp.einsum("kra,rs,ksb->kab", missing.conj(), f[:r, :r], missing)
-        lost = jnp.einsum("kra,kab,ksb->rs", missing, core / k, missing.conj())
+        lacks = jnp.einsum("kra,ksa->rs", complement, complement.conj()) / k
+        core = jnp.einsum("kra,rs,ksb->kab", complement.conj(), f[:r, :r], complement)
+        lost = jnp.einsum("kra,kab,ksb->rs", complement, core / k, complement.conj())
         within = f[:r, :r] - lost
         beside = 2 * (f[r:, :r] - f[r:, :r] @ lacks)
         known = row_dots(inner @ within + outer @ beside, inner).real
@@ -133,10 +133,10 @@ class SpacesLeftOut(eqx.Module):
 
     def _tested(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "n k"]:
         """Z G_i F r_i."""
-        missing, remainder, _ = self.spaces
+        complement, remainder, _ = self.spaces
         r = remainder.shape[1]
         image = f[:, :r] @ remainder.T
-        inside = jnp.einsum("kra,ksa,sk->rk", missing, missing.conj(), image[:r])
+        inside = jnp.einsum("kra,ksa,sk->rk", complement, complement.conj(), image[:r])
         return self.basis @ jnp.concatenate([inside, image[r:]])
 
 

@@ -88,8 +88,8 @@ def spectral_density(
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((grid - x) / spread) ** 2) / 2)
 
-    plan = Plan(*shape, sampler, reorthogonalise, batch_size, progress_meter)
-    return planned_slq_trace(name, operator, bumps, key, plan)
+    run = Plan(*shape, sampler, reorthogonalise, batch_size, progress_meter)
+    return planned_slq_trace(name, operator, bumps, key, run)
 
 
 def _resolving(num_matvecs: int) -> Shape:

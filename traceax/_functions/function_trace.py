@@ -76,8 +76,7 @@ def function_trace(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian (real: symmetric); tags are not needed. `arnoldi_trace` is for
-      others.
+    - `operator`: Hermitian; tags are not needed. `arnoldi_trace` is for others.
     - `fn`: a function of a real scalar, made of JAX operations, that returns an array or a
       pytree of arrays: each entry is another trace from the same run.
     - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
@@ -104,18 +103,6 @@ def function_trace(
         >>> estimate = tx.function_trace(operator, jax.numpy.exp, jax.random.key(0), 120)
         >>> low, high = estimate.interval()
         >>> bool(low < jax.numpy.exp(spectrum).sum() < high)
-        True
-
-        The mean energy at a temperature, numerator and denominator of one run:
-
-        >>> def boltzmann(x):
-        ...     return x * jax.numpy.exp(-x), jax.numpy.exp(-x)
-        >>> energy = tx.function_trace(
-        ...     operator, boltzmann, jax.random.key(0), 120, combine=lambda t: t[0] / t[1]
-        ... )
-        >>> weights = jax.numpy.exp(-spectrum)
-        >>> low, high = energy.interval()
-        >>> bool(low < (spectrum * weights).sum() / weights.sum() < high)
         True
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
@@ -195,8 +182,7 @@ def logdet(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian (real: symmetric); tags are not needed.
-    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
+    - `operator`: Hermitian; tags are not needed. `num_matvecs`: as in `function_trace`.
     - `shift`: real. An array of shifts gives the log-determinants of all of them from one
       run. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
       observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.

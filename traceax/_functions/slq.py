@@ -196,7 +196,7 @@ class Sampled(eqx.Module):
     largest: Float[Array, " N"]
 
     def outcome(self, subject: MatrixFunction, num_steps: int, readout: Readout) -> Outcome:
-        """The quadrature error of one step cannot be told, unless n = 1."""
+        """The quadrature error of a single step is unknown, unless n = 1."""
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and size(operator) > 1
         eps = unit_roundoff(operator)
