@@ -50,6 +50,7 @@ from traceax._core.checks import check_returned, check_scalar, is_one_real_numbe
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     common_dtype,
     flatten,
     size,
@@ -285,7 +286,7 @@ class FourthDerivatives(AlongProbes):
     """Pairs of probes are columns of 2n."""
 
     @property
-    def space(self) -> lx.AbstractLinearOperator:
+    def space(self) -> Operator:
         structure = jax.eval_shape(lambda: self.x)
         return lx.IdentityLinearOperator((structure, structure))
 

@@ -22,6 +22,7 @@ from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.checks import check_batch_size, check_count, check_field, check_key
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
+    Operator,
     Structure,
     common_dtype,
     flatten,
@@ -69,7 +70,7 @@ def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
     return jax.tree.map(inexact, x)
 
 
-def hessian(fn: Field, x: Point, args: PyTree) -> lx.AbstractLinearOperator:
+def hessian(fn: Field, x: Point, args: PyTree) -> Operator:
     """Products with it forwards over one backward pass."""
 
     def gradient(x: Point, args: PyTree) -> Point:
@@ -101,7 +102,7 @@ class AlongProbes(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def space(self) -> lx.AbstractLinearOperator:
+    def space(self) -> Operator:
         """An operator on the space of the probes."""
 
     @abc.abstractmethod
@@ -165,7 +166,7 @@ def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Arra
 
 class Curvature(AlongProbes):
     @property
-    def space(self) -> lx.AbstractLinearOperator:
+    def space(self) -> Operator:
         return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
 
     def basis(self, batch_size: int | None) -> Stream:

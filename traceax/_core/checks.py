@@ -77,7 +77,7 @@ def check_function_request(
 def check_operator(name: str, operator: object, *, square: bool = True) -> Operator:
     """The canonical operator. The conversion comes before any other question, because
     Equinox and lineax keep the functions that they are asked about for ever."""
-    if not isinstance(operator, lx.AbstractLinearOperator):
+    if not isinstance(operator, Operator):
         must, got = "be a lineax operator", type(operator).__name__
         cure = (
             "Wrap a matrix as lx.MatrixLinearOperator(matrix), SciPy's sparse ones first as"

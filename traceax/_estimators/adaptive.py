@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
@@ -33,6 +32,7 @@ from traceax._core.checks import check_count, check_key, check_operator, check_t
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     frozen,
     is_negative,
     is_positive,
@@ -57,7 +57,7 @@ FIRST = 8
 
 
 def adaptive_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     *,
     rtol: ArrayLike = 1e-2,

@@ -16,13 +16,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_request
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     as_result,
     is_hermitian,
     is_negative,
@@ -47,11 +47,7 @@ from traceax._probes.stream import SILENT
 
 
 def trace(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int = 100,
-    *,
-    pattern: Any = None,
+    operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100, *, pattern: Any = None
 ) -> Estimate:
     """Estimate the trace of any square operator by an automatic choice of estimator.
 
@@ -98,11 +94,7 @@ def trace(
 
 
 def diagonal(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int = 100,
-    *,
-    pattern: Any = None,
+    operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100, *, pattern: Any = None
 ) -> Estimate:
     """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
@@ -143,9 +135,7 @@ def diagonal(
     return _automatic("diagonal", FOR_DIAGONALS, operator, key, num_matvecs, pattern)
 
 
-def leaf_traces(
-    operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int = 100
-) -> Estimate:
+def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -> Estimate:
     """Estimate the traces of the diagonal blocks of an operator, one for each leaf.
 
         value[leaf] = sum of diag A over the entries of the leaf
@@ -191,7 +181,7 @@ class Choices(NamedTuple):
     general: tuple[tuple[int, Method], ...]
     few: Method
 
-    def method(self, operator: lx.AbstractLinearOperator, num_matvecs: int) -> Method:
+    def method(self, operator: Operator, num_matvecs: int) -> Method:
         semidefinite = is_positive(operator) or is_negative(operator)
         methods = (self.semidefinite if semidefinite else ()) + self.general
         affordable = (method for least, method in methods if num_matvecs >= least)
@@ -221,7 +211,7 @@ FOR_LEAVES = Choices(
 def _automatic(
     name: str,
     choices: Choices,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     pattern: Any,
@@ -239,9 +229,7 @@ def _automatic(
     return estimate(method, operator, key, num_matvecs, sampler=sampler, name=name)
 
 
-def _known(
-    target: Target, operator: lx.AbstractLinearOperator, diagonal: Any, spent: int
-) -> Estimate:
+def _known(target: Target, operator: Operator, diagonal: Any, spent: int) -> Estimate:
     """From a diagonal that structure gives, by `spent` applications."""
     diagonal = diagonal.real if is_hermitian(operator) else diagonal
     value = target.of(diagonal, LinearMap(operator))

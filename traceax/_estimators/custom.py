@@ -14,7 +14,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
@@ -30,7 +29,7 @@ from traceax._core.checks import (
 )
 from traceax._core.estimate import Estimate
 from traceax._core.layout import inner_jaxprs
-from traceax._core.operator import LinearMap, size, working_dtype
+from traceax._core.operator import LinearMap, Operator, size, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Pairs
 from traceax._probes.draw import draw
@@ -42,7 +41,7 @@ Answer = tuple[Inexact[Array, ""], Float[Array, ""], tuple[Block, Block]]
 
 def custom_trace(
     algorithm: Callable[[Apply, Block], Answer],
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_probes: int,
     *,
@@ -145,7 +144,7 @@ def _run(
     return Outcome(value.astype(dtype), error, Pairs(left, right))
 
 
-def _num_matvecs(program: Jaxpr, operator: lx.AbstractLinearOperator) -> int:
+def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
     entries = entries_applied(program, real=real)
     known = math.isfinite(entries)

@@ -39,7 +39,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
@@ -48,6 +47,7 @@ from traceax._core.checks import check_count, check_key, check_operator, check_t
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     application,
     by_application,
     size,
@@ -87,10 +87,8 @@ class DeltaShift(NamedTuple):
     """`init(operator, key) -> state` and `update(operator, state, key) -> (Estimate,
     state)`, pure functions. See `deltashift`."""
 
-    init: Callable[[lx.AbstractLinearOperator, PRNGKeyArray], Tracked]
-    update: Callable[
-        [lx.AbstractLinearOperator, Tracked, PRNGKeyArray], tuple[Estimate, Tracked]
-    ]
+    init: Callable[[Operator, PRNGKeyArray], Tracked]
+    update: Callable[[Operator, Tracked, PRNGKeyArray], tuple[Estimate, Tracked]]
 
 
 def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShift:
@@ -153,11 +151,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
 
 
 def _init(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    *,
-    num_matvecs: int,
-    sampler: Sampler,
+    operator: Operator, key: PRNGKeyArray, *, num_matvecs: int, sampler: Sampler
 ) -> Tracked:
     operator = _check("deltashift.init", operator, key, num_matvecs)
     first = xtrace if num_matvecs >= 6 else hutchinson_trace
@@ -166,7 +160,7 @@ def _init(
 
 
 def _update(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     state: Tracked,
     key: PRNGKeyArray,
     *,
@@ -194,9 +188,7 @@ def _update(
     return result, _state(result, code, outcome.report)
 
 
-def _check(
-    name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray, num_matvecs: int
-) -> lx.AbstractLinearOperator:
+def _check(name: str, operator: Operator, key: PRNGKeyArray, num_matvecs: int) -> Operator:
     operator = check_operator(name, operator)
     check_key(name, key)
     check_count("deltashift", "num_matvecs", num_matvecs, min(4, size(operator)))

@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core import rule
 from traceax._core.checks import check_batch_size, check_request, check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.readouts import Target, cost_of_exact
 from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
@@ -42,7 +41,7 @@ class Request(NamedTuple):
     """The checked arguments of a call; messages name the public function `name`."""
 
     name: str
-    operator: lx.AbstractLinearOperator
+    operator: Operator
     key: PRNGKeyArray
     num_matvecs: int
     sampler: Sampler
@@ -72,12 +71,12 @@ class Method(NamedTuple):
     sampler: Sampler | None = None
     independent: bool = True
     instead: str = ""
-    acts_on: Callable[[lx.AbstractLinearOperator], lx.AbstractLinearOperator] | None = None
+    acts_on: Callable[[Operator], Operator] | None = None
 
 
 def estimate(
     method: Method,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     sampler: Sampler | None = None,

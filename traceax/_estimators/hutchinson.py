@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
@@ -21,7 +20,7 @@ from traceax._probes.stream import ProgressMeter, SamplingDesign
 
 
 def hutchinson_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -60,7 +59,7 @@ def hutchinson_trace(
 
 
 def hutchinson_diagonal(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

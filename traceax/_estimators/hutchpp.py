@@ -20,11 +20,10 @@ estimate the rest.
 from __future__ import annotations
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBlocks, Method, Probes, estimate
 from traceax._estimators.leave_one_out import outside
@@ -43,7 +42,7 @@ from traceax._probes.samplers import Sampler, rademacher
 
 
 def hutchpp_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -83,7 +82,7 @@ def hutchpp_trace(
 
 
 def na_hutchpp_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -203,7 +202,7 @@ def _pairs(
 
 
 def diagpp(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

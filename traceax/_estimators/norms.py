@@ -16,12 +16,11 @@ The Frobenius norm is ||B||_F^2 = tr B* B by XNysTrace of B* B, two applications
 from __future__ import annotations
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_operator
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, gram, is_hermitian, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, gram, is_hermitian, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import leave_one_out
@@ -39,7 +38,7 @@ from traceax._probes.samplers import Sampler, rademacher
 
 
 def row_norms_squared(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -92,7 +91,7 @@ def row_norms_squared(
 
 
 def frobenius_norm_squared(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

@@ -20,12 +20,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Structure, dimension, size, working_dtype
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    Structure,
+    dimension,
+    size,
+    working_dtype,
+)
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.leave_one_out import LeaveOneOut, outside
 from traceax._linalg.columns import (
@@ -48,7 +54,7 @@ class Target:
     is one number."""
 
     reduce: Callable[[Rows, Structure], Inexact[Array, ...]]
-    structure: Callable[[lx.AbstractLinearOperator], Structure | None]
+    structure: Callable[[Operator], Structure | None]
     rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows]
     is_square: bool
 
@@ -61,9 +67,7 @@ class Target:
         """The sum over the columns of a block of probes."""
         return self.of(self.rows(linear_map, block), linear_map)
 
-    def exact(
-        self, operator: lx.AbstractLinearOperator, batch_size: int | None, meter: Any
-    ) -> Estimate:
+    def exact(self, operator: Operator, batch_size: int | None, meter: Any) -> Estimate:
         """From every unit vector: all columns of B, or the rows if these are fewer."""
         n, dtype = cost_of_exact(operator), working_dtype(operator)
         units = unit_vectors(n, dtype, batch_size or n)
@@ -72,7 +76,7 @@ class Target:
         return exactly(LinearMap(operator), readout, n, structure, meter)
 
 
-def cost_of_exact(operator: lx.AbstractLinearOperator) -> int:
+def cost_of_exact(operator: Operator) -> int:
     """How many applications an exact answer takes: by the adjoint if rows are fewer."""
     return min(size(operator), dimension(operator.out_structure()))
 
@@ -121,7 +125,7 @@ def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " 
     return row_norms_squared(linear_map(z))
 
 
-def _number_a_leaf(operator: lx.AbstractLinearOperator) -> Structure:
+def _number_a_leaf(operator: Operator) -> Structure:
     structure = operator.in_structure()
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
 

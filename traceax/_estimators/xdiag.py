@@ -27,11 +27,10 @@ tangents a one-sided one is first order only.
 from __future__ import annotations
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import LeaveOneOut, Samples, leave_one_out, outside
@@ -47,7 +46,7 @@ from traceax._probes.samplers import Sampler, rademacher
 
 
 def xdiag(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

@@ -7,11 +7,10 @@ F F* - z_i z_i*, of A + shift I, and B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`nyst
 from __future__ import annotations
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import Samples, leave_one_out
@@ -28,7 +27,7 @@ from traceax._probes.samplers import Sampler, rademacher
 
 
 def xnysdiag(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

@@ -15,11 +15,10 @@ multiple of I contributes. The derivative is read through XTrace's weight on the
 from __future__ import annotations
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, is_negative, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import leave_one_out
@@ -36,7 +35,7 @@ from traceax._probes.samplers import Sampler
 
 
 def xnystrace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

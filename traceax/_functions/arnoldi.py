@@ -9,13 +9,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_function_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, size, working_dtype
+from traceax._core.operator import LinearMap, Operator, size, working_dtype
 from traceax._core.rule import estimate
 from traceax._functions.exact_functions import exact_general_trace
 from traceax._functions.slq import Function
@@ -27,7 +26,7 @@ from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 
 def arnoldi_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
     *,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from traceax._core.checks import check_grid, check_positive, check_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import size
+from traceax._core.operator import Operator, size
 from traceax._functions.function_trace import checked_run
 from traceax._functions.slq import Plan, Real, planned_slq_trace, real_dtype
 from traceax._probes.samplers import Sampler, sphere
@@ -21,7 +20,7 @@ _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or mor
 
 
 def spectral_density(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     grid: Float[Array, " points"],
     key: PRNGKeyArray,
     num_matvecs: int = 240,

@@ -16,6 +16,7 @@ from traceax._core.canonical import compiled
 from traceax._core.checks import check_request, check_shift, check_vector
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     Structure,
     as_columns,
     flatten,
@@ -40,16 +41,13 @@ class White(NamedTuple):
     """A + D = D^{1/2} (B + shift I) D^{1/2} with B = D^{-1/2} A D^{-1/2} and shift = 1: the
     diagonal of D^{-1/2} is the `scale`. Of A + shift I the scale is 1."""
 
-    operator: lx.AbstractLinearOperator
+    operator: Operator
     shift: Float[Array, "*shifts"]
     scale: Float[Array, "*n"]
     log_determinant: Float[Array, ""]
 
 
-def whitened(
-    operator: lx.AbstractLinearOperator,
-    shift: Shift,
-) -> White:
+def whitened(operator: Operator, shift: Shift) -> White:
     """A + D with log det D, or A + shift I with 0."""
     dtype = real_dtype(operator)
     one = jnp.ones((), dtype)
@@ -82,7 +80,7 @@ class RightHandSides(eqx.Module):
 
 
 def right_hand_sides(
-    name: str, operator: lx.AbstractLinearOperator, vector: PyTree[Array]
+    name: str, operator: Operator, vector: PyTree[Array]
 ) -> RightHandSides:
     structure, dtype = operator.in_structure(), working_dtype(operator)
     several = check_vector(name, operator, vector)
@@ -92,12 +90,8 @@ def right_hand_sides(
 
 
 def preconditioner(
-    operator: lx.AbstractLinearOperator,
-    key: PRNGKeyArray,
-    num_matvecs: int = 100,
-    *,
-    shift: Shift = 0.0,
-) -> lx.AbstractLinearOperator:
+    operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100, *, shift: Shift = 0.0
+) -> Operator:
     """About (A + shift I)^-1, for lineax's solvers as `options={"preconditioner": ...}`.
 
     It is the inverse of P = nu I + the Nyström approximation of A + (shift - nu) I from a
@@ -153,10 +147,7 @@ def preconditioner(
 
 
 def _preconditioner(
-    operator: lx.AbstractLinearOperator,
-    probes: Inexact[Array, "n k"],
-    shift: Float[Array, ""],
-    depth: int,
+    operator: Operator, probes: Inexact[Array, "n k"], shift: Float[Array, ""], depth: int
 ) -> Preconditioner:
     space = block_krylov(LinearMap(operator), probes, depth)
     return preconditioner_of(projected(space, shift))

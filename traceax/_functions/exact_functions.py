@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     Structure,
     as_result,
     known_diagonal,
@@ -54,16 +55,14 @@ from traceax._quadrature.scalar import (
 EIGENVALUES, CHOLESKY = 1024, 2048
 
 
-def is_small(
-    operator: lx.AbstractLinearOperator, num_matvecs: int, stored: int = EIGENVALUES
-) -> bool:
+def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) -> bool:
     """Whether its whole matrix costs no more than an estimate: n applications, or none and
     a decomposition up to the dimension `stored`."""
     n = size(operator)
     return n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= stored)
 
 
-def is_cheap(operator: lx.AbstractLinearOperator, num_matvecs: int) -> bool:
+def is_cheap(operator: Operator, num_matvecs: int) -> bool:
     return lx.is_diagonal(operator) or is_small(operator, num_matvecs)
 
 
@@ -76,7 +75,7 @@ class Entries(NamedTuple):
 
 
 def entries(
-    operator: lx.AbstractLinearOperator, num_matvecs: int, stored: int = EIGENVALUES
+    operator: Operator, num_matvecs: int, stored: int = EIGENVALUES
 ) -> Entries | None:
     """None if they cost more than an estimate."""
     if (known := _of_diagonal(operator)) is not None:
@@ -87,12 +86,12 @@ def entries(
     return Entries(matrix, price(operator))
 
 
-def price(operator: lx.AbstractLinearOperator) -> int:
+def price(operator: Operator) -> int:
     """Of its matrix in applications."""
     return 0 if stores_matrix(operator) else size(operator)
 
 
-def _of_diagonal(operator: lx.AbstractLinearOperator) -> Entries | None:
+def _of_diagonal(operator: Operator) -> Entries | None:
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None
     return None if known is None else Entries(real_or_nan(known[0]), known[1])
 
@@ -112,7 +111,7 @@ def real_or_nan(diagonal: Inexact[Array, " n"]) -> Float[Array, " n"]:
 
 
 def exact_function_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Flat,
     structure: Structure,
     combine: ScalarFunction | None = None,
@@ -147,7 +146,7 @@ def _pairs(matrix: Inexact[Array, "n n"], eigen: Eigen, subject: MatrixFunction)
 
 
 def exact_general_trace(
-    operator: lx.AbstractLinearOperator, fn: Flat, structure: Structure, *, real: bool
+    operator: Operator, fn: Flat, structure: Structure, *, real: bool
 ) -> Estimate:
     """`real`: the value is meant to be."""
     subject = MatrixFunction(LinearMap(operator), fn)

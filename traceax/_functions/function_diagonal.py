@@ -6,12 +6,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, as_result, frozen, size
+from traceax._core.operator import LinearMap, Operator, as_result, frozen, size
 from traceax._core.rule import estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
@@ -30,7 +29,7 @@ _TESTS = 4
 
 
 def function_diagonal(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
@@ -121,7 +120,7 @@ def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
 
 
 def _probed(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: ScalarFunction,
     key: PRNGKeyArray,
     num_probes: int,

@@ -17,6 +17,7 @@ from traceax._core.checks import check_count, check_positive, check_request, che
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
+    Operator,
     gram,
     is_negative,
     is_positive,
@@ -48,7 +49,7 @@ from traceax._quadrature.scalar import (
 
 
 def function_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
@@ -146,7 +147,7 @@ def checked_run(
 
 def block_trace(
     name: str,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Callable,
     structure: PyTree,
     key: PRNGKeyArray,
@@ -161,7 +162,7 @@ def block_trace(
 
 
 def logdet(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,
@@ -249,7 +250,7 @@ _POWERS = (
 
 
 def schatten_norm(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     p: Real,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
@@ -323,7 +324,7 @@ def schatten_norm(
     )
 
 
-def _square(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+def _square(operator: Operator) -> Operator:
     square = gram(operator)
     if not stores_matrix(operator) or size(square) > EIGENVALUES:
         return square
@@ -331,9 +332,7 @@ def _square(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
 
 
-def _unit(
-    name: str, operator: lx.AbstractLinearOperator, key: PRNGKeyArray
-) -> Float[Array, ""]:
+def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> Float[Array, ""]:
     """The size of one image, to divide by: squares and powers may be out of range."""
     probe = draw(name, sphere, key, operator, 1)
     size = jax.lax.stop_gradient(largest_modulus(LinearMap(operator)(probe)))

@@ -26,13 +26,12 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
-from traceax._core.operator import LinearMap, frozen, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, frozen, unit_roundoff
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._functions.equations import Shift, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
@@ -79,7 +78,7 @@ exportable(InvQuadLogdet(Estimate(0.0, 0.0, 0), Estimate(0.0, 0.0, 0), 0.0))
 
 
 def inv_quad_logdet(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     vector: PyTree[Array],
     key: PRNGKeyArray,
     num_matvecs: int = 240,

@@ -9,14 +9,20 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 from equinox.internal import Static
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_batch_size, check_function_request
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, frozen, size, unit_roundoff, working_dtype
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    frozen,
+    size,
+    unit_roundoff,
+    working_dtype,
+)
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg.jackknife import (
@@ -51,7 +57,7 @@ Real = float | Float[Array, ""]
 
 
 def slq_trace(
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
     *,
@@ -127,7 +133,7 @@ class Plan(NamedTuple):
 
 def planned_slq_trace(
     name: str,
-    operator: lx.AbstractLinearOperator,
+    operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
     plan: Plan,
@@ -153,7 +159,7 @@ def planned_slq_trace(
     return estimate(algorithm, subject, probes, spent, degrees, structure)
 
 
-def real_dtype(operator: lx.AbstractLinearOperator) -> jnp.dtype:
+def real_dtype(operator: Operator) -> jnp.dtype:
     return jnp.finfo(working_dtype(operator)).dtype
 
 

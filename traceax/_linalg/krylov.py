@@ -329,9 +329,7 @@ def complements(
 
 
 def _complement(
-    square: Inexact[Array, "r r"],
-    filled: Bool[Array, "q k"],
-    others: Inexact[Array, "r k"],
+    square: Inexact[Array, "r r"], filled: Bool[Array, "q k"], others: Inexact[Array, "r k"]
 ) -> tuple[Inexact[Array, "r p"], Int[Array, ""]]:
     """N_i, and its number of columns that are not zero. `others` has all starts, with zero
     in place of w_i."""

@@ -33,9 +33,7 @@ def _one_by_one(decompose: Decomposition) -> Decomposition:
 
         argument = jax.tree.map(whole, argument, is_batched[0])
         result = jax.lax.platform_dependent(
-            argument,
-            cpu=lambda xs: jax.lax.map(single, xs),
-            default=jax.vmap(decompose),
+            argument, cpu=lambda xs: jax.lax.map(single, xs), default=jax.vmap(decompose)
         )
         return result, jax.tree.map(lambda _: True, result)
 

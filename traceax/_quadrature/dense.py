@@ -14,7 +14,14 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core.operator import LinearMap, Structure, flatten, unflatten, working_dtype
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    Structure,
+    flatten,
+    unflatten,
+    working_dtype,
+)
 from traceax._core.rule import with_own_jvp
 from traceax._linalg import lapack
 from traceax._linalg.krylov import lanczos
@@ -116,13 +123,13 @@ def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, 
     return jnp.where(near[..., None], mean, secant)
 
 
-class FunctionOfOperator(lx.AbstractLinearOperator):
+class FunctionOfOperator(Operator):
     """f(A) v ~ |v| Q f(T) e_1, of `num_steps` applications of A; real f, Hermitian A.
 
     Its derivative in A is that of the recurrence.
     """
 
-    operator: lx.AbstractLinearOperator
+    operator: Operator
     fn: Flat
     num_steps: int = eqx.field(static=True)
 
