@@ -173,9 +173,8 @@ class Estimate(eqx.Module):
           exact value. Default 0.95.
 
         **Returns** `(low, high)`, each with the structure and shape of `value`; they cannot
-        be differentiated. **Raises** `ValueError` if `level` is not between 0 and 1;
-        `TypeError` if it is not a number, or if `value` is complex: take the interval of an
-        `Estimate` of its real part.
+        be differentiated. If `value` is complex, take the interval of an `Estimate` of its
+        real part.
 
         **Cost**: no operator applications.
         """
@@ -299,9 +298,7 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
 
     **Returns** an `Estimate` like the parts. `standard_error` comes from theirs, added in
     squares, or from their spread, if this is larger or if each has one probe only.
-    `num_matvecs` is the sum. **Raises** `TypeError` if `estimates` is no Estimate and no
-    sequence of them; `ValueError` if there are none, they differ in structure, or a single
-    one is no batch.
+    `num_matvecs` is the sum.
 
     **Derivatives**: those of the weighted mean. **Cost**: no applications.
 

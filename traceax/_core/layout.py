@@ -6,8 +6,8 @@ chosen when the program is traced, by the operations of one application. Measure
 cores, n = 1000 to 10^6, k = 5 to 100, float32 and float64 (`tests.benchmarks.layouts`),
 including the transpositions that a layout needs:
 
-- Stored matrices: as rows 50 columns take 0.65 (float32) to 0.85 of the time, 100 take 0.8,
-  but five 1.6 times as long; if the compiler is kept from transposing the product.
+- Stored matrices: 50 or more columns take 0.65 to 0.85 of the time as rows, five 1.6 times
+  as long, if the compiler is kept from transposing the product.
 - Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the
   batched program asks for each entry in which piece it lies, and takes 2 to 4 times as long
   as one row after the other. A loop over few entries saves no time.
@@ -19,8 +19,7 @@ including the transpositions that a layout needs:
 There are no loops on an accelerator, where small kernels in sequence are slow, nor for
 arrays that are sharded over devices.
 
-Here are also the jaxprs inside of a jaxpr: the bodies of loops, branches and jitted
-functions.
+The jaxprs inside of a jaxpr, bodies of loops and branches, are found here, too.
 """
 
 from __future__ import annotations

@@ -68,9 +68,8 @@ def custom_trace(
     - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
 
     **Returns** an `Estimate` of shape `()`. `num_matvecs` counts the columns that were
-    applied (of several branches the dearest; complex blocks of real operators count twice).
-    **Raises** `TypeError` if `algorithm` returns anything else; `ValueError` if the blocks
-    are not n x r both, or if `apply` is never called, or in a loop of unknown length.
+    applied (of several branches the most expensive; complex blocks of real operators count
+    twice). `apply` must not be called in a loop of unknown length.
 
     **Derivatives**: unbiased if E[L R*] = I for every operator from which the blocks could
     be computed. What the algorithm closes over is frozen too. A gradient costs r

@@ -43,10 +43,8 @@ orthogonal to s_i, normalised, t_ij = (s_j - s_i L_ij)/a, a^2 = 1 - |L_ij|^2,
     r_ij = (d_j/a) Q t_ij,    |mu_ij|^2 = |mu_j|^2 + |u_ij* Q* w_j|^2.
 
 Measured (`tests.benchmarks.second_batch`): on flat spectra the error is 1.4 times less than
-XTrace's; where eigenvalues fall as i^-1 or faster it is as small, with 12 products up to a
-tenth larger. In between it is at worst a tenth above both, because fewer samples are
-averaged where weights differ. With fewer products than 12 that is up to a fifth, and the
-automatic choice does not use this method.
+XTrace's, on decaying ones as small, in between at worst a tenth above both. With fewer than
+12 products that is up to a fifth, and the automatic choice does not use this method.
 
 *Diagonals.* The two estimates of each probe are, from A* Q or from A* F,
 
@@ -67,10 +65,9 @@ as many and share probes, and for symmetric operators they miss less,
 `WIDTH_ON_DIAGONAL` that begins at 0.4 + 1.2/k. The second term is there because P_ij lacks
 two of k probes: if a probe alone catches a direction, its own weight is too small.
 
-Measured (`tests.benchmarks.second_batch --diagonals`, 40 keys): on flat spectra
-Hutchinson's error to 1 %, 1.3 to 2.4 times less than XDiag's; where eigenvalues fall as
-i^-1 or faster XDiag's error, with 12 products to 5 %; in between up to a tenth above the
-better one, at worst a fifth (12 products on i^-0.75: rare keys that average few probes).
+Measured (`tests.benchmarks.second_batch --diagonals`): on flat spectra Hutchinson's error,
+1.3 to 2.4 times less than XDiag's, on decaying ones XDiag's, in between at worst a fifth
+above the better one.
 
 *Semidefinite operators*: XNysDiag and Hutchinson from one batch of products.
 

@@ -44,7 +44,7 @@ def spectral_density(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian (real: symmetric); tags are not needed.
+    - `operator`: Hermitian; tags are not needed.
     - `grid`: where to evaluate it, a vector of real numbers, in the units of the
       eigenvalues.
     - `num_matvecs`: the budget. Default 240.
@@ -53,12 +53,9 @@ def spectral_density(
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
       Default: twice the span of the grid over `num_steps`, which half of the steps resolve;
       for smaller widths the error bar grows.
-    - `sampler`: independent probes. Default `sphere`.
-    - `reorthogonalise`: as in `slq_trace`; a density hardly needs it.
+    - `sampler`, `reorthogonalise`: as in `slq_trace`; a density hardly needs the latter.
 
     **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
-    **Raises** `ValueError` if `grid` is not a real vector or is empty, or if `width` is not
-    positive, or `None` for a grid of one point.
 
     **Derivatives**: as those of `slq_trace`: one matvec-VJP for each probe and point of the
     grid, so use coarse grids. **Cost**: at most `num_matvecs` applications.

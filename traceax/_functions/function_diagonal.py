@@ -58,11 +58,9 @@ def function_diagonal(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian (real: symmetric); tags are not needed.
-    - `fn`: a real function of a real scalar, else as in `function_trace`.
-    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
-    - `num_probes`, `num_steps`: as in `function_trace` (for `probing` a multiple of its
-      colours).
+    - `operator`, `num_matvecs`, `num_probes`, `num_steps`: as in `function_trace` (of
+      `probing` a multiple of its colours).
+    - `fn`: a real function of a real scalar.
     - `sampler`: independent probes, or `probing`. Default `rademacher`.
 
     **Derivatives**: in the operator and in whatever `fn` depends on, unbiased but for

@@ -193,9 +193,7 @@ def logdet(
     covers sampling, quadrature (compared with the same run two blocks shorter) and
     rounding. NaN or infinite if A + shift I is found not to be positive definite.
     Eigenvalues that are 0 up to rounding widen the error bar, unless they are certainly 0
-    (in double precision, if the Krylov space ends). **Raises** `TypeError` if `shift` is
-    neither real nor a diagonal operator; `ValueError` if `operator` is tagged negative
-    semidefinite, or `shift` is of another space.
+    (in double precision, if the Krylov space ends).
 
     **Derivatives**: in the operator and in `shift`, as those of `function_trace`. **Cost**:
     that of `function_trace`: at most `num_matvecs` applications.

@@ -98,7 +98,7 @@ def inv_quad_logdet(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian (real: symmetric); tags are not needed.
+    - `operator`: Hermitian; tags are not needed.
     - `vector`: y, with the operator's input structure. With one more, leading, axis on
       every leaf it is several right-hand sides.
     - `num_matvecs`: the budget of the run if n > 64, at least 6, or n; the solve is not in

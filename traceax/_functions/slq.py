@@ -80,9 +80,7 @@ def slq_trace(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian (real: symmetric); tags are not needed. `arnoldi_trace` is for
-      others.
-    - `fn`: a function of a real scalar, as in `function_trace`.
+    - `operator`, `fn`, `combine`: as in `function_trace`.
     - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
     - `sampler`: independent probes. Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all steps before, for 4 n
@@ -90,7 +88,6 @@ def slq_trace(
       is safe for few steps or smooth functions (exp on a narrow spectrum), and faster for
       cheap, sparse or diagonal operators; log and inverses of ill-conditioned operators
       lose digits.
-    - `combine`: a function of the traces, as in `function_trace`. Default `None`.
 
     **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
     but for quadrature (and the second order of `combine`): one matvec-VJP for each probe

