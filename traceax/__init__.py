@@ -26,11 +26,10 @@ from traceax._estimators.hutchpp import na_hutchpp_trace as na_hutchpp_trace
 from traceax._estimators.norms import frobenius_norm_squared as frobenius_norm_squared
 from traceax._estimators.norms import row_norms_squared as row_norms_squared
 from traceax._estimators.xdiag import xdiag as xdiag
-from traceax._estimators.xnysdiag import xnysdiag as xnysdiag
-from traceax._estimators.xnystrace import xnystrace as xnystrace
+from traceax._estimators.xdiag import xnysdiag as xnysdiag
+from traceax._estimators.xtrace import xnystrace as xnystrace
 from traceax._estimators.xtrace import xtrace as xtrace
 from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
-from traceax._functions.density import spectral_density as spectral_density
 from traceax._functions.equations import preconditioner as preconditioner
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal
 from traceax._functions.function_trace import function_trace as function_trace
@@ -39,6 +38,7 @@ from traceax._functions.function_trace import schatten_norm as schatten_norm
 from traceax._functions.inv_quad_logdet import InvQuadLogdet as InvQuadLogdet
 from traceax._functions.inv_quad_logdet import inv_quad_logdet as inv_quad_logdet
 from traceax._functions.slq import slq_trace as slq_trace
+from traceax._functions.slq import spectral_density as spectral_density
 from traceax._probes.colouring import colouring as colouring
 from traceax._probes.probing import probing as probing
 from traceax._probes.samplers import hadamard as hadamard

@@ -16,8 +16,7 @@ from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.readouts import LEAVES, TRACE, Pairs, Target
-from traceax._estimators.xdiag import XDIAG
-from traceax._estimators.xnysdiag import XNYSDIAG
+from traceax._estimators.xdiag import XDIAG, XNYSDIAG
 from traceax._linalg.jackknife import standard_error
 
 KEY = jax.random.key(3)

@@ -44,8 +44,7 @@ from traceax._core.rule import Outcome, run
 from traceax._estimators.driver import SMALL
 from traceax._estimators.leave_one_out import leave_one_out_of
 from traceax._estimators.readouts import Pairs, trace_pairs
-from traceax._estimators.xnystrace import xnystrace_of
-from traceax._estimators.xtrace import xtrace_of
+from traceax._estimators.xtrace import xnystrace_of, xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots
 from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant

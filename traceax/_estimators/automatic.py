@@ -38,10 +38,8 @@ from traceax._estimators.hutchinson import (
 )
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
 from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE, MIXED_DIAGONAL
-from traceax._estimators.xdiag import XDIAG
-from traceax._estimators.xnysdiag import XNYSDIAG
-from traceax._estimators.xnystrace import XNYSTRACE
-from traceax._estimators.xtrace import XTRACE
+from traceax._estimators.xdiag import XDIAG, XNYSDIAG
+from traceax._estimators.xtrace import XNYSTRACE, XTRACE
 from traceax._probes.draw import check_pattern, for_pattern
 from traceax._probes.stream import SILENT
 

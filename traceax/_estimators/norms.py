@@ -25,7 +25,7 @@ from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.leave_one_out import leave_one_out
 from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target
-from traceax._estimators.xnystrace import XNYSTRACE
+from traceax._estimators.xtrace import XNYSTRACE
 from traceax._linalg.columns import column_norms_squared, largest_modulus, mean
 from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,

@@ -123,8 +123,7 @@ from traceax._estimators.readouts import (
     trace_pairs,
     two_sided,
 )
-from traceax._estimators.xdiag import xdiag_samples
-from traceax._estimators.xnysdiag import xnysdiag_samples
+from traceax._estimators.xdiag import xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.columns import (
     column_dots,

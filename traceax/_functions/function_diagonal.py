@@ -15,8 +15,7 @@ from traceax._core.rule import estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._functions.block_diagonal import block_diagonal
 from traceax._functions.exact_functions import entries, exact_estimate
-from traceax._functions.function_trace import checked_run
-from traceax._functions.slq import Function, real_dtype
+from traceax._functions.slq import Function, checked_run, real_dtype
 from traceax._linalg.columns import mean, squared_modulus
 from traceax._probes.draw import check_independent, draw, probes_per_sample
 from traceax._probes.samplers import Sampler, rademacher

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_count, check_positive, check_request, check_shift
+from traceax._core.checks import check_positive, check_request, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -34,12 +34,12 @@ from traceax._functions.exact_functions import (
     exact_function_trace,
     is_cheap,
 )
-from traceax._functions.slq import Function, Real, real_dtype
+from traceax._functions.slq import Function, Real, checked_run, real_dtype
 from traceax._linalg.columns import largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
-from traceax._quadrature.block_quadrature import Shape, block_quadrature, shape_for
+from traceax._quadrature.block_quadrature import Shape, block_quadrature
 from traceax._quadrature.scalar import (
     MatrixFunction,
     ScalarFunction,
@@ -117,32 +117,6 @@ def function_trace(
     if is_cheap(operator, budget):
         return exact_function_trace(operator, fn, structure, combined)
     return block_trace("function_trace", operator, fn, structure, key, shape, combined)
-
-
-def checked_run(
-    name: str,
-    num_matvecs: int,
-    num_probes: int | None,
-    num_steps: int | None,
-    choose: Callable[[int], Shape] = shape_for,
-    tests: int = 0,
-) -> tuple[Shape, int]:
-    """The block Krylov run that the user asks for, and its budget: if that reaches n, the
-    matrix costs no more. The budget pays for `tests` more probes."""
-    named = {"num_probes": num_probes, "num_steps": num_steps}
-    named = {argument: count for argument, count in named.items() if count is not None}
-    for argument, count in named.items():
-        check_count(name, argument, count, 1, "the fewest that can be used")
-    if num_probes is None and num_steps is None:
-        return choose(num_matvecs), num_matvecs
-    if num_probes is not None and num_steps is not None:
-        return Shape(num_probes, num_steps), num_probes * num_steps
-    ((argument, count),) = named.items()
-    least = count + tests if num_steps is None else count * (1 + tests)
-    check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
-    if num_steps is None:
-        return Shape(count, num_matvecs // (count + tests)), num_matvecs
-    return Shape(num_matvecs // count - tests, count), num_matvecs
 
 
 def block_trace(
