@@ -96,11 +96,10 @@ def laplacian(
     there is `unbiased_square`, for the Laplacian of a Laplacian `biharmonic`.
 
     From 10 directions on, for a function of one real number, a sixth of the directions is
-    spent on a sketch of the Hessian. The trace on the range of the sketch is exact, and
-    probes estimate the rest. For trained networks in 50 and 100 dimensions, with 16
-    directions, the error is 7 to 40 times smaller; where no directions dominate it is 0.9
-    to 1.15 times that of probes. Value and gradient together take 0.7 to 0.9 of the time of
-    as many probes, the value alone 2 to 4 times as long.
+    spent on a sketch of the Hessian, and probes estimate the rest. For trained networks in
+    50 and 100 dimensions the error is 7 to 40 times smaller (16 directions); where no
+    directions dominate it is 0.9 to 1.15 times that of probes. Value and gradient take 0.7
+    to 0.9 of the time of as many probes, the value alone 2 to 4 times as long.
 
     **Arguments** (the others are in the guide's conventions)
 

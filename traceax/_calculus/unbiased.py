@@ -23,10 +23,9 @@ def unbiased_square(
 
         value = Re conj(a) b,    a and b estimates of t with independent keys
 
-    The mean of the square of one estimate is too large by the variance of the estimate. A
-    network that is trained on such squares also makes this variance small, and converges to
-    something else than the minimum of t^2. The product of two independent estimates has the
-    mean t^2, and its gradient has the mean of the gradient of t^2.
+    The mean of the square of one estimate is too large by the variance of the estimate, and
+    a network that is trained on it converges to something else than the minimum of t^2. The
+    product of two independent estimates has the mean t^2, and so has its gradient.
 
     **Arguments** (`key` and errors are in the guide's conventions)
 
@@ -35,9 +34,8 @@ def unbiased_square(
       1).value - f(x)`. It is called once, on a batch of two keys.
 
     **Returns** the square, entry by entry, real: an `Estimate` if `estimate_fn` returns
-    one, else arrays. It may be negative. `standard_error` is that of a product. For two
-    estimates of one probe each, which have no error of their own, it is computed from their
-    difference.
+    one, else arrays. It may be negative. `standard_error` is that of a product; of two
+    estimates of one probe each it is computed from their difference.
 
     **Derivatives**: those of `estimate_fn`, unbiased if it has unbiased ones. **Cost**:
     twice that of `estimate_fn`. At equal cost one estimate with twice the probes has the

@@ -114,10 +114,9 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
       `hutchinson_trace`): `state.value`, `state.standard_error`.
     - `update(operator, state, key)` takes the same operator with other arrays in it, and
       returns an `Estimate` and the next state. `standard_error` is that of the whole chain
-      of estimates, too large for operators that are not symmetric. What was not finite
-      before is ignored. **Raises** `ValueError` if `update` gets another operator than
-      before (also another Python float in a closure, if it can be seen), or one that has no
-      arrays.
+      of estimates, too large for operators that are not symmetric. An earlier estimate that
+      is not finite is ignored. Another operator than before is an error, also another
+      Python float in a closure, if it can be seen.
 
     **Derivatives**: of the `Estimate`, in the new operator, unbiased: those of
     `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen. **Cost**:

@@ -20,11 +20,11 @@ range of A says little of that of A*. At equal applications the one-sided form i
 times more accurate (n = 300, singular vectors independent or nearly equal, five spectra).
 There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of y_i.
 
-All of them differentiate by the two-sided weight (`readouts.TwoSided`): on
-tangents a one-sided one is first order only.
-
 XNysDiag, semidefinite: A_i = A<Omega_-i> is the Nyström approximation without probe i,
 F F* - z_i z_i*, of A + shift I, and B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`nystrom`).
+
+All differentiate by the two-sided readout (`readouts.TwoSided`): on tangents a one-sided
+one is first order only.
 """
 
 from __future__ import annotations

@@ -36,18 +36,16 @@ def arnoldi_trace(
 ) -> Estimate:
     """Estimate tr f(A) of any square operator by Arnoldi's process, symmetry not needed.
 
-    One block Krylov run of k probes w_i is read in two ways. As in `function_trace`, each
-    probe measures the part of f(A) outside of the space S_i of the other probes, P_i being
-    its projector, which is best if few directions have most of the sum; and each probe
-    measures all of f(A), which is best if the samples of signs are exact (diagonal or skew
-    operators):
+    One block Krylov run of k probes w_i gives two estimates for each probe, that of
+    `function_trace`, which is better if few directions have most of the sum, and a plain
+    quadratic form, which is better for diagonal or skew operators:
 
         tr(P_i f(A) P_i) + c_i r_i* f(A) r_i,   r_i = (I - P_i) w_i;       w_i* f(A) w_i.
 
     The value is the mean of both, weighted by inverse variances that are estimated from
-    their spreads. This choice leaves a bias, a fraction of the standard error. For
-    Hermitian operators `function_trace` and `slq_trace` are more accurate and have better
-    derivatives. Exact, by all eigenvalues, if num_probes * num_steps reaches n.
+    their spreads, which leaves a bias, a fraction of the standard error. For Hermitian
+    operators `function_trace` is more accurate and has better derivatives. Exact, by all
+    eigenvalues, if num_probes * num_steps reaches n.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -61,14 +59,13 @@ def arnoldi_trace(
     give the sum an imaginary part of a thousandth of it or more. `standard_error` also
     covers the conditioning of eigenvectors.
 
-    **Derivatives**: first ones, in the operator and in whatever `fn` depends on, by the
-    same two readings of tr(f'(A) dA), with frozen weights: about 0.8 num_probes * num_steps
-    matvec-VJPs for each entry of the value. If the value is exact they are exact too, with
-    half of the digits for a matrix without a basis of eigenvectors. Second ones in the
-    operator raise `NotImplementedError`. **Cost**: m = num_probes * num_steps applications,
-    no adjoints, in num_steps blocks; 4 n m^2 flops for an orthonormal basis of m vectors,
-    which must fit in memory; three decompositions of m x m matrices, on the CPU (other
-    devices: as far as JAX has them).
+    **Derivatives**: first ones, in the operator and in whatever `fn` depends on: about 0.8
+    num_probes * num_steps matvec-VJPs for each entry of the value. If the value is exact
+    they are exact too, with half of the digits for a matrix without a basis of
+    eigenvectors. Second ones in the operator raise `NotImplementedError`. **Cost**: m =
+    num_probes * num_steps applications, no adjoints; 4 n m^2 flops for an orthonormal basis
+    of m vectors, which must fit in memory; three decompositions of m x m matrices, on the
+    CPU (other devices: as far as JAX has them).
 
     **Example**
 

@@ -108,13 +108,12 @@ def inv_quad_logdet(
       float between 0 and 1. Default 1e-6. It is the error of gradients; that of the value
       is its square.
 
-    **Returns** an `InvQuadLogdet`: two `Estimate`s of shape `()`, real, and the solution.
-    `inv_quad.standard_error` is a bound from the residual of the solution, which also shows
-    a solve that does not reach `rtol` in 10 num_matvecs steps, and rounding.
-    The value is at most this much below the truth if A is positive semidefinite and the
-    shift positive (as far as the run can see); else the bound uses half the least Ritz
-    value. `inv_quad.num_matvecs` counts run and solve, `logdet.num_matvecs` the run. NaN if
-    A + shift I is found not to be positive definite.
+    **Returns** an `InvQuadLogdet`: two real `Estimate`s, and the solution.
+    `inv_quad.standard_error` comes from the residual of the solution, so it also shows a
+    solve that does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
+    and the shift positive (as far as the run can see), the value is at most this much below
+    the truth; else it uses half the least Ritz value. `inv_quad.num_matvecs` counts run and
+    solve. NaN if A + shift I is found not to be positive definite.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
     another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one for

@@ -95,10 +95,9 @@ def slq_trace(
     - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
     - `sampler`: independent probes. Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all steps before, for 4 n
-      num_steps flops more. Without it, converged eigenvalues appear again as copies. This
-      is safe for few steps or smooth functions (exp on a narrow spectrum), and faster for
-      cheap, sparse or diagonal operators; log and inverses of ill-conditioned operators
-      lose digits.
+      num_steps flops more. Without it, converged eigenvalues appear again as copies, which
+      is harmless for few steps or smooth functions, and faster for cheap operators; log and
+      inverses of ill-conditioned operators lose digits.
 
     **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
     but for quadrature (and the second order of `combine`): one matvec-VJP for each probe

@@ -279,8 +279,6 @@ def colouring(
 
     **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
     most one more than the greatest number of dimensions within `power` steps of one.
-    **Raises** `ValueError` if no colouring of the power was found with so few colours.
-
     **Cost**: no applications; time and memory of the pattern of the power, of each power up
     to two beyond the largest that fits with `num_colours`.
 

@@ -220,15 +220,13 @@ def probing(
 
     Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. It is for
     `hutchinson_trace`, `hutchinson_diagonal` and `function_diagonal`, which spend a
-    multiple of the number of colours; the others need independent probes. At equal budgets
-    more colours are more accurate than more repeats.
+    multiple of the number of colours. More colours are more accurate than more repeats.
 
     With a pattern one repeat has a standard error: each entry between neighbours in the
-    graph is seen twice, and the difference of both is error, for Hermitian operators only
-    error. It is 1.0 to 1.7 times the measured error for inverses of Laplacians plus 0.01 to
-    1, and larger if entries decay faster or the operator is not Hermitian. With colours
-    alone one repeat has none, `inf`, and two may agree by chance, entry by entry: take
-    three or more for a diagonal.
+    graph is estimated twice, and the difference shows the error. It is 1.0 to 1.7 times the
+    measured error for inverses of Laplacians plus 0.01 to 1, and larger if entries decay
+    faster or the operator is not Hermitian. With colours alone one repeat has none, `inf`,
+    and two may agree by chance: take three or more for a diagonal.
 
     **Arguments**
 
