@@ -8,9 +8,9 @@ from traceax._calculus.gauss_newton import gauss_newton as gauss_newton
 from traceax._calculus.laplacian import biharmonic as biharmonic
 from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
-from traceax._calculus.unbiased import unbiased_square as unbiased_square
 from traceax._core.estimate import Estimate as Estimate
 from traceax._core.estimate import pool as pool
+from traceax._core.estimate import unbiased_square as unbiased_square
 from traceax._core.layout import Layout as Layout
 from traceax._estimators.adaptive import adaptive_trace as adaptive_trace
 from traceax._estimators.automatic import diagonal as diagonal
@@ -29,9 +29,9 @@ from traceax._estimators.xdiag import xdiag as xdiag
 from traceax._estimators.xdiag import xnysdiag as xnysdiag
 from traceax._estimators.xtrace import xnystrace as xnystrace
 from traceax._estimators.xtrace import xtrace as xtrace
-from traceax._functions.arnoldi import arnoldi_trace as arnoldi_trace
 from traceax._functions.equations import preconditioner as preconditioner
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal
+from traceax._functions.function_trace import arnoldi_trace as arnoldi_trace
 from traceax._functions.function_trace import function_trace as function_trace
 from traceax._functions.function_trace import logdet as logdet
 from traceax._functions.function_trace import schatten_norm as schatten_norm

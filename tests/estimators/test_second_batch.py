@@ -16,8 +16,7 @@ from tests.matrices import across, projector
 from traceax._core.operator import LinearMap
 from traceax._estimators import second_batch
 from traceax._estimators.driver import Probes
-from traceax._estimators.leave_one_out import leave_one_out
-from traceax._estimators.readouts import DIAGONAL, TRACE
+from traceax._estimators.readouts import DIAGONAL, TRACE, leave_one_out
 from traceax._linalg.nystrom import nystrom
 
 KEY = jax.random.key(5)

@@ -12,7 +12,7 @@ import traceax as tx
 from tests.helpers import close, function, hermitian, is_unbiased, slow
 from tests.matrices import krylov_basis
 from traceax._core.operator import LinearMap
-from traceax._functions.block_diagonal import block_diagonal
+from traceax._functions.function_diagonal import block_diagonal
 from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, scalar_function

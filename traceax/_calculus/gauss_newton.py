@@ -30,9 +30,8 @@ def gauss_newton(
 
         v -> J* H J v
 
-    J is the Jacobian of `fn` at x, H the Hessian of `loss` in what `fn` returns. It is
-    meant for `trace`, `diagonal`, `leaf_traces`, `logdet` (for a Laplace approximation,
-    with the precision of the prior as `shift`), and for lineax's solvers.
+    J is the Jacobian of `fn` at x, H the Hessian of `loss` in what `fn` returns. For a
+    Laplace approximation take `logdet` of it, the precision of the prior as `shift`.
 
     **Arguments** (the others are in the guide's conventions)
 

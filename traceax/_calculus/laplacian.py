@@ -246,10 +246,9 @@ def biharmonic(
         value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
 
     with pairs of independent probes v_i, w_i of random signs. Unbiased. Exact if
-    `num_matvecs` reaches n (n + 1) / 2 for n entries of x. The error bar is that of
-    independent samples; the one of `laplacian` of a `laplacian` does not contain the error
-    of the inner one. For networks the error is 0.4 to 0.95 times that of as many fourth
-    derivatives along normal probes, divided by 3 (Hu et al.), at equal time.
+    `num_matvecs` reaches n (n + 1) / 2 for n entries of x. The error bar of nested
+    `laplacian`s lacks the error of the inner one. For networks the error is 0.4 to 0.95
+    times that of fourth derivatives along normal probes (Hu et al.), at equal time.
 
     **Arguments** (the others are in the guide's conventions)
 

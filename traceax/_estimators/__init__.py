@@ -2,7 +2,7 @@
 `_probes`.)
 
 `driver` takes a request to an estimate, `readouts` says what is estimated and how the
-derivative reads it, `leave_one_out` is what such estimators share, `automatic` chooses.
+derivative reads it, `automatic` chooses.
 A new estimator is a module here: a public function that calls `driver.estimate`, and the
 `Method` beneath it. `adaptive`, `custom` and `deltashift` spend in ways of their own.
 """

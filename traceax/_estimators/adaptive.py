@@ -42,8 +42,7 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, run
 from traceax._estimators.driver import SMALL
-from traceax._estimators.leave_one_out import leave_one_out_of
-from traceax._estimators.readouts import Pairs, trace_pairs
+from traceax._estimators.readouts import Pairs, leave_one_out_of, trace_pairs
 from traceax._estimators.xtrace import xnystrace_of, xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots
@@ -87,10 +86,10 @@ def adaptive_trace(
     met. `num_matvecs` is an array, decided at run time. NaN ends at once and is never
     converged; with a tolerance of 0 all of `max_matvecs` is spent.
 
-    **Derivatives**: those of the estimator at the size that was reached; the choice of the
-    size is frozen. **Cost**: `num_matvecs` of the result; about 12 n k^2 flops for k
-    probes. In a traced program every size is compiled, and memory is that of the largest: 6
-    blocks of n x k, or of n x n if it is exact. Under `jax.vmap` every size is run.
+    **Derivatives**: those of the estimator at the size that was reached. **Cost**:
+    `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced program
+    every size is compiled, and memory is that of the largest: 6 blocks of n x k, or of
+    n x n if it is exact. Under `jax.vmap` every size is run.
 
     **Example**
 

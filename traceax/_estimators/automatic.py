@@ -74,9 +74,8 @@ def trace(
       matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
       decay within the steps that colours keep apart, sketches are better. Default `None`.
 
-    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells. A pattern is
-    coloured at each call, under `jax.jit` when it is compiled. For many calls make a
-    sampler once, `probing(pattern, num_colours=num_matvecs)`.
+    **Cost**: that of the estimator chosen. A pattern is coloured at each call, under
+    `jax.jit` when it is compiled; for many calls make the sampler once, by `probing`.
 
     **Example**
 
@@ -112,7 +111,7 @@ def diagonal(
     - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
     - `pattern`: as in `trace`.
 
-    **Cost**: that of the estimator chosen; `num_matvecs` of the result tells.
+    **Cost**: that of the estimator chosen.
 
     **Example**
 
@@ -138,11 +137,10 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
 
         value[leaf] = sum of diag A over the entries of the leaf
 
-    It tells how the curvature of a network is distributed over its layers, say. One sketch
-    serves all leaves: that of `xnysdiag` for operators tagged semidefinite, that of `xdiag`
-    for others; for small budgets, plain probes. Unbiased. Exact if the operator stores its
-    diagonal, or n is at most 64 or `num_matvecs`. For the sum over all leaves use `trace`,
-    whose error bar is that of the sum.
+    The curvature of each layer of a network, say. One sketch serves all leaves: that of
+    `xnysdiag` for operators tagged semidefinite, that of `xdiag` for others; for small
+    budgets, plain probes. Unbiased. Exact where `trace` is, whose error bar is that of the
+    sum over all leaves.
 
     **Arguments** (the others are in the guide's conventions): `operator`: if it is neither
     Hermitian nor semidefinite, its transpose must exist. `num_matvecs`: the budget if n >

@@ -26,8 +26,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBlocks, Method, Probes, estimate
-from traceax._estimators.leave_one_out import outside
-from traceax._estimators.readouts import DIAGONAL, TRACE, Pairs, Target, TwoSided
+from traceax._estimators.readouts import DIAGONAL, TRACE, Pairs, Target, TwoSided, outside
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (

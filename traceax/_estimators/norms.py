@@ -23,8 +23,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, gram, is_hermitian, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
-from traceax._estimators.leave_one_out import leave_one_out
-from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target
+from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target, leave_one_out
 from traceax._estimators.xtrace import XNYSTRACE
 from traceax._linalg.columns import column_norms_squared, largest_modulus, mean
 from traceax._linalg.jackknife import (
@@ -62,8 +61,7 @@ def row_norms_squared(
     - `num_matvecs`: at least 3, or n or p. The largest multiple of 3 up to it is spent, of
       2 if the operator is known to be Hermitian.
     - `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
-      entry; `sphere` and `normal` are resphered, which gains little here and costs much on
-      nearly diagonal operators.
+      entry.
 
     **Returns** an `Estimate` with the operator's output structure, real.
 

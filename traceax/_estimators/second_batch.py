@@ -108,18 +108,16 @@ from jaxtyping import Array, Bool, Float, Inexact
 from traceax._core.operator import LinearMap, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request, one_block
-from traceax._estimators.leave_one_out import (
-    LeaveOneOut,
-    Samples,
-    independent,
-    leave_one_out,
-)
 from traceax._estimators.readouts import (
     DIAGONAL,
     TRACE,
+    LeaveOneOut,
     Pairs,
+    Samples,
     Target,
     TwoSided,
+    independent,
+    leave_one_out,
     trace_pairs,
     two_sided,
 )

@@ -36,8 +36,15 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
-from traceax._estimators.leave_one_out import LeaveOneOut, Samples, leave_one_out, outside
-from traceax._estimators.readouts import DIAGONAL, Target, two_sided
+from traceax._estimators.readouts import (
+    DIAGONAL,
+    LeaveOneOut,
+    Samples,
+    Target,
+    leave_one_out,
+    outside,
+    two_sided,
+)
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,

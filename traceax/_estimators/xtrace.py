@@ -40,8 +40,13 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
-from traceax._estimators.leave_one_out import LeaveOneOut, leave_one_out
-from traceax._estimators.readouts import TRACE, Target, trace_pairs
+from traceax._estimators.readouts import (
+    TRACE,
+    LeaveOneOut,
+    Target,
+    leave_one_out,
+    trace_pairs,
+)
 from traceax._linalg.columns import column_dots, column_norms_squared, mean
 from traceax._linalg.jackknife import (
     jackknife_error,

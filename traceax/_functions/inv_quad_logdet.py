@@ -37,10 +37,16 @@ from traceax._functions.equations import Shift, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import factorised
 from traceax._linalg.columns import column_dots, column_norms_squared, column_scales
-from traceax._linalg.conjugate_gradients import Solve, conjugate_gradients
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.nystrom import Preconditioner, galerkin, preconditioner_of, projected
+from traceax._linalg.nystrom import (
+    Preconditioner,
+    Solve,
+    conjugate_gradients,
+    galerkin,
+    preconditioner_of,
+    projected,
+)
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import Shape, shape_for, trace_from_space

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -123,8 +122,8 @@ def slq_trace(
     Lanczos quadrature, doi:10.1137/16M1104974; the derivative is derived in
     `traceax/_quadrature/nodes.py`.
     """
-    plan = Plan(num_probes, num_steps, sampler, reorthogonalise, batch_size, progress_meter)
-    return planned_slq_trace("slq_trace", operator, fn, key, plan, combine)
+    how = sampler, reorthogonalise, batch_size, progress_meter
+    return _slq_trace("slq_trace", operator, fn, key, num_probes, num_steps, *how, combine)
 
 
 def checked_run(
@@ -153,27 +152,20 @@ def checked_run(
     return Shape(num_matvecs // count - tests, count), num_matvecs
 
 
-class Plan(NamedTuple):
-    """Arguments of `slq_trace` and of what is made of it."""
-
-    num_probes: int
-    num_steps: int
-    sampler: Sampler
-    reorthogonalise: bool
-    batch_size: int | None
-    meter: ProgressMeter | None
-
-
-def planned_slq_trace(
+def _slq_trace(
     name: str,
     operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
-    plan: Plan,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler,
+    reorthogonalise: bool,
+    batch_size: int | None,
+    meter: ProgressMeter | None,
     combine: Callable | None = None,
 ) -> Estimate:
     """By the name of whom the user called."""
-    num_probes, num_steps, sampler, reorthogonalise, batch_size, meter = plan
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     operator = check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
@@ -364,8 +356,8 @@ def spectral_density(
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((grid - x) / spread) ** 2) / 2)
 
-    run = Plan(*shape, sampler, reorthogonalise, batch_size, progress_meter)
-    return planned_slq_trace(name, operator, bumps, key, run)
+    how = sampler, reorthogonalise, batch_size, progress_meter
+    return _slq_trace(name, operator, bumps, key, *shape, *how)
 
 
 def _resolving(num_matvecs: int) -> Shape:
