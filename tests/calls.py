@@ -6,11 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 
 import traceax as tx
+from tests.matrices import hermitian
 
 PSD = lx.positive_semidefinite_tag
 N = 70
+MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 
 
 def operator(matrix: Any) -> lx.AbstractLinearOperator:

@@ -7,28 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
-import numpy as np
 import pytest
 from jax import export
 from jax.experimental import checkify
 
 import traceax as tx
-from tests.calls import CALLS, OTHERS, N, logarithm, operator
-from tests.helpers import (
-    ALL,
-    DRAWN,
-    REST_ALL,
-    cases,
-    close,
-    compilations,
-    hermitian,
-    names,
-    slow,
-)
+from tests.calls import CALLS, MATRIX, OTHERS, N, logarithm, operator
+from tests.helpers import ALL, DRAWN, REST_ALL, cases, close, compilations, names
 
 KEY = jax.random.key(5)
-MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 
 QUICK = ("xtrace", "xdiag", "slq_trace")
 FUNCTIONS = cases(CALLS, *QUICK)
@@ -68,9 +55,6 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "hutchinson_trace, batched": lambda m, k: tx.hutchinson_trace(
         operator(m), k, 12, batch_size=5
     ),
-    "hutchinson_trace, both": lambda m, k: tx.hutchinson_trace(
-        operator(m), k, N, batch_size=30
-    ),
     "hutchinson_diagonal, batched": lambda m, k: tx.hutchinson_diagonal(
         operator(m), k, 12, sampler=partial(tx.sphere), batch_size=5
     ),
@@ -89,44 +73,6 @@ def test_the_second_call_compiles_nothing(name: str) -> None:
     with compilations() as compiled:
         jax.block_until_ready(call(MATRIX, keys[1]).value)
     assert not compiled
-
-
-class Mine(lx.FunctionLinearOperator):
-    pass
-
-
-@pytest.mark.parametrize("num_matvecs", [8, slow(N)])
-@pytest.mark.parametrize("kind", cases([lx.FunctionLinearOperator, Mine], "Mine"))
-def test_a_tracker_compiles_nothing_for_an_operator_made_anew(
-    kind: Any, num_matvecs: int
-) -> None:
-    """The same code with other arrays, with loops and jitted functions in it."""
-    inputs = jax.random.normal(KEY, (4, N))
-
-    def hessian(i: int) -> lx.AbstractLinearOperator:
-        weights = jnp.full(N, i / 10)
-
-        @jax.jit
-        def loss(w: Any) -> Any:
-            return jnp.sum(jax.lax.map(lambda x: jnp.tanh(x @ w) ** 2, inputs))
-
-        def apply(v: Any) -> Any:
-            return jax.jvp(jax.grad(loss), (weights,), (v,))[1]
-
-        structure = jax.ShapeDtypeStruct((N,), weights.dtype)
-        return kind(apply, structure, lx.symmetric_tag)
-
-    tracker = tx.deltashift(num_matvecs)
-    state, counts = tracker.init(hessian(0), KEY), []
-    for i in range(1, 4):
-        operator = hessian(i)
-        with compilations() as compiled:
-            estimate, state = tracker.update(operator, state, KEY)
-        counts.append(len(compiled))
-        truth = jnp.trace(operator.as_matrix())
-        rounding = 1e-12 * abs(truth)
-        assert abs(estimate.value - truth) < 5 * estimate.standard_error + rounding
-    assert counts[1:] == [0, 0], counts
 
 
 # Most faults show in tracing. These functions are run, too.

@@ -6,15 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 import pytest
 
 import traceax as tx
-from tests.calls import CALLS, PSD, N, operator
-from tests.helpers import close, hermitian, slow
+from tests.calls import CALLS, MATRIX, PSD, N, operator
+from tests.helpers import close, slow
 
 KEY = jax.random.key(5)
-MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 STRUCTURE = jax.ShapeDtypeStruct((N,), float)
 
 

@@ -9,15 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    all_signs,
-    close,
-    general,
-    hermitian,
-    refused,
-    slow,
-    spectrum,
-)
+from tests.helpers import all_signs, close, general, hermitian, refused, slow, spectrum
 
 KEY = jax.random.key(8)
 N = 70
@@ -37,16 +29,11 @@ def drift(eigenvalues: Any, rate: float, num_steps: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "rate", "num_matvecs"),
-    [("poly", 0.03, 20), ("flat", 0.1, 20), ("exp", 0.01, 20)],
-)
-def test_more_accurate_than_fresh_estimates_and_calibrated(
-    name: str, rate: float, num_matvecs: int
-) -> None:
+@pytest.mark.parametrize(("name", "rate"), [("poly", 0.03), ("flat", 0.1), ("exp", 0.01)])
+def test_more_accurate_than_fresh_estimates_and_calibrated(name: str, rate: float) -> None:
     matrices = drift(spectrum(name, N), rate, 40)
     truth = jnp.trace(matrices, axis1=1, axis2=2)
-    tracker = tx.deltashift(num_matvecs)
+    tracker = tx.deltashift(20)
 
     def follow(key: Any) -> Any:
         first, rest = jax.random.split(key)
@@ -54,9 +41,7 @@ def test_more_accurate_than_fresh_estimates_and_calibrated(
         def step(state: Any, given: Any) -> Any:
             matrix, key = given
             estimate, state = tracker.update(symmetric(matrix), state, key)
-            fresh = tx.hutchinson_trace(
-                symmetric(matrix), key, num_matvecs, sampler=tx.sphere
-            )
+            fresh = tx.hutchinson_trace(symmetric(matrix), key, 20, sampler=tx.sphere)
             interval = estimate.interval()
             return state, (estimate.value, estimate.standard_error, interval, fresh.value)
 
@@ -193,15 +178,6 @@ def test_what_changes_and_is_no_array_is_not_overlooked() -> None:
         product = t * matrix
         return of(lambda v: product @ v)
 
-    def by_a_number(t: Any) -> Any:
-        number = jnp.asarray(t)
-        return of(lambda v: number * (matrix @ v))
-
-    def beside_a_jitted_function(t: Any) -> Any:
-        product = t * matrix
-        inner = jax.jit(lambda v: product @ v)
-        return of(lambda v: inner(v) + 0 * (matrix @ v))
-
     def in_a_jitted_function(t: Any) -> Any:
         product = t * matrix
         return of(jax.jit(lambda v: product @ v))
@@ -212,8 +188,6 @@ def test_what_changes_and_is_no_array_is_not_overlooked() -> None:
 
     for make in (
         by_closure,
-        by_a_number,
-        beside_a_jitted_function,
         in_a_jitted_function,
         lambda t: of(lambda v, product=t * matrix: product @ v),
         lambda t: t * lx.MatrixLinearOperator(matrix),

@@ -16,6 +16,7 @@ import traceax as tx
 from tests.helpers import (
     EVERY,
     all_signs,
+    cases,
     close,
     close_trees,
     function,
@@ -123,14 +124,12 @@ def test_arnoldi_is_unbiased_by_enumeration() -> None:
 
 
 @pytest.mark.slow
-def test_second_derivative_of_a_scaled_logarithm() -> None:
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_second_derivative_of_a_scaled_logarithm(spread: float) -> None:
     """-n/s^2; 0 if the vectors of the rule were frozen. At breakdown, and not."""
-    for matrix in (jnp.eye(N), smooth()):
-
-        def value(s: Any, matrix: Any = matrix) -> Any:
-            return slq(function(s * matrix), jnp.log).value
-
-        close(jax.jit(jax.grad(jax.grad(value)))(2.0), -N / 4, 1e-7)
+    matrix = hermitian(1 + spread * (np.arange(N) / N) ** 3)
+    curvature = jax.jit(jax.hessian(lambda s: slq(function(s * matrix), jnp.log).value))
+    close(curvature(2.0), -N / 4, 1e-7)
 
 
 def test_second_derivatives_out_of_an_exhausted_space() -> None:
@@ -180,15 +179,9 @@ def test_gradients_of_operator_and_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "like"),
-    [
-        ("PyTree", "Matrix"),
-        slow("nested", "Function"),
-        slow("Jacobian", "Function"),
-        slow("Tangent", "Function"),
-    ],
+    "kind", cases(["PyTree", "nested", "Jacobian", "Tangent"], "PyTree")
 )
-def test_operator_classes(kind: str, like: str) -> None:
+def test_operator_classes(kind: str) -> None:
     """Values and gradients are those of the same matrix, stored (exact) or not: as
     operators are symmetric, the symmetric part of a gradient."""
 
@@ -206,6 +199,7 @@ def test_operator_classes(kind: str, like: str) -> None:
         gradients = jax.jacrev(losses)(matrix)
         return losses(matrix), jax.tree.map(lambda g: g + g.T, gradients)
 
+    like = "Matrix" if kind == "PyTree" else "Function"
     close_trees(both(smooth(), kind), both(smooth(), like), 1e-9, N)
 
 
@@ -305,9 +299,8 @@ def test_plain_quadrature_is_exact_from_n_steps_of_n_probes() -> None:
     got, want = (jax.jit(jax.hessian(f, (0, 1)))(*point) for f in (value, truth))
     close(got, want, 1e-11)
     grid = jnp.linspace(0.5, 2.5, 9)
-    density = tx.spectral_density(
-        function(matrix), grid, KEY, num_probes=n, num_steps=n, width=0.1
-    )
+    how: Any = {"num_probes": n, "num_steps": n, "width": 0.1}
+    density = tx.spectral_density(function(matrix), grid, KEY, **how)
     bumps = jnp.exp(-((grid[:, None] - jnp.linalg.eigvalsh(matrix)) ** 2) / 0.02)
     close(density.value, jnp.mean(bumps, axis=1) / (0.1 * (2 * jnp.pi) ** 0.5), 1e-12)
     assert jnp.all(density.standard_error == 0)
@@ -356,13 +349,11 @@ def test_diagonals_of_functions_with_colours() -> None:
     theta, u = np.linalg.eigh(hamiltonian)
     truth = (u**2 * fermi(theta)).sum(1)
     sampler = tx.probing(hamiltonian, power=5)
-    density = tx.function_diagonal(
-        operator, fermi, KEY, num_probes=6, num_steps=9, sampler=sampler
-    )
+    counts: Any = {"num_probes": 6, "num_steps": 9}
+    density = tx.function_diagonal(operator, fermi, KEY, sampler=sampler, **counts)
     close(density.value, truth, 1e-3)
-    stored = tx.function_diagonal(
-        lx.MatrixLinearOperator(hamiltonian), fermi, KEY, num_probes=6, num_steps=9
-    )
+    operator = lx.MatrixLinearOperator(hamiltonian)
+    stored = tx.function_diagonal(operator, fermi, KEY, **counts)
     close(stored.value, truth, 1e-13)
     assert stored.num_matvecs == 0
 
@@ -404,10 +395,8 @@ def test_mistakes_are_named_with_their_cure() -> None:
     refused(kind, r"diagonal\(fn=.*one real number", entries, a, pair, KEY, **few)
     refused(kind, r"logdet\(shift=.*real", logdet, a, KEY, shift=imaginary)
     refused(value, r"slq_trace\(num_steps=.*at least 1.*0", slq, a, jnp.log, steps=0)
-    refused(
-        value, r"slq_trace\(sampler=.*indep", tx.slq_trace, a, jnp.log, KEY, **dependent
-    )
-    refused(value, r"diagonal\(sampler=.*indep", entries, a, jnp.log, KEY, **dependent)
+    for call in (tx.slq_trace, entries):
+        refused(value, r"\(sampler=.*indep", call, a, jnp.log, KEY, **dependent)
     refused(value, r"function_trace\(num_matvecs=.*6", tx.function_trace, a, word, KEY, 5)
     refused(value, r"norm\(p=.*positive and finite", norm, a, 0, KEY, **few)
     refused(value, r"density\(grid=.*vector", density, a, grid, KEY, **few)

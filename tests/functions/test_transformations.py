@@ -4,22 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from tests.calls import CALLS, N
-from tests.helpers import (
-    ALL,
-    DRAWN,
-    REST_ALL,
-    cases,
-    close,
-    hermitian,
-    leaks_checked,
-    names,
-)
+from tests.calls import CALLS, MATRIX
+from tests.helpers import ALL, DRAWN, REST_ALL, cases, close, leaks_checked, names
 
-MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 OTHERS = [name for name in CALLS if name not in names(ALL + REST_ALL)]
 
 

@@ -14,7 +14,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from tests.helpers import EVERY, cases, general, hermitian, part_of, slow
+from tests.helpers import EVERY, cases, general, hermitian, part_of, refused, slow
 from traceax.testing import check_operator, operators
 
 KEY = jax.random.key(0)
@@ -116,56 +116,52 @@ lx.conj.register(Own, lambda o: o if o.wrong == "conj" else Own(o.matrix.conj())
     ],
 )
 def test_faults_are_named(wrong: str, words: str) -> None:
-    with pytest.raises(AssertionError, match=rf"check_operator: Own fails:(.|\n)*{words}"):
-        check_operator(Own(general(N, complex), wrong), KEY)
+    words = rf"check_operator: Own fails:(.|\n)*{words}"
+    refused(AssertionError, words, check_operator, Own(general(N, complex), wrong), KEY)
 
 
-FALSE = {
-    "is_symmetric": (lx.symmetric_tag, general(N)),
-    "is_positive_semidefinite": (PSD, SYMMETRIC - 1.01 * jnp.eye(N)),
-    "is_negative_semidefinite": (NSD, SYMMETRIC),
-    "is_diagonal": (lx.diagonal_tag, SYMMETRIC),
-    "is_lower_triangular": (lx.lower_triangular_tag, jnp.triu(SYMMETRIC)),
-    "is_upper_triangular": (lx.upper_triangular_tag, jnp.tril(SYMMETRIC)),
-    "is_tridiagonal": (lx.tridiagonal_tag, SYMMETRIC),
-    "has_unit_diagonal": (lx.unit_diagonal_tag, jnp.tril(SYMMETRIC)),
-}
-
-
-def applied(matrix: Any, *tags: object) -> lx.AbstractLinearOperator:
-    """A function, because lineax applies only the diagonal of a matrix with that tag."""
-    structure = jax.ShapeDtypeStruct((N,), matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
+# One eigenvalue in ten.
+FEW_NEGATIVE = hermitian(np.where(np.arange(500) % 10 == 0, -1.0, np.linspace(1, 10, 500)))
+FALSE: list[tuple[str, object, Any]] = [
+    ("is_symmetric", lx.symmetric_tag, general(N)),
+    ("is_positive_semidefinite", PSD, SYMMETRIC - 1.01 * jnp.eye(N)),
+    ("is_positive_semidefinite", PSD, FEW_NEGATIVE),
+    ("is_negative_semidefinite", NSD, SYMMETRIC),
+    ("is_diagonal", lx.diagonal_tag, SYMMETRIC),
+    ("is_lower_triangular", lx.lower_triangular_tag, jnp.triu(SYMMETRIC)),
+    ("is_upper_triangular", lx.upper_triangular_tag, jnp.tril(SYMMETRIC)),
+    ("is_tridiagonal", lx.tridiagonal_tag, SYMMETRIC),
+    ("has_unit_diagonal", lx.unit_diagonal_tag, jnp.tril(SYMMETRIC)),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FALSE)
-def test_false_tags_are_named(name: str) -> None:
-    tag, matrix = FALSE[name]
-    with pytest.raises(AssertionError, match=f"\n- lineax.{name} is true: off by"):
-        check_operator(applied(matrix, tag), KEY)
-
-
-@pytest.mark.slow
-def test_a_few_negative_eigenvalues_of_many_are_seen() -> None:
-    eigenvalues = np.where(np.arange(500) % 10 == 0, -1.0, np.linspace(1, 10, 500))
-    with pytest.raises(AssertionError, match="is_positive_semidefinite is true: off by"):
-        check_operator(lx.MatrixLinearOperator(hermitian(eigenvalues), PSD), KEY)
+@pytest.mark.parametrize(("question", "tag", "matrix"), FALSE)
+def test_false_tags_are_named(question: str, tag: object, matrix: Any) -> None:
+    """Of a function, because lineax applies only the diagonal of a matrix with that tag."""
+    space = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
+    operator = lx.FunctionLinearOperator(lambda v: matrix @ v, space, tag)
+    words = f"\n- lineax.{question} is true: off by"
+    refused(AssertionError, words, check_operator, operator, KEY)
 
 
 def test_the_tolerance() -> None:
     nearly = SYMMETRIC.at[0, 1].add(1e-5)
     operator = lx.MatrixLinearOperator(nearly, lx.symmetric_tag)
-    with pytest.raises(AssertionError, match="is_symmetric is true: off by"):
-        check_operator(operator, KEY)
+    words = "is_symmetric is true: off by"
+    refused(AssertionError, words, check_operator, operator, KEY)
     check_operator(operator, KEY, rtol=1e-4)
 
 
 def test_errors() -> None:
-    with pytest.raises(TypeError, match=r"check_operator\(operator=.*lineax operator"):
-        check_operator(SYMMETRIC, KEY)
-    with pytest.raises(TypeError, match=r"check_operator\(key=.*random key"):
-        check_operator(lx.MatrixLinearOperator(SYMMETRIC), 0)  # pyright: ignore
+    right, check, make = lx.MatrixLinearOperator(SYMMETRIC), check_operator, operators
+    refused(TypeError, r"check_operator\(operator=.*lineax operator", check, SYMMETRIC, KEY)
+    refused(TypeError, r"check_operator\(key=.*random key", check, right, 0)
+    sparse, name = ("Matrix", "Sparse"), r"traceax\.testing\.operators"
+    refused(ValueError, rf"{name}\(kinds=.*got \['Matrix', 'Sp", make, kinds=sparse)
+    refused(ValueError, r"kinds=.*got \[\]", make, kinds=())
+    refused(ValueError, "kinds=.*[Nn]ot of wrappers alone", make, kinds=("Add",))
+    refused(ValueError, rf"{name}\(spectra=.*'flat'.*'odd'", make, spectra=("odd",))
 
 
 PROCESS = """
@@ -212,20 +208,6 @@ def test_arrays_of_several_processes() -> None:
     for printed, errors in outputs:
         words = r"check_operator\(operator=.*arrays of one process.*\(4, 4\).*Gather it by"
         assert re.search(words, printed), errors
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"kinds": ("Matrix", "Sparse")}, r"kinds=.*got \['Matrix', 'Sparse'\]"),
-        ({"kinds": ()}, r"kinds=.*got \[\]"),
-        ({"kinds": ("Add",)}, "kinds=.*[Nn]ot of wrappers alone"),
-        ({"spectra": ("odd",)}, r"spectra=.*'flat'.*got \['odd'\]"),
-    ],
-)
-def test_errors_of_the_strategy(wrong: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=rf"traceax\.testing\.operators\({words}"):
-        operators(**wrong)
 
 
 def test_it_shrinks_to_a_matrix_of_one_dimension() -> None:
