@@ -201,7 +201,8 @@ class Rule(eqx.Module):
         """As for Hermitian operators, where it was enough in every spectrum measured."""
         left, scale = self.modes.inverse[0], jax.vmap(largest_modulus)(values)
         right = self.modes.vectors[0, : left.shape[1]]
-        values, samples = (x.astype(left.dtype) / scale[:, None] for x in (values, samples))
+        unit = scale[:, None].astype(left.dtype)
+        values, samples = (x.astype(left.dtype) / unit for x in (values, samples))
         vectors, remainders = (x.astype(left.dtype) for x in self.spaces[:2])
         spaces = Complements(vectors, remainders, self.spaces.dimensions)
         return scale * jackknife.half_jackknife_error(spaces, right, values, left, samples)
