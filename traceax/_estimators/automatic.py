@@ -108,8 +108,7 @@ def diagonal(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
-    - `pattern`: as in `trace`.
+    - `num_matvecs`, `pattern`: as in `trace`.
 
     **Cost**: that of the estimator chosen.
 
