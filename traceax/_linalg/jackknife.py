@@ -45,8 +45,7 @@ B = [N_i, N_j], G = B* B, and t = B* w_j, which is zero but for N_j* w_j, as w_j
     tr(P_ij F) = tr(J F) - tr(G^{-1} B* F B),
     r = B b,  b = G^{-1} t,  |r|^2 = t* b,  r* F r = b* (B* F B) b.
 
-So e_ij needs only the q x q blocks of N* F N and N* N, with all N_i side by side. (For
-q = 1 these are XTrace's formulas.)
+So e_ij needs only the q x q blocks of N* F N and N* N, with all N_i side by side.
 """
 
 from __future__ import annotations
@@ -65,15 +64,18 @@ def standard_error(
     samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
     """Of the mean of independent samples; infinite for a single sample."""
-    return standard_error_of_parts(samples[..., None], rounding)
+    k = samples.shape[-1]
+    if k == 1:
+        return jnp.full_like(rounding, jnp.inf)
+    deviations = samples - mean(samples)[..., None]
+    return length(deviations / (k * (k - 1)) ** 0.5, rounding)
 
 
 def standard_error_of_parts(
     samples: Inexact[Array, "*values k parts"], rounding: Float[Array, "*values"]
 ) -> Float[Array, "*values"]:
-    """Of the mean of k samples, each the sum of independent parts; infinite for k = 1. The
-    parts have different means, so each part has its own spread, of k - 1 degrees of
-    freedom."""
+    """Of the mean of k samples, each the sum of independent parts; infinite for k = 1. Each
+    part has its own mean, so its own spread, of k - 1 degrees of freedom."""
     k = samples.shape[-2]
     if k == 1:
         return jnp.full_like(rounding, jnp.inf)
@@ -97,8 +99,8 @@ def shared_error(
     1948). A part has mean zero given the probes other than i, so its set contains i, and a
     part of r probes occurs in at most r samples. So parts of r probes raise the error of
     the mean at most sqrt(r) times above that of independent samples. For diagonals no part
-    of more than two probes mattered in any spectrum measured (multiples of I attain
-    sqrt(2)). The jackknife does not use this, and is up to ten times too wide.
+    of more than two probes mattered in any spectrum measured. The jackknife does not use
+    this, and is up to ten times too wide.
     """
     return standard_error(2**0.5 * samples, rounding)
 
@@ -109,8 +111,7 @@ def independent_degrees_of_freedom(k: int) -> float:
     Such samples are skewed, up to a chi-squared variable of one degree for an operator of
     rank one, and the errors of their mean and of their spread are correlated. Of intervals
     for 95 %, those with k - 1 degrees contain the truth in 82 % (k = 4) to 89 % (k = 20) of
-    runs, those with a third of that in at least 91 %, for every k from 3 on. At k = 60 they
-    are 4 % wider.
+    runs, those with a third of that in at least 91 %, for every k from 3 on.
     """
     return (k - 1) / 3
 
@@ -122,8 +123,7 @@ def shared_degrees_of_freedom(k: int) -> float:
 
 
 def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
-    """The standard error of a weighted mean relative to that of the mean (Kish 1965); the
-    weights have the sum 1."""
+    """The error of a weighted mean over that of the mean (Kish 1965), weights of sum 1."""
     return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
 
 
