@@ -1,11 +1,11 @@
 """Orthonormal bases of tall blocks, and their downdates.
 
-A block that is small, or has fewer than 8 k rows, gets a singular value decomposition,
-which compiles fastest. LAPACK's factorisations of tall blocks start threads that wait by
-spinning, and gather a block that is spread over devices. So every other block, and a block
-in a loop, gets *randomised Cholesky QR*, which consists of products and of factorisations
-of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins, Szyld, Boman and Yamazaki
-2024, arXiv:2309.05868):
+A block that is small, or has fewer than 8 k rows, gets a QR decomposition, or a singular
+value decomposition if its rank is asked for. LAPACK's factorisations of tall blocks start
+threads that wait by spinning, and gather a block that is spread over devices. So every
+other block, and a block in a loop, gets *randomised Cholesky QR*, which consists of
+products and of factorisations of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins,
+Szyld, Boman and Yamazaki 2024, arXiv:2309.05868):
 
     S Y = U D W*       S: 3k/2 + 10 rows of random signs,
     V = Y W D^{-1},
@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, UInt32
 
 from traceax._linalg import lapack
-from traceax._linalg.columns import column_norms_squared, largest_modulus
+from traceax._linalg.columns import column_norms_squared, diagonal, largest_modulus
 
 # With so many times more rows than columns, random signs are nearly orthogonal.
 TALL = 8
@@ -43,9 +43,9 @@ class Basis(NamedTuple):
     """block = scale * columns @ factor, with orthonormal columns and `inverse` =
     factor^{-*}.
 
-    `sizes` are the singular values of the block (or close to them), which fall. Those
-    beyond the rank are at the level of rounding, and the columns before them span the
-    block.
+    `sizes` are the diagonal of a triangular factor; of a basis that is ranked they are the
+    singular values of the block (or close to them), which fall. Then those beyond the rank
+    are at the level of rounding, and the columns before them span the block.
     """
 
     columns: Inexact[Array, "n k"]
@@ -55,17 +55,16 @@ class Basis(NamedTuple):
     scale: Float[Array, ""]
 
 
-def orthonormalise(block: Inexact[Array, "n k"], *, in_loop: bool = False) -> Basis:
+def orthonormalise(block: Inexact[Array, "n k"], *, ranked: bool = False) -> Basis:
     """A basis that is orthonormal whatever the rank is, and never divides by zero.
 
     Singular values below rounding are raised to it. This perturbs the block at the level of
-    rounding, so that identities hold to rounding, and the inverse exists. With `in_loop`
-    no tall block goes to LAPACK, whose threads would take a core from the products between
-    two calls.
+    rounding, so that identities hold to rounding, and the inverse exists. With `ranked` the
+    sizes fall, and no tall block goes to LAPACK, so it may be in a loop.
     """
     scale = largest_modulus(block)
     block = block / scale
-    return Basis(*_decompose(block, _floor(block), in_loop), scale)
+    return Basis(*_decompose(block, _floor(block), ranked), scale)
 
 
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
@@ -73,15 +72,27 @@ def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
 
 
 def _decompose(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""], in_loop: bool = False
+    block: Inexact[Array, "n k"], floor: Float[Array, ""], ranked: bool = False
 ) -> tuple[Array, Array, Array, Array]:
     """`columns`, `factor`, `inverse` and `sizes` of a basis."""
     n, k = block.shape
-    is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES and not in_loop
-    return (_direct if is_small or n < TALL * k else _randomised)(block, floor)
+    is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES
+    if n < TALL * k:
+        return (_singular if ranked else _triangular)(block, floor)
+    return (_triangular if is_small and not ranked else _randomised)(block, floor)
 
 
-def _direct(
+def _triangular(
+    block: Inexact[Array, "n k"], floor: Float[Array, ""]
+) -> tuple[Array, Array, Array, Array]:
+    """The floor is real, because the phase of a subnormal number is noise."""
+    columns, triangle = lapack.qr(block)
+    sizes = jnp.abs(diagonal(triangle))
+    triangle = jnp.where(jnp.diag(sizes < floor), floor, triangle)
+    return columns, triangle, _inverse(triangle.conj().T), sizes
+
+
+def _singular(
     block: Inexact[Array, "n k"], floor: Float[Array, ""]
 ) -> tuple[Array, Array, Array, Array]:
     columns, sizes, right = lapack.svd(block)
@@ -163,14 +174,23 @@ def extend(
 
 
 def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """L^{-1} by Newton's method X <- 2X - X L X, which starts at the diagonal. I - L X is
-    strictly triangular, and each step squares it. So log2(k) steps are exact, and one more
-    removes rounding. (A batch of `solve_triangular` beside LAPACK calls may hang, see
-    `lapack`.)"""
-    unit = jnp.eye(lower.shape[0], dtype=lower.dtype)
+    """L^{-1}, by inverses of diagonal blocks whose width doubles,
+
+        [ A  0 ]^-1     [    A^-1          0   ]
+        [ B  C ]     =  [ -C^-1 B A^-1    C^-1 ],
+
+    in log2(k) rounds of products, each over all blocks at once. (A batch of
+    `solve_triangular` beside LAPACK calls may hang, see `lapack`.)"""
+    k = lower.shape[0]
+    unit, index = jnp.eye(k, dtype=lower.dtype), jnp.arange(k)
+
+    def double(log_width: Array, inverse: Array) -> Array:
+        block = index >> log_width
+        below = (block[:, None] == block[None, :] + 1) & (block[:, None] & 1 == 1)
+        return inverse - inverse @ (jnp.where(below, lower, 0) @ inverse)
+
     start = unit / jnp.sum(unit * lower, axis=0)[None, :]
-    steps = lower.shape[0].bit_length() + 1
-    return jax.lax.fori_loop(0, steps, lambda _, x: x + x @ (unit - lower @ x), start)
+    return jax.lax.fori_loop(0, (k - 1).bit_length(), double, start)
 
 
 class Downdate(NamedTuple):

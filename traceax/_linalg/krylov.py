@@ -242,7 +242,7 @@ def block_krylov(
 
     def step(carry: tuple, places: Array) -> tuple[tuple, None]:
         (basis, projection, residual), (here, before) = carry, places
-        new, factor = next_block(basis, residual, in_loop=True)
+        new, factor = next_block(basis, residual)
         basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
         # The first step writes this into the last columns, which the last step overwrites.
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
@@ -273,10 +273,10 @@ def block_krylov(
 
 
 def next_block(
-    basis: Inexact[Array, "n r"], residual: Residual, *, in_loop: bool = False
+    basis: Inexact[Array, "n r"], residual: Residual
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
     """The next columns of the basis, and the coordinates of the residual in them."""
-    columns, factor, _, sizes, size = orthonormalise(residual.block, in_loop=in_loop)
+    columns, factor, _, sizes, size = orthonormalise(residual.block, ranked=True)
     is_noise = sizes * size <= residual.noise
     new, _ = _project_out(basis, jnp.where(is_noise[None, :], 0, columns))
     lengths = jnp.sqrt(column_norms_squared(new))

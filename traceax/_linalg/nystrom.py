@@ -111,7 +111,7 @@ def _orthonormal(
         turn = vectors * roots[None, :]
         size = jnp.linalg.norm(images) * jnp.max(roots)
         return probes, images, turn, turn.conj().T, size
-    basis = orthonormalise(probes)
+    basis = orthonormalise(probes, ranked=True)
     inverse = basis.inverse / basis.scale
     kept = basis.sizes >= 10 * n**0.5 * eps
     columns = jnp.where(kept[None, :], basis.columns, 0)
