@@ -41,30 +41,23 @@ FEW_ROWS, FEW_ENTRIES = 1024, 2**16
 
 class Basis(NamedTuple):
     """block = scale * columns @ factor, with orthonormal columns and `inverse` =
-    factor^{-*}.
-
-    `sizes` are the diagonal of a triangular factor; of a basis that is ranked they are the
-    singular values of the block (or close to them), which fall. Then those beyond the rank
-    are at the level of rounding, and the columns before them span the block.
-    """
+    factor^{-*}."""
 
     columns: Inexact[Array, "n k"]
     factor: Inexact[Array, "k k"]
     inverse: Inexact[Array, "k k"]
-    sizes: Float[Array, " k"]
     scale: Float[Array, ""]
 
 
-def orthonormalise(block: Inexact[Array, "n k"], *, ranked: bool = False) -> Basis:
+def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     """A basis that is orthonormal whatever the rank is, and never divides by zero.
 
     Singular values below rounding are raised to it. This perturbs the block at the level of
-    rounding, so that identities hold to rounding, and the inverse exists. With `ranked` the
-    sizes fall, and no tall block goes to LAPACK, so it may be in a loop.
+    rounding, so that identities hold to rounding, and the inverse exists.
     """
     scale = largest_modulus(block)
     block = block / scale
-    return Basis(*_decompose(block, _floor(block), ranked), scale)
+    return Basis(*_decompose(block, _floor(block)), scale)
 
 
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
@@ -72,49 +65,69 @@ def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
 
 
 def _decompose(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""], ranked: bool = False
-) -> tuple[Array, Array, Array, Array]:
-    """`columns`, `factor`, `inverse` and `sizes` of a basis."""
+    block: Inexact[Array, "n k"], floor: Float[Array, ""]
+) -> tuple[Array, Array, Array]:
+    """`columns`, `factor` and `inverse` of a basis."""
     n, k = block.shape
     is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES
-    if n < TALL * k:
-        return (_singular if ranked else _triangular)(block, floor)
-    return (_triangular if is_small and not ranked else _randomised)(block, floor)
+    return (_direct if is_small or n < TALL * k else _randomised)(block, floor)
 
 
-def _triangular(
+def _direct(
     block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array]:
     """The floor is real, because the phase of a subnormal number is noise."""
     columns, triangle = lapack.qr(block)
-    sizes = jnp.abs(diagonal(triangle))
-    triangle = jnp.where(jnp.diag(sizes < floor), floor, triangle)
-    return columns, triangle, _inverse(triangle.conj().T), sizes
-
-
-def _singular(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> tuple[Array, Array, Array, Array]:
-    columns, sizes, right = lapack.svd(block)
-    raised = jnp.maximum(sizes, floor)[:, None]
-    return columns, raised * right, right / raised, sizes
+    short = jnp.abs(diagonal(triangle)) < floor
+    triangle = jnp.where(jnp.diag(short), floor, triangle)
+    return columns, triangle, _inverse(triangle.conj().T)
 
 
 def _randomised(
     block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array]:
     n, k = block.shape
-    count = 3 * k // 2 + 10
-    signs = _signs(n, count, block.real.dtype).astype(block.dtype)
-    _, sizes, right = lapack.svd(signs.T @ block / count**0.5)
+    sizes, right = approximate_svd(block)
     # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
     tall = block @ (right.conj().T / raised[None, :])
-    tall = jnp.where((raised > sizes)[None, :], signs[:, :k] / n**0.5, tall)
+    fresh = _signs(n, k, block.real.dtype).astype(block.dtype) / n**0.5
+    tall = jnp.where((raised > sizes)[None, :], fresh, tall)
     lower = lapack.cholesky(tall.conj().T @ tall)
     turn = _inverse(lower)
     factor = lower.conj().T @ (raised[:, None] * right)
-    return tall @ turn.conj().T, factor, turn @ (right / raised[:, None]), sizes
+    return tall @ turn.conj().T, factor, turn @ (right / raised[:, None])
+
+
+def approximate_svd(
+    block: Inexact[Array, "n k"],
+) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
+    """D and W* for which the columns of Y W D^{-1} are nearly orthonormal. The sizes D
+    fall. Of a tall block they are those of its sketch S Y."""
+    n, k = block.shape
+    if n >= TALL * k:
+        count = 3 * k // 2 + 10
+        signs = _signs(n, count, block.real.dtype).astype(block.dtype)
+        block = signs.T @ block / count**0.5
+    return lapack.svd(block)[1:]
+
+
+def square_roots(
+    gram: Inexact[Array, "k k"],
+) -> tuple[Inexact[Array, "k k"], Inexact[Array, "k k"]]:
+    """G^(1/2) and G^(-1/2) of a Hermitian G with eigenvalues from 1e-3 to 1e2, by Newton's
+    and Schulz's coupled iteration Y <- Y T, Z <- T Z, T = (3 I - Z Y)/2 (Higham 2008,
+    Functions of Matrices, section 6.7). It takes 15 steps from there to rounding. Rows and
+    columns of zeros stay zero in G^(1/2), and touch no others."""
+    unit = jnp.eye(gram.shape[0], dtype=gram.dtype)
+
+    def step(_: Array, roots: tuple[Array, Array]) -> tuple[Array, Array]:
+        y, z = roots
+        turn = (3 * unit - z @ y) / 2
+        return y @ turn, turn @ z
+
+    y, z = jax.lax.fori_loop(0, 18, step, (gram / 256, unit))
+    return 16 * y, z / 16
 
 
 def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
@@ -153,14 +166,14 @@ def extend(
     block = block / basis.scale
     floor = jnp.maximum(_floor(basis.factor), _floor(block))
     inside = q.conj().T @ block
-    columns, corner, inverse, sizes = _decompose(block - q @ inside, floor)
+    columns, corner, inverse = _decompose(block - q @ inside, floor)
     for _ in range(2):
         noise = noise - q @ (q.conj().T @ noise)
     level = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
     for added in (noise * level[None, :], 0):
         overlap = q.conj().T @ columns
         inside = inside + overlap @ corner
-        columns, turn, turn_inverse, _ = _decompose(columns - q @ overlap + added, floor)
+        columns, turn, turn_inverse = _decompose(columns - q @ overlap + added, floor)
         corner, inverse = turn @ corner, turn_inverse @ inverse
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
     below = -inverse @ inside.conj().T @ basis.inverse
@@ -168,7 +181,6 @@ def extend(
         jnp.hstack([q, columns]),
         jnp.block([[basis.factor, inside], [zeros, corner]]),
         jnp.block([[basis.inverse, zeros.T], [below, inverse]]),
-        jnp.concatenate([basis.sizes, sizes]),
         basis.scale,
     )
 

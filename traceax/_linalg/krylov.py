@@ -39,7 +39,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import orthonormalise, random_rotation
+from traceax._linalg.basis import approximate_svd, random_rotation, square_roots
 from traceax._linalg.columns import (
     column_norms_squared,
     largest_modulus,
@@ -234,11 +234,12 @@ class BlockKrylov(NamedTuple):
 def block_krylov(
     linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int, hermitian: bool = True
 ) -> BlockKrylov:
-    """By depth * b applications, with full reorthogonalisation. If `hermitian` this is
-    Lanczos' process, with NaN if the operator is found not to be Hermitian; else it is
-    Arnoldi's."""
+    """By depth * b applications, with full reorthogonalisation. The block has entries of
+    the size of 1. If `hermitian` this is Lanczos' process, with NaN if the operator is
+    found not to be Hermitian; else it is Arnoldi's."""
     n, width = block.shape
     eps = float(jnp.finfo(block.dtype).eps)
+    rounding = jnp.array(10 * eps * n**0.5, block.real.dtype)
 
     def step(carry: tuple, places: Array) -> tuple[tuple, None]:
         (basis, projection, residual), (here, before) = carry, places
@@ -247,27 +248,24 @@ def block_krylov(
         # The first step writes this into the last columns, which the last step overwrites.
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
         product = linear_map(new)
-        scale = jnp.where(here > 0, residual.scale, 0)
-        scale = jnp.maximum(scale, largest_modulus(product))
+        scale = jnp.maximum(residual.scale, largest_modulus(product))
         rest, inside = _project_out(basis, product / scale)
         rest, again = _project_out(basis, rest)
         column = scale * (inside + again)
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
-        noise = 10 * eps * n**0.5 + eps**0.75 * longest
+        noise = rounding + eps**0.75 * longest
         return (basis, projection, Residual(rest, scale, noise)), None
 
-    one = jnp.ones((), block.real.dtype)
-    # With this negative noise the first block keeps every direction, however small.
     empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
-    carry = (*empty, Residual(block, one, -one))
+    carry = (*empty, Residual(block, jnp.zeros_like(rounding), rounding))
     places = width * np.arange(depth)
     places = jnp.array([places, np.roll(places, 1)]).T
     (basis, projection, residual), _ = jax.lax.scan(step, carry, places)
     if hermitian:
         skew = jnp.max(jnp.abs(projection - projection.conj().T))
         projection = jnp.where(skew > ASYMMETRY * residual.scale, jnp.nan, projection)
-    filled = jnp.any(basis != 0, axis=0)
+    filled = column_norms_squared(basis) > 0
     starts = basis[:, :width].conj().T @ block
     return BlockKrylov(basis, projection, filled, starts, residual)
 
@@ -275,13 +273,18 @@ def block_krylov(
 def next_block(
     basis: Inexact[Array, "n r"], residual: Residual
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
-    """The next columns of the basis, and the coordinates of the residual in them."""
-    columns, factor, _, sizes, size = orthonormalise(residual.block, ranked=True)
-    is_noise = sizes * size <= residual.noise
-    new, _ = _project_out(basis, jnp.where(is_noise[None, :], 0, columns))
-    lengths = jnp.sqrt(column_norms_squared(new))
-    new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
-    return new, jnp.where(is_noise[:, None], 0, residual.scale * size * factor)
+    """The next columns of the basis, and the coordinates of the residual in them.
+
+    A direction of the residual at the level of noise becomes a zero column *before* the
+    others are orthogonalised, so it cannot take from them what they have along it.
+    """
+    block, scale, noise = residual
+    sizes, right = approximate_svd(block)
+    sizes = jnp.where(sizes > noise, sizes, 0)
+    tall = block @ (right.conj().T / jnp.where(sizes > 0, sizes, jnp.inf)[None, :])
+    tall, _ = _project_out(basis, tall)
+    root, inverse = square_roots(tall.conj().T @ tall)
+    return tall @ inverse, scale * root @ (sizes[:, None] * right)
 
 
 def _project_out(
@@ -318,55 +321,57 @@ def complements(
     not exist."""
     r, k = projection.shape[0], starts.shape[0]
     square = jnp.where(filled, projection / largest_modulus(projection), 0)
-    inside = jnp.pad(starts, ((0, r - k), (0, 0)))
-    others = inside[None] * (1 - jnp.eye(k, dtype=inside.dtype)[kept:, None, :])
-    blocks = filled.reshape(r // k, k)
-    vectors, count = jax.lax.map(partial(_complement, square, blocks), others)
-    own = jnp.einsum("krp,rk->kp", vectors.conj(), inside[:, kept:])
+    scaled = jnp.pad(starts / n**0.5, ((0, r - k), (0, 0)))
+    # In each block the coordinates that exist come first.
+    blocks = filled.reshape(r // k, k).astype(square.real.dtype)
+    within = np.kron(np.eye(r // k), np.arange(1, k + 1))  # of a block: place, or zero
+    places = jnp.where(filled, within.astype(blocks.dtype), 0)
+    numbers = jnp.sum(blocks, axis=1)
+    one = partial(_complement, square, scaled, places, numbers)
+    vectors, count = jax.lax.map(one, jnp.arange(kept, k))
+    own = jnp.einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
     remainders = jnp.einsum("krp,kp->kr", vectors, own)
-    dimensions = n - (jnp.sum(filled) - count).astype(square.real.dtype)
-    return Complements(vectors, remainders, dimensions)
+    return Complements(vectors, remainders, n - jnp.sum(numbers) + count)
 
 
 def _complement(
-    square: Inexact[Array, "r r"], filled: Bool[Array, "q k"], others: Inexact[Array, "r k"]
-) -> tuple[Inexact[Array, "r p"], Int[Array, ""]]:
-    """N_i, and its number of columns that are not zero. `others` has all starts, with zero
-    in place of w_i."""
-    (depth, k), r = filled.shape, square.shape[0]
+    square: Inexact[Array, "r r"],
+    starts: Inexact[Array, "r k"],
+    places: Float[Array, "q r"],
+    numbers: Float[Array, " q"],
+    i: Int[Array, ""],
+) -> tuple[Inexact[Array, "r p"], Float[Array, ""]]:
+    """N_i, and its number of columns that are not zero. Row b of `places` has the place of
+    each coordinate in block b, from 1 on, or zero, and `numbers` counts them."""
+    (depth, r), k = places.shape, starts.shape[1]
     capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
     eps = float(jnp.finfo(square.dtype).eps)
     noise = 100 * eps * r**0.5
     mixed = random_rotation(k, square.real.dtype)
-    index = jnp.arange(capacity + k)
-
-    def selection(places: Int[Array, " a"]) -> Float[Array, "a m"]:
-        """Row a is the unit vector at places[a], or zero if places[a] is -1."""
-        return (places[:, None] == index[None, :]).astype(square.dtype)
+    # Counts are of a floating type, whose reductions compile faster.
+    index = jnp.arange(capacity + k, dtype=numbers.dtype)
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
         # `extended` is [E, N_i], of which the first `count` columns exist. The reflections
         # of QR do not change the others.
-        (extended, count, new), (here, filled, upto) = carry, block
-        extended = extended + here @ selection(jnp.where(filled, count + upto - 1, -1))
-        count = count + upto[-1]
+        (extended, count, new), (here, number) = carry, block
+        target = jnp.where(here > 0, count + here - 1, -1)
+        extended = jnp.where(target[:, None] == index[None, :], 1, extended)
+        count = count + number
         turn, triangle = lapack.complete_qr(extended.conj().T @ (new @ mixed))
         sizes = jnp.sqrt(row_norms_squared(triangle))
         longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
         # S_i is never all of K, so the last column stays in N_i.
         inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
-        taken = jnp.min(jnp.where(inside, index.size, index))
+        taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
         latest = extended @ jnp.where(index < taken, turn, 0)[:, :k]
         count = jnp.minimum(count - taken, capacity)
-        left = jnp.where(index < count, index + taken, -1)
-        extended = extended @ (turn @ selection(left).T)
-        return (extended, count, square @ latest), None
+        source = jnp.where(index < count, index + taken, -1)
+        left = (index[:, None] == source[None, :]).astype(turn.dtype)
+        return (extended @ (turn @ left), count, square @ latest), None
 
-    unit = jnp.eye(r, dtype=square.dtype).reshape(depth, k, r)
-    # A cumulative sum over each block, in a form that compiles faster than `cumsum`.
-    upto = jnp.sum(np.tri(k, dtype=bool)[None] & filled[:, None], axis=-1)
     extended = jnp.zeros((r, capacity + k), square.dtype)
-    new = others / largest_modulus(others)
-    blocks = jnp.swapaxes(unit, 1, 2), filled, upto
-    (extended, count, _), _ = jax.lax.scan(step, (extended, jnp.array(0), new), blocks)
+    new = jnp.where(jnp.arange(k) == i, 0, starts)
+    carry = extended, jnp.zeros_like(index[0]), new
+    (extended, count, _), _ = jax.lax.scan(step, carry, (places, numbers))
     return extended[:, :capacity], count

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import TALL, orthonormalise
+from traceax._linalg.basis import TALL
 from traceax._linalg.columns import column_dots, column_scales, largest_modulus
 from traceax._linalg.krylov import BlockKrylov, next_block
 
@@ -111,10 +111,10 @@ def _orthonormal(
         turn = vectors * roots[None, :]
         size = jnp.linalg.norm(images) * jnp.max(roots)
         return probes, images, turn, turn.conj().T, size
-    basis = orthonormalise(probes, ranked=True)
-    inverse = basis.inverse / basis.scale
-    kept = basis.sizes >= 10 * n**0.5 * eps
-    columns = jnp.where(kept[None, :], basis.columns, 0)
+    columns, sizes, right = lapack.svd(probes)
+    kept = sizes >= 10 * n**0.5 * eps * jnp.max(jnp.abs(probes))
+    inverse = right / jnp.maximum(sizes, eps * jnp.linalg.norm(probes))[:, None]
+    columns = jnp.where(kept[None, :], columns, 0)
     turned = jnp.where(kept[None, :], images @ inverse.conj().T, 0)
     turn = jnp.eye(k, dtype=inverse.dtype)
     return columns, turned, turn, inverse, jnp.linalg.norm(turned)

@@ -52,7 +52,7 @@ from traceax._linalg.krylov import (
     complements,
     truncated,
 )
-from traceax._quadrature.dense import Eigen, decompose
+from traceax._quadrature.dense import Eigen, decompose, largest_of
 from traceax._quadrature.nodes import SplitRule, at_nodes, slopes_at, weighted_sum
 from traceax._quadrature.scalar import Flat, MatrixFunction, Traces, traces_outcome
 
@@ -138,7 +138,7 @@ def into_domain(
     eigenvalue is more likely.
     """
     nodes = eigen.values
-    largest = jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
+    largest = largest_of(nodes)
     eps = float(jnp.finfo(nodes.dtype).eps)
     undefined = jnp.any(~jnp.isfinite(at_nodes(fn, nodes)), axis=-1)
     moved = undefined & (jnp.abs(nodes) <= 4 * nodes.shape[1] ** 0.5 * eps * largest)
@@ -166,8 +166,8 @@ def _quadrature(
 ) -> Quadrature:
     rank = spaces.remainders.shape[1]
     filled = space.filled[:rank]
-    inside = jnp.where(filled[None, :, None], eigen.vectors[:, :rank], 0)
-    weights = jax.vmap(partial(_weights, spaces))(inside)
+    inside = eigen.vectors[:, :rank]
+    weights = jax.vmap(partial(_weights, spaces, filled))(inside)
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
     matrix = quadrature_matrix(spaces, filled)
@@ -175,11 +175,13 @@ def _quadrature(
     return Quadrature(vectors, inside[0], weights, matrix, spaces, eps, unresolved)
 
 
-def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
+def _weights(
+    spaces: Complements, filled: Bool[Array, " r"], inside: Inexact[Array, "r m"]
+) -> Float[Array, "k m"]:
     """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
     outside = jnp.einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
     tested = squared_modulus(spaces.remainders.conj() @ inside)
-    total = jnp.sum(squared_modulus(inside), axis=0, keepdims=True)
+    total = filled.astype(tested.dtype)[None, :] @ squared_modulus(inside)
     return jnp.maximum(total - jnp.sum(squared_modulus(outside), axis=1) + tested, 0)
 
 

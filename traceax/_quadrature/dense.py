@@ -44,8 +44,13 @@ def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     if matrix.ndim > 2:
         return jax.vmap(decompose)(matrix)
     values, vectors = lapack.eigh(matrix)
-    rounding = 4 * jnp.finfo(values.dtype).eps * jnp.max(jnp.abs(values))
+    rounding = 4 * jnp.finfo(values.dtype).eps * largest_of(values)
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
+
+
+def largest_of(values: Float[Array, "... m"]) -> Float[Array, "... 1"]:
+    """The largest modulus of eigenvalues, which rise."""
+    return jnp.maximum(-values[..., :1], values[..., -1:])
 
 
 @jax.custom_jvp
