@@ -340,7 +340,7 @@ def _complement(
     mixed = random_rotation(k, square.real.dtype)
     index = jnp.arange(capacity + k)
 
-    def selection(places: Int[Array, " a"]) -> Float[Array, "a m"]:
+    def selection(places: Int[Array, " a"]) -> Inexact[Array, "a m"]:
         """Row a is the unit vector at places[a], or zero if places[a] is -1."""
         return (places[:, None] == index[None, :]).astype(square.dtype)
 

@@ -110,7 +110,7 @@ class Jacobian(eqx.Module):
     fn: Flat
     moved: PyTree[bool] = eqx.field(static=True)
 
-    def __call__(self, x: Scalar) -> Inexact[Array, " p*q"]:
+    def __call__(self, x: Scalar) -> Inexact[Array, " pq"]:
         numbers, rest = eqx.partition(self.fn, self.moved)
         vector, restore = ravel_pytree(_as_real(numbers))
 
@@ -173,7 +173,7 @@ class Factor(eqx.Module):
         return jnp.where(empty, 0, root).astype(slope.dtype)
 
 
-def softening(fn: Flat, nodes: Shaped[Array, ...]) -> Float[Array, " p"]:
+def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
     """A tenth of the largest |f'| at the nodes if f' changes its sign there, else 0. The
     nodes are those of one start, so that it does not depend on other samples."""
     slopes = jax.vmap(Slope(fn))(jnp.ravel(nodes))
@@ -260,7 +260,7 @@ def _read(
     return _unbiased(subject.combine, traces(subject), shifts)
 
 
-def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q p"]:
+def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q _"]:
     """Dg(t). For complex t it has the derivatives in real parts, then those in imaginary
     parts."""
 
