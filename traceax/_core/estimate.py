@@ -147,9 +147,9 @@ class Estimate(eqx.Module):
         True
     """
 
-    value: PyTree[Inexact[Array, "..."]]
-    standard_error: PyTree[Float[Array, "..."]]
-    num_matvecs: int | Int[Array, "..."]
+    value: PyTree[Inexact[Array | np.ndarray, "..."]]
+    standard_error: PyTree[Float[Array | np.ndarray, "..."]]
+    num_matvecs: int | Int[Array | np.ndarray, "..."]
     degrees_of_freedom: float | Float[Array, "..."] = 1e6
     converged: Bool[Array, ""] | bool | None = None
 

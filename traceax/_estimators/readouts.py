@@ -118,7 +118,7 @@ class Samples(eqx.Module):
 
     def value_and_error(
         self, weights: Float[Array, " k"] | None = None
-    ) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
+    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
         """Of each entry; `weights`, of sum 1, make the mean a weighted one."""
         values, scale = self.values, self.scale
         error = standard_error(self.sharing**0.5 * values, self.rounding)

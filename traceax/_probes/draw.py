@@ -132,13 +132,14 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
         raise invalid(ValueError, name, "pattern", must, got, cure)
 
 
-def for_sketch(sampler: Sampler | None, operator: Operator) -> Sampler:
+def for_sketch(sampler: Any, operator: Operator) -> Any:
+    """What the user gives, which `draw` checks, or the usual sampler."""
     if sampler is not None:
         return sampler
     return sphere if size(operator) < MANY else rademacher
 
 
-def for_mean(sampler: Sampler | None, operator: Operator, num_probes: int) -> Sampler:
+def for_mean(sampler: Any, operator: Operator, num_probes: int) -> Any:
     if sampler is not None:
         return sampler
     many = num_probes > 1 and num_probes >= PART * size(operator)

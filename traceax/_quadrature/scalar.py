@@ -198,7 +198,7 @@ def combination(
     check_callable(name, "combine", combine, "of the traces", cure)
     traces = eqx.filter_eval_shape(fn, fn.point)
 
-    def of_vector(t: Inexact[Array, " p"]) -> PyTree[Array]:
+    def of_vector(t: Inexact[Array, " p"]) -> Any:
         return combine(as_result(t, structure))
 
     result = eqx.filter_eval_shape(of_vector, traces)
@@ -274,7 +274,7 @@ def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Arra
 
 
 def _through(
-    slope: Inexact[Array, "q p"], values: Inexact[Array, "*levels p m"]
+    slope: Inexact[Array, "q _"], values: Inexact[Array, "*levels p m"]
 ) -> Inexact[Array, "*levels q m"]:
     """Dg(t) f. Traces that g does not depend on may be undefined."""
     parts = [values.real, values.imag] if jnp.iscomplexobj(values) else [values]
