@@ -5,13 +5,13 @@ the compiler is told not to optimise, and to use the emitters that take a third 
 of its newer ones (TRACEAX_COMPILER=default leaves it as users have it). The workers share
 compiled programs in a folder that is deleted at the end. A test of a compiled program
 starts a process of its own. LAPACK is given one thread, because its threads and those of
-JAX compete.
+JAX compete. jaxtyping and beartype check the annotations of the package in every test.
 """
 
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -28,11 +28,23 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import beartype
 import jax
+import jaxtyping
 import pytest
 
+jaxtyping.install_import_hook("traceax", "tests.conftest.checked")
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
+
+check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))  # 1 is a float
+
+
+def checked(fn: Callable[..., object]) -> Callable[..., object]:
+    """Checks once a call has returned, because the package has its own messages about what
+    users pass. jaxtyping makes two functions of each one: of its arguments, for before the
+    call; of arguments and what was returned, `ret0`."""
+    return check(fn) if "ret0" in fn.__code__.co_varnames else fn
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,5 @@
-"""What `import traceax` imports, and how its public names call themselves."""
+"""What `import traceax` imports, how its public names call themselves, and that the tests
+check its annotations."""
 
 import ast
 import inspect
@@ -7,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
 import traceax
+from traceax._linalg.columns import column_dots
 
 PACKAGE = Path(traceax.__file__).parent
 
@@ -50,3 +56,8 @@ def test_the_map_of_the_package_names_only_what_exists() -> None:
     assert len(named) > 20
     unknown = [name for name in named if name not in known]
     assert [name for name in unknown if not (PACKAGE.parent / name).is_dir()] == []
+
+
+def test_annotations_are_checked() -> None:
+    with pytest.raises(jaxtyping.TypeCheckError, match="column_dots"):
+        column_dots(jnp.ones((3, 2)), jnp.ones((3, 1)))

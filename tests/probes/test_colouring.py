@@ -115,7 +115,7 @@ def test_moves_keep_the_power_and_lower_the_error() -> None:
     kept, seen = within(step, 2), within(step, 4)
     weights = disturbance(step, kept, seen)
     before = fewest(kept)
-    after = improved(before, weights, before.max() + 3)
+    after = improved(before, weights, int(before.max()) + 3)
     dense = weights.toarray()
     assert np.sum(dense * alike(after)) < 0.7 * np.sum(dense * alike(before))
     assert not np.any(kept.toarray() & alike(after))

@@ -190,7 +190,8 @@ def test_each_colour_has_a_spread_of_its_own() -> None:
     estimate = tx.hutchinson_trace(function(matrix), KEY, 2 * count, sampler=sampler)
     assert estimate.degrees_of_freedom == count / 3
     keys = jax.random.split(KEY, 2)
-    block = jnp.concatenate([sampler(k, matrix[0], count).T for k in keys], axis=1)
+    space = jax.ShapeDtypeStruct(matrix[0].shape, matrix.dtype)
+    block = jnp.concatenate([sampler(k, space, count).T for k in keys], axis=1)
     forms = jnp.sum(block * (matrix @ block), axis=0).reshape(2, count) / count
     spread = jnp.sum((forms[0] - forms[1]) ** 2) / 4
     close(estimate.standard_error, jnp.sqrt(spread), 1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lineax as lx
 from jaxtyping import PRNGKeyArray, PyTree
 
-from traceax._calculus.sampled import Field, Point, checked_point
+from traceax._calculus.sampled import Field, GivenPoint, checked_point
 from traceax._core.checks import check_same_structure
 from traceax._core.estimate import Estimate
 from traceax._estimators.driver import estimate
@@ -17,7 +17,7 @@ from traceax._probes.stream import ProgressMeter
 
 def divergence(
     fn: Field,
-    x: Point,
+    x: GivenPoint,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,

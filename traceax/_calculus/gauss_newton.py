@@ -18,13 +18,13 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import PyTree
 
-from traceax._calculus.sampled import Field, Point, differentiable_point, hessian
+from traceax._calculus.sampled import Field, GivenPoint, differentiable_point, hessian
 from traceax._core.checks import check_loss, check_returned
 from traceax._core.operator import Operator
 
 
 def gauss_newton(
-    fn: Field, loss: Callable[[Any, Any], Any], x: Point, *, args: PyTree = None
+    fn: Field, loss: Callable[[Any, Any], Any], x: GivenPoint, *, args: PyTree = None
 ) -> Operator:
     """The generalised Gauss-Newton matrix of loss(fn(x, args), args), as an operator.
 
@@ -70,7 +70,7 @@ def gauss_newton(
     return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
 
-def empirical_fisher(fn: Field, x: Point, *, args: PyTree = None) -> Operator:
+def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operator:
     """The empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
 
     g_i is the gradient in x of the log-likelihood (or loss) of example i. Fisher's

@@ -35,7 +35,7 @@ from traceax._calculus.sampled import (
     AlongProbes,
     Curvature,
     Field,
-    Point,
+    GivenPoint,
     along,
     checked_point,
     has_gradient,
@@ -77,7 +77,7 @@ HESSIAN_DIAGONAL = HUTCHINSON_DIAGONAL._replace(name="hessian_diagonal")
 
 def laplacian(
     fn: Field,
-    x: Point,
+    x: GivenPoint,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -183,7 +183,7 @@ def _sketched(
 
 def hessian_diagonal(
     fn: Field,
-    x: Point,
+    x: GivenPoint,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -233,7 +233,7 @@ def hessian_diagonal(
 
 def biharmonic(
     fn: Field,
-    x: Point,
+    x: GivenPoint,
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
@@ -295,13 +295,13 @@ class FourthDerivatives(AlongProbes):
         draw = _UnitPairs(n, working_dtype(self.space))
         return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
 
-    def along(self, block: Inexact[Array, "2n k"]) -> Inexact[Array, " p"]:
+    def along(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, " p"]:
         return jnp.sum(self.along_each(block), axis=1)
 
-    def along_each(self, block: Inexact[Array, "2n k"]) -> Inexact[Array, "p k"]:
+    def along_each(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, "p k"]:
         return jax.vmap(self._along_one, 1, 1)(block)
 
-    def _along_one(self, column: Inexact[Array, " 2n"]) -> Inexact[Array, " p"]:
+    def _along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
         pair = unflatten(column, self.space.in_structure())
         v, w = jax.tree.map(lambda leaf: leaf[None], pair)
 
@@ -316,7 +316,7 @@ class _UnitPairs(NamedTuple):
     n: int
     dtype: Any
 
-    def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2n b"]:
+    def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2*{self.n} b"]:
         """sqrt(2) e_i and e_j for i < j; e_i and e_i."""
         first, second = jnp.triu_indices(self.n)
         i, j = first[indices], second[indices]

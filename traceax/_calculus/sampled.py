@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Real
 
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.checks import check_batch_size, check_count, check_field, check_key
@@ -44,6 +44,7 @@ from traceax._probes.stream import (
     unit_vectors,
 )
 
+GivenPoint = PyTree[Real[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
 Field = Callable[[Any, Any], Any]
 
@@ -92,7 +93,7 @@ class AlongProbes(eqx.Module):
     """A function `fn(x, args)` of p numbers at a point x: a subject of the derivative rule,
     which estimates the mean of derivatives along probes."""
 
-    fn: Callable[[Any, Any], Any]
+    fn: Field
     x: PyTree[Array]
     args: PyTree
 

@@ -35,7 +35,7 @@ class Canonical(eqx.Module):
     jaxpr: Jaxpr = eqx.field(static=True)
     result: Any = eqx.field(static=True)
 
-    def __call__(self, *args: PyTree[Any]) -> PyTree[Array]:
+    def __call__(self, *args: PyTree[Any]) -> PyTree[Array | np.ndarray]:
         run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))
         inputs = jax.tree.leaves(eqx.filter(args, eqx.is_array))
         return jax.tree.unflatten(self.result, run(*self.arrays, *inputs))

@@ -147,10 +147,10 @@ class Estimate(eqx.Module):
         True
     """
 
-    value: PyTree[Inexact[Array, ...]]
-    standard_error: PyTree[Float[Array, ...]]
-    num_matvecs: int | Int[Array, ...]
-    degrees_of_freedom: float | Float[Array, ...] = 1e6
+    value: PyTree[Inexact[Array | np.ndarray, "..."]]
+    standard_error: PyTree[Float[Array | np.ndarray, "..."]]
+    num_matvecs: int | Int[Array | np.ndarray, "..."]
+    degrees_of_freedom: float | Float[Array, "..."] = 1e6
     converged: Bool[Array, ""] | bool | None = None
 
     def __str__(self) -> str:
@@ -219,7 +219,7 @@ def exportable(example: eqx.Module) -> None:
     )
 
 
-exportable(Estimate(0.0, 0.0, 0))
+exportable(Estimate(None, None, 0))
 
 
 @eqx.filter_custom_jvp
@@ -255,8 +255,8 @@ def error_tangent(error: Array, tangent: Array) -> Array:
 
 @jax.jit
 def student_quantile(
-    level: float | Float[Array, ""], degrees: Real[Array, ...]
-) -> Real[Array, ...]:
+    level: float | Float[Array, ""], degrees: Real[Array, "*shape"]
+) -> Real[Array, "*shape"]:
     """The t with P(|T| > t) = 1 - level, T having Student's distribution.
 
     P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised
@@ -273,7 +273,7 @@ def student_quantile(
         direct = betainc(degrees / 2, half, u)
         return jnp.where(u < 0.5, direct, 1 - betainc(half, degrees / 2, complement))
 
-    def halve(_: int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Array | int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bracket
         middle = (low + high) / 2
         below = tail(middle) < 1 - level
@@ -345,7 +345,7 @@ def _pooled(
     errors: Float[Array, "runs ..."],
     shares: Float[Array, " runs"],
     degrees: Float[Array, " runs"],
-) -> tuple[Inexact[Array, ...], Float[Array, ...], Float[Array, ""]]:
+) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, ""]]:
     """Value, standard error, and the least degrees of freedom of any entry. The squares of
     errors are scaled by the largest one, so that they neither overflow nor vanish."""
     runs, axes = values.shape[0], (-1,) + (1,) * (values.ndim - 1)

@@ -90,7 +90,7 @@ def _evaluate_jvp(
 def with_own_jvp(
     value: PyTree,
     function: Callable[..., PyTree],
-    subject: Subject,
+    subject: PyTree,
     held: Callable[[Any], PyTree] | None = None,
 ) -> PyTree:
     """`value`, which equals `function(subject)`, with the derivative of the latter. Blocks

@@ -105,8 +105,8 @@ class Samples(eqx.Module):
     make the variance of their mean up to `sharing` times that of independent ones
     (`jackknife.shared_error`)."""
 
-    values: Inexact[Array, "n k"]
-    rounding: Float[Array, " n"]
+    values: Inexact[Array, "*values k"]
+    rounding: Float[Array, "*values"]
     scale: Float[Array, ""]
     sharing: Float[Array, ""] | float = 2.0
 
@@ -118,7 +118,7 @@ class Samples(eqx.Module):
 
     def value_and_error(
         self, weights: Float[Array, " k"] | None = None
-    ) -> tuple[Inexact[Array, " n"], Float[Array, " n"]]:
+    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
         """Of each entry; `weights`, of sum 1, make the mean a weighted one."""
         values, scale = self.values, self.scale
         error = standard_error(self.sharing**0.5 * values, self.rounding)
@@ -145,17 +145,17 @@ class Target:
     those of conj(Z) o (B Z), or of |B Z|^2; `structure` is that of the result, None if that
     is one number."""
 
-    reduce: Callable[[Rows, Structure], Inexact[Array, ...]]
+    reduce: Callable[[Rows, Structure], Inexact[Array, "..."]]
     structure: Callable[[Operator], Structure | None]
     rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows]
     is_square: bool
 
-    def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, ...]:
+    def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, "..."]:
         return self.reduce(rows, linear_map.operator.in_structure())
 
     def read(
         self, linear_map: LinearMap, block: Inexact[Array, "n k"]
-    ) -> Inexact[Array, ...]:
+    ) -> Inexact[Array, "..."]:
         """The sum over the columns of a block of probes."""
         return self.of(self.rows(linear_map, block), linear_map)
 
@@ -190,7 +190,7 @@ def _exactly(subject: Any, readout: Batches, *, meter: ProgressMeter) -> Outcome
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _total(rows: Rows, structure: Structure) -> Inexact[Array, ...]:
+def _total(rows: Rows, structure: Structure) -> Inexact[Array, "..."]:
     del structure
     return jnp.sum(rows, axis=0)
 
@@ -266,10 +266,12 @@ class Batches(eqx.Module):
     anything else of which blocks can be read."""
 
     probes: Stream
-    lengths: Float[Array, ...]
+    lengths: Float[Array, "..."]
     read: Callable[[Any, Array], Array] = eqx.field(static=True)
 
-    def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Inexact[Array, ...]:
+    def __call__(
+        self, subject: Any, meter: ProgressMeter = SILENT
+    ) -> Inexact[Array, "..."]:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)
         return total / self.lengths
 
@@ -304,7 +306,7 @@ class TwoSided(eqx.Module):
     plain: Float[Array, " l"] | None = None
     x: Inexact[Array, "k l"] | None = None
 
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ...]:
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, "..."]:
         coimage = linear_map.adjoint(self.basis)
         image = coimage if linear_map.is_hermitian else linear_map(self.basis)
         products = linear_map(self.tested)
@@ -356,7 +358,7 @@ class Squares(eqx.Module):
     tested: Inexact[Array, "n k"]
     resphering: Float[Array, " k"]
 
-    def __call__(self, linear_map: LinearMap) -> Float[Array, ...]:
+    def __call__(self, linear_map: LinearMap) -> Float[Array, "..."]:
         image = linear_map(self.basis)
         rows = mean(self.known(image) + self.remainders(linear_map(self.tested)))
         return self.target.of(rows, linear_map)

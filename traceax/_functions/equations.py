@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Real
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_request, check_shift, check_vector
@@ -34,7 +34,7 @@ from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
 
-Shift = float | Float[Array, "*shifts"] | lx.DiagonalLinearOperator
+Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
 
 class White(NamedTuple):
@@ -72,7 +72,7 @@ class RightHandSides(eqx.Module):
     structure: Structure = eqx.field(static=True)
     several: bool = eqx.field(static=True)
 
-    def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, ...]]:
+    def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, "..."]]:
         """Columns in the structure of the right-hand sides that were given."""
         if self.several:
             return unflatten_rows(columns.T, self.structure)
@@ -80,7 +80,7 @@ class RightHandSides(eqx.Module):
 
 
 def right_hand_sides(
-    name: str, operator: Operator, vector: PyTree[Array]
+    name: str, operator: Operator, vector: PyTree[ArrayLike]
 ) -> RightHandSides:
     structure, dtype = operator.in_structure(), working_dtype(operator)
     several = check_vector(name, operator, vector)

@@ -126,7 +126,7 @@ def exact_function_trace(
     return exact_estimate(as_result(total, structure), known.spent)
 
 
-def exact_estimate(value: PyTree[Inexact[Array, ...]], spent: int) -> Estimate:
+def exact_estimate(value: PyTree[Inexact[Array, "..."]], spent: int) -> Estimate:
     return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)
 
 

@@ -27,7 +27,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
@@ -74,18 +74,18 @@ class InvQuadLogdet(eqx.Module):
 
     inv_quad: Estimate
     logdet: Estimate
-    solution: PyTree[Inexact[Array, ...]]
+    solution: PyTree[Inexact[Array, "..."]]
 
     def __str__(self) -> str:
         return f"inv_quad: {self.inv_quad}\nlogdet: {self.logdet}"
 
 
-exportable(InvQuadLogdet(Estimate(0.0, 0.0, 0), Estimate(0.0, 0.0, 0), 0.0))
+exportable(InvQuadLogdet(Estimate(None, None, 0), Estimate(None, None, 0), None))
 
 
 def inv_quad_logdet(
     operator: Operator,
-    vector: PyTree[Array],
+    vector: PyTree[ArrayLike],
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,

@@ -136,7 +136,7 @@ def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
     return 1 - 2 * (products >> 31).astype(dtype)
 
 
-def _hash(index: Any) -> UInt32[Any, ...]:
+def _hash(index: Any) -> UInt32[Any, "..."]:
     """An odd number, each bit of which depends on every bit of the index."""
     bits = index.astype(np.uint32)
     for multiplier in (0x7FEB352D, 0x846CA68B):
@@ -196,7 +196,7 @@ def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     k = lower.shape[0]
     unit, index = jnp.eye(k, dtype=lower.dtype), jnp.arange(k)
 
-    def double(log_width: Array, inverse: Array) -> Array:
+    def double(log_width: Array | int, inverse: Array) -> Array:
         block = index >> log_width
         below = (block[:, None] == block[None, :] + 1) & (block[:, None] & 1 == 1)
         return inverse - inverse @ (jnp.where(below, lower, 0) @ inverse)

@@ -35,7 +35,7 @@ def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
     return row_dots(a, a).real
 
 
-def squared_modulus(a: Inexact[Array, ...]) -> Float[Array, ...]:
+def squared_modulus(a: Inexact[Array, "*shape"]) -> Float[Array, "*shape"]:
     """It replaces `abs(a)**2`, whose derivatives go through `abs`, singular at 0."""
     return (a * a.conj()).real
 
@@ -45,7 +45,7 @@ def diagonal(matrix: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     return jnp.einsum("ii->i", matrix)
 
 
-def largest_modulus(block: Inexact[Array, ...]) -> Float[Array, ""]:
+def largest_modulus(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     """The largest modulus in a block, or the least normal number, so that it divides."""
     largest = jnp.max(jnp.abs(block))
     return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)

@@ -360,7 +360,7 @@ def krylov_replicates(
     return jax.vmap(_mean_of_others)(pairs)
 
 
-def _pair_blocks(square: Inexact[Array, "k*q k*q"], k: int) -> Inexact[Array, "k k 2q 2q"]:
+def _pair_blocks(square: Inexact[Array, "kq kq"], k: int) -> Inexact[Array, "{k} {k} p p"]:
     """The principal block of each pair i, j, from a matrix of q x q blocks."""
     q = square.shape[0] // k
     blocks = jnp.transpose(square.reshape(k, q, k, q), (0, 2, 1, 3))

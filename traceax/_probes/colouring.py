@@ -97,7 +97,7 @@ def one_further(reached: Sparse, step: Sparse) -> Sparse | None:
 def keeps_apart(colours: Colours, reached: Sparse) -> bool:
     """Whether all pairs have different colours."""
     rows, columns = reached.tocoo().coords
-    return np.count_nonzero(colours[rows] == colours[columns]) == colours.size
+    return bool(np.count_nonzero(colours[rows] == colours[columns]) == colours.size)
 
 
 class Grid(NamedTuple):
@@ -197,7 +197,7 @@ def fewest(reached: Sparse) -> Colours:
     return found
 
 
-def _first_fit(reached: Sparse, order: Iterable[int]) -> Colours:
+def _first_fit(reached: Sparse, order: Iterable[int] | Colours) -> Colours:
     """Each dimension gets the first colour that no dimension within reach has."""
     colours = np.full(reached.shape[0], -1)
     for node in order:

@@ -58,28 +58,28 @@ PART = 1 / 8
 ENOUGH = 3  # steps that colours have to keep apart, or a sketch is the better choice
 
 
-def _innermost(sampler: Sampler) -> Sampler:
+def _innermost(sampler: Any) -> Any:
     while isinstance(sampler, partial):
         sampler = sampler.func
     return sampler
 
 
-def _is_any(sampler: Sampler, *known: Sampler) -> bool:
+def _is_any(sampler: Any, *known: Sampler) -> bool:
     """By identity, because comparisons with arrays and other objects may fail."""
     return any(_innermost(sampler) is one for one in known)
 
 
-def is_rotation_invariant(sampler: Sampler) -> bool:
+def is_rotation_invariant(sampler: Any) -> bool:
     """Whether projected probes may be resphered; of an unknown sampler, never."""
     return _is_any(sampler, sphere, normal, orthogonal)
 
 
-def is_without_replacement(sampler: Sampler) -> bool:
+def is_without_replacement(sampler: Any) -> bool:
     """Whether its probes are dependent, because they are drawn without replacement."""
     return _is_any(sampler, orthogonal, hadamard)
 
 
-def is_known(sampler: Sampler) -> bool:
+def is_known(sampler: Any) -> bool:
     """Whether it is one of the library's."""
     return _is_any(sampler, rademacher, normal, sphere, orthogonal, hadamard)
 
@@ -91,13 +91,13 @@ def population_size(sampler: Sampler, n: int) -> float:
     return hadamard_order(n) if _is_any(sampler, hadamard) else math.inf
 
 
-def probes_per_sample(sampler: Sampler) -> int:
+def probes_per_sample(sampler: Any) -> int:
     """How many probes make one sample, with E[sum of z z*] their number times I: the number
     of colours for `probing`, 1 for all others."""
     return getattr(_innermost(sampler), "num_colours", 1)
 
 
-def has_independent_samples(sampler: Sampler) -> bool:
+def has_independent_samples(sampler: Any) -> bool:
     """Whether samples may be drawn one by one; of an unknown sampler, never."""
     independent = is_known(sampler) and not is_without_replacement(sampler)
     return independent or probes_per_sample(sampler) > 1
@@ -132,13 +132,14 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
         raise invalid(ValueError, name, "pattern", must, got, cure)
 
 
-def for_sketch(sampler: Sampler | None, operator: Operator) -> Sampler:
+def for_sketch(sampler: Any, operator: Operator) -> Any:
+    """What the user gives, which `draw` checks, or the usual sampler."""
     if sampler is not None:
         return sampler
     return sphere if size(operator) < MANY else rademacher
 
 
-def for_mean(sampler: Sampler | None, operator: Operator, num_probes: int) -> Sampler:
+def for_mean(sampler: Any, operator: Operator, num_probes: int) -> Any:
     if sampler is not None:
         return sampler
     many = num_probes > 1 and num_probes >= PART * size(operator)

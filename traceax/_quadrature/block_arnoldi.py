@@ -74,10 +74,10 @@ class Modes(NamedTuple):
 class Both(NamedTuple):
     """The same for the samples p_i and e_i: weights of nodes, or quadrature matrices."""
 
-    plain: Inexact[Array, ...]
-    left_out: Inexact[Array, ...]
+    plain: Inexact[Array, "..."]
+    left_out: Inexact[Array, "..."]
 
-    def mean(self, share: Float[Array, "*values"]) -> Inexact[Array, ...]:
+    def mean(self, share: Float[Array, "*values"]) -> Inexact[Array, "..."]:
         """`share` is the weight s of the second one."""
         share = share.astype(self.plain.dtype)
         return (1 - share) * self.plain + share * self.left_out

@@ -76,7 +76,7 @@ def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen,
 @eqx.filter_custom_jvp
 def columns(
     fn: Flat, matrix: Inexact[Array, "m m"] | None, eigen: Eigen, *, count: int
-) -> Inexact[Array, "p m count"]:
+) -> Inexact[Array, "p m {count}"]:
     """The first `count` columns of f(M), `eigen` being the decomposition of M.
 
     The derivative in M is S (F o S* dM S) S*, F_ab the divided difference f[x_a, x_b]
@@ -89,7 +89,7 @@ def columns(
 
 @columns.def_jvp
 def _columns_jvp(
-    primals: tuple[Flat, Array, Eigen], tangents: tuple[Any, Any, Any], *, count: int
+    primals: tuple[Flat, Array | None, Eigen], tangents: tuple[Any, Any, Any], *, count: int
 ) -> tuple[Array, Array]:
     fn, matrix, eigen = primals
     fn_tangent, matrix_tangent, _ = tangents
@@ -100,7 +100,7 @@ def _columns_jvp(
         rates = columns(jacobian, matrix, eigen, count=count)
         rates = rates.reshape(value.shape[0], -1, *value.shape[1:])
         moved = jnp.einsum("pq...,q->p...", rates, numbers)
-    if matrix_tangent is not None:
+    if matrix is not None and matrix_tangent is not None:
         # Second derivatives differentiate this decomposition.
         values, vectors = _distinct(matrix)
         turned = vectors.conj().T @ matrix_tangent @ vectors

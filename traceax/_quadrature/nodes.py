@@ -120,7 +120,7 @@ def _paired(pairs: Paired, linear_map: LinearMap, tangent: Any) -> Inexact[Array
 
 def weighted_sum(
     weights: Inexact[Array, "... m"], values: Inexact[Array, "... m"]
-) -> Inexact[Array, ...]:
+) -> Inexact[Array, "..."]:
     """The sum over nodes of weights times values. A node of weight zero does not count,
     even if its value is infinite."""
     dtype = weights.dtype if jnp.iscomplexobj(weights) else values.dtype
@@ -225,7 +225,7 @@ def _vectors(
     return vectors(True), vectors(False)
 
 
-def perturbation(matrix: Inexact[Array, "... m m"], size: float) -> Inexact[Array, ...]:
+def perturbation(matrix: Inexact[Array, "... m m"], size: float) -> Inexact[Array, "..."]:
     """A random matrix of `size` times the largest entry. A nilpotent matrix has no basis of
     eigenvectors; after a perturbation almost every matrix has one."""
     m = matrix.shape[-1]

@@ -110,7 +110,7 @@ class Jacobian(eqx.Module):
     fn: Flat
     moved: PyTree[bool] = eqx.field(static=True)
 
-    def __call__(self, x: Scalar) -> Inexact[Array, " p*q"]:
+    def __call__(self, x: Scalar) -> Inexact[Array, " pq"]:
         numbers, rest = eqx.partition(self.fn, self.moved)
         vector, restore = ravel_pytree(_as_real(numbers))
 
@@ -173,7 +173,7 @@ class Factor(eqx.Module):
         return jnp.where(empty, 0, root).astype(slope.dtype)
 
 
-def softening(fn: Flat, nodes: Shaped[Array, ...]) -> Float[Array, " p"]:
+def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
     """A tenth of the largest |f'| at the nodes if f' changes its sign there, else 0. The
     nodes are those of one start, so that it does not depend on other samples."""
     slopes = jax.vmap(Slope(fn))(jnp.ravel(nodes))
@@ -198,7 +198,7 @@ def combination(
     check_callable(name, "combine", combine, "of the traces", cure)
     traces = eqx.filter_eval_shape(fn, fn.point)
 
-    def of_vector(t: Inexact[Array, " p"]) -> PyTree[Array]:
+    def of_vector(t: Inexact[Array, " p"]) -> Any:
         return combine(as_result(t, structure))
 
     result = eqx.filter_eval_shape(of_vector, traces)
@@ -260,7 +260,7 @@ def _read(
     return _unbiased(subject.combine, traces(subject), shifts)
 
 
-def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q p"]:
+def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q _"]:
     """Dg(t). For complex t it has the derivatives in real parts, then those in imaginary
     parts."""
 
@@ -274,7 +274,7 @@ def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Arra
 
 
 def _through(
-    slope: Inexact[Array, "q p"], values: Inexact[Array, "*levels p m"]
+    slope: Inexact[Array, "q _"], values: Inexact[Array, "*levels p m"]
 ) -> Inexact[Array, "*levels q m"]:
     """Dg(t) f. Traces that g does not depend on may be undefined."""
     parts = [values.real, values.imag] if jnp.iscomplexobj(values) else [values]
