@@ -32,6 +32,8 @@ import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 
 

@@ -128,7 +128,8 @@ def test_training_with_optax(entry: Entry) -> None:
     def step(carry: Any, key: Any) -> Any:
         theta, state = carry
         value, gradient = jax.value_and_grad(loss)(theta, key)
-        updates, state = optimiser.update(gradient, state)
+        with jax.numpy_dtype_promotion("standard"):  # as optax needs
+            updates, state = optimiser.update(gradient, state)
         return (optax.apply_updates(theta, updates), state), value
 
     theta = jnp.array(2.0)

@@ -136,7 +136,7 @@ def operators(
         wrappers = [_WRAPPERS[name] for name in _WRAPPERS if name in names]
         second = _SINGLE["PyTree" if kind == "PyTree" else "Function"]
         signs = second(jnp.diag((-1) ** jnp.arange(n)).astype(dtype))
-        others = second(matrix), signs, jnp.asarray(3, matrix.real.dtype)
+        others = second(matrix), signs, jnp.asarray(3, dtype)
         for _ in range(draw(st.integers(0, depth if wrappers else 0))):
             operator = draw(st.sampled_from(wrappers))(operator, *others)
         dense = operator.as_matrix()
@@ -150,7 +150,8 @@ def operators(
 def _hermitian(name: str, n: int, dtype: Any, seed: int) -> Array:
     """A Hermitian matrix with this spectrum and random eigenvectors."""
     basis = jax.random.orthogonal(jax.random.key(seed), n, dtype=dtype)
-    matrix = (basis * _SPECTRA[name](np.arange(n)).astype(basis.dtype)) @ basis.conj().T
+    spectrum = jnp.asarray(_SPECTRA[name](np.arange(n)), basis.dtype)
+    matrix = (basis * spectrum[None, :]) @ basis.conj().T
     return (matrix + matrix.conj().T) / 2
 
 

@@ -109,7 +109,7 @@ def test_operators_that_store_their_diagonal_are_free() -> None:
 def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     """Over 1,000 keys: mean of values and slopes within six standard errors, intervals that
     hold in at least nine of ten."""
-    decay = jnp.exp(-jnp.arange(N) / 15.0)
+    decay = jnp.exp(-jnp.arange(N) / 15)
     base = matrices(kind) * jnp.sqrt(decay)[:, None] * jnp.sqrt(decay)[None, :]
     direction = general(N)
 
@@ -128,7 +128,7 @@ def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     (_, (values, low, high)), slopes = jax.jit(each)(jax.random.split(KEY, 1000), 0.0)
     truth = sums(base)
     assert is_unbiased(values, truth)
-    assert jnp.all(jnp.mean((low <= truth) & (truth <= high), axis=0) > 0.9)
+    assert jnp.all(jnp.mean((low <= truth[None]) & (truth[None] <= high), axis=0) > 0.9)
     moved = sums(direction if kind == "general" else base) @ jnp.arange(1.0, 4.0)
     assert is_unbiased(slopes, moved)
 

@@ -87,14 +87,14 @@ def test_unbiased_by_enumeration(dtype: Any) -> None:
     def all_of(sampler: Any) -> Any:
         def value(t: Any) -> Any:
             operator = lx.MatrixLinearOperator(matrix + t * direction)
-            fn = lambda x: phase * jnp.log(x + t)  # noqa: E731
+            fn = lambda x: phase * jnp.log(x + t).astype(complex)  # noqa: E731
             counts: Any = {"num_probes": 2, "num_steps": n, "sampler": sampler}
             return (tx.slq_trace(operator, fn, KEY, **counts).value / phase).real
 
         return value(0.1), jax.grad(value)(0.1), twice(value)(0.1)
 
     def truth(t: Any) -> Any:
-        m = matrix + t * direction + t * jnp.eye(n)
+        m = matrix + t * direction + t * jnp.eye(n, dtype=dtype)
         return jnp.linalg.slogdet(m)[1]
 
     got, slope, curvature = enumerated(2, n, all_of)
@@ -150,7 +150,7 @@ class Power(eqx.Module):
     exponent: Any
 
     def __call__(self, x: Any) -> Any:
-        return x**self.exponent
+        return x ** jnp.asarray(self.exponent, x.dtype)
 
 
 @pytest.mark.parametrize("name", [slow("slq_trace"), "function_trace", "arnoldi_trace"])

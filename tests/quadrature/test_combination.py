@@ -144,7 +144,7 @@ def test_thermal_means(name: str) -> None:
 
 
 def pair(x: Any) -> Any:
-    return {"a": jnp.exp(-x), "b": (jnp.exp(2j * x), x**2)}
+    return {"a": jnp.exp(-x), "b": (jnp.exp(2j * x.astype(complex)), x**2)}
 
 
 def of_pair(t: Any) -> Any:

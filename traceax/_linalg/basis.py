@@ -31,7 +31,13 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, UInt32
 
 from traceax._linalg import lapack
-from traceax._linalg.columns import column_norms_squared, diagonal, largest_modulus
+from traceax._linalg.columns import (
+    column_norms_squared,
+    diagonal,
+    largest_modulus,
+    over,
+    times,
+)
 
 # With so many times more rows than columns, random signs are nearly orthogonal.
 TALL = 8
@@ -63,7 +69,7 @@ def orthonormalise(block: Inexact[Array, "n k"], *, ranked: bool = False) -> Bas
     sizes fall, and no tall block goes to LAPACK, so it may be in a loop.
     """
     scale = largest_modulus(block)
-    block = block / scale
+    block = over(block, scale)
     return Basis(*_decompose(block, _floor(block), ranked), scale)
 
 
@@ -88,7 +94,7 @@ def _triangular(
     """The floor is real, because the phase of a subnormal number is noise."""
     columns, triangle = lapack.qr(block)
     sizes = jnp.abs(diagonal(triangle))
-    triangle = jnp.where(jnp.diag(sizes < floor), floor, triangle)
+    triangle = jnp.where(jnp.diag(sizes < floor), floor.astype(block.dtype), triangle)
     return columns, triangle, _inverse(triangle.conj().T), sizes
 
 
@@ -97,7 +103,7 @@ def _singular(
 ) -> tuple[Array, Array, Array, Array]:
     columns, sizes, right = lapack.svd(block)
     raised = jnp.maximum(sizes, floor)[:, None]
-    return columns, raised * right, right / raised, sizes
+    return columns, times(raised, right), over(right, raised), sizes
 
 
 def _randomised(
@@ -109,12 +115,12 @@ def _randomised(
     _, sizes, right = lapack.svd(signs.T @ block / count**0.5)
     # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
-    tall = block @ (right.conj().T / raised[None, :])
+    tall = block @ over(right.conj().T, raised[None, :])
     tall = jnp.where((raised > sizes)[None, :], signs[:, :k] / n**0.5, tall)
     lower = lapack.cholesky(tall.conj().T @ tall)
     turn = _inverse(lower)
-    factor = lower.conj().T @ (raised[:, None] * right)
-    return tall @ turn.conj().T, factor, turn @ (right / raised[:, None]), sizes
+    factor = lower.conj().T @ times(raised[:, None], right)
+    return tall @ turn.conj().T, factor, turn @ over(right, raised[:, None]), sizes
 
 
 def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
@@ -150,14 +156,14 @@ def extend(
     the noise, and the third one orthogonalises again after another projection.
     """
     q = basis.columns
-    block = block / basis.scale
+    block = over(block, basis.scale)
     floor = jnp.maximum(_floor(basis.factor), _floor(block))
     inside = q.conj().T @ block
     columns, corner, inverse, sizes = _decompose(block - q @ inside, floor)
     for _ in range(2):
         noise = noise - q @ (q.conj().T @ noise)
     level = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
-    for added in (noise * level[None, :], 0):
+    for added in (times(noise, level[None, :]), 0):
         overlap = q.conj().T @ columns
         inside = inside + overlap @ corner
         columns, turn, turn_inverse, _ = _decompose(columns - q @ overlap + added, floor)
@@ -208,4 +214,4 @@ class Downdate(NamedTuple):
 def downdate(basis: Basis) -> Downdate:
     """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
     norms = jnp.sqrt(column_norms_squared(basis.inverse))
-    return Downdate(basis.inverse / norms[None, :], 1 / norms)
+    return Downdate(over(basis.inverse, norms[None, :]), 1 / norms)

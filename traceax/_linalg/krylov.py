@@ -43,8 +43,10 @@ from traceax._linalg.basis import orthonormalise, random_rotation
 from traceax._linalg.columns import (
     column_norms_squared,
     largest_modulus,
+    over,
     row_norms_squared,
     squared_modulus,
+    times,
 )
 
 # An operator whose asymmetry exceeds this part of its largest product is not Hermitian.
@@ -92,7 +94,7 @@ def lanczos(
     basis_shape = (starts.shape[0], num_steps, starts.shape[1])
     basis = jnp.zeros(basis_shape, starts.dtype) if reorthogonalise else None
     length = jax.vmap(norm)(starts)
-    q = starts / jnp.where(length > 0, length, 1)[:, None]
+    q = over(starts, jnp.where(length > 0, length, 1)[:, None])
     zero = jnp.zeros_like(length)
     state = _State(basis, q, jnp.zeros_like(q), zero, zero, zero)
     state, outputs = jax.lax.scan(step, state, jnp.arange(num_steps))
@@ -124,7 +126,7 @@ def _advance(
     eps = float(jnp.finfo(q.dtype).eps)
     scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
     alpha = jnp.vdot(q, product).real
-    residual = product - alpha * q - beta * previous
+    residual = product - times(alpha, q) - times(beta, previous)
     known = jnp.stack([previous, q]) if basis is None else basis
     overlaps = known.conj() @ residual
     skew = jnp.maximum(skew, jnp.max(jnp.abs(jax.lax.stop_gradient(overlaps))))
@@ -133,12 +135,12 @@ def _advance(
     size = norm(residual)
     alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
     if differentiable and basis is not None:
-        added = eps**0.5 * jnp.where(scale > 0, scale, 1) * _new_direction(basis, j)
+        added = times(eps**0.5 * jnp.where(scale > 0, scale, 1), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
         size = norm(residual)
         alive = size > 0  # false only where the basis spans the whole space
     beta = jnp.where(alive, size, 0)
-    new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
+    new = jnp.where(alive, over(residual, jnp.where(alive, size, 1)), 0)
     # Where q itself is zero, the diagonal of T is filled later.
     output = alpha, beta, jnp.any(q != 0), q
     return _State(basis, new, q, beta, scale, skew), output
@@ -147,7 +149,7 @@ def _advance(
 def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
     """Without overflow of the squares, and with derivative 0 at 0."""
     scale = jax.lax.stop_gradient(largest_modulus(vector))
-    squares = jnp.sum(squared_modulus(vector / scale))
+    squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
     return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
 
@@ -161,7 +163,7 @@ def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n
     for _ in range(2):
         vector = vector - (basis.conj() @ vector) @ basis
     length = norm(vector)
-    return vector / jnp.where(length > 0, length, 1)
+    return over(vector, jnp.where(length > 0, length, 1))
 
 
 def tridiagonal(
@@ -249,9 +251,9 @@ def block_krylov(
         product = linear_map(new)
         scale = jnp.where(here > 0, residual.scale, 0)
         scale = jnp.maximum(scale, largest_modulus(product))
-        rest, inside = _project_out(basis, product / scale)
+        rest, inside = _project_out(basis, over(product, scale))
         rest, again = _project_out(basis, rest)
-        column = scale * (inside + again)
+        column = times(scale, inside + again)
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
         noise = 10 * eps * n**0.5 + eps**0.75 * longest
@@ -280,8 +282,8 @@ def next_block(
     is_noise = sizes * size <= residual.noise
     new, _ = _project_out(basis, jnp.where(is_noise[None, :], 0, columns))
     lengths = jnp.sqrt(column_norms_squared(new))
-    new = new / jnp.where(lengths > 0, lengths, 1)[None, :]
-    return new, jnp.where(is_noise[:, None], 0, residual.scale * size * factor)
+    new = over(new, jnp.where(lengths > 0, lengths, 1)[None, :])
+    return new, jnp.where(is_noise[:, None], 0, times(residual.scale * size, factor))
 
 
 def _project_out(
@@ -303,7 +305,7 @@ class Complements(NamedTuple):
         """The remainders times sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
         squares = jnp.sum(squared_modulus(self.remainders), axis=1)
         factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
-        return self._replace(remainders=factor[:, None] * self.remainders)
+        return self._replace(remainders=times(factor[:, None], self.remainders))
 
 
 def complements(
@@ -317,7 +319,7 @@ def complements(
     block; the first `kept` of them stay in every S_i. Coordinates that are not `filled` do
     not exist."""
     r, k = projection.shape[0], starts.shape[0]
-    square = jnp.where(filled, projection / largest_modulus(projection), 0)
+    square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
     inside = jnp.pad(starts, ((0, r - k), (0, 0)))
     others = inside[None] * (1 - jnp.eye(k, dtype=inside.dtype)[kept:, None, :])
     blocks = filled.reshape(r // k, k)
@@ -337,7 +339,7 @@ def _complement(
     capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
     eps = float(jnp.finfo(square.dtype).eps)
     noise = 100 * eps * r**0.5
-    mixed = random_rotation(k, square.real.dtype)
+    mixed = random_rotation(k, square.dtype)
     index = jnp.arange(capacity + k)
 
     def selection(places: Int[Array, " a"]) -> Float[Array, "a m"]:
@@ -356,7 +358,7 @@ def _complement(
         # S_i is never all of K, so the last column stays in N_i.
         inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
         taken = jnp.min(jnp.where(inside, index.size, index))
-        latest = extended @ jnp.where(index < taken, turn, 0)[:, :k]
+        latest = extended @ jnp.where(index[None, :] < taken, turn, 0)[:, :k]
         count = jnp.minimum(count - taken, capacity)
         left = jnp.where(index < count, index + taken, -1)
         extended = extended @ (turn @ selection(left).T)
@@ -366,7 +368,7 @@ def _complement(
     # A cumulative sum over each block, in a form that compiles faster than `cumsum`.
     upto = jnp.sum(np.tri(k, dtype=bool)[None] & filled[:, None], axis=-1)
     extended = jnp.zeros((r, capacity + k), square.dtype)
-    new = others / largest_modulus(others)
+    new = over(others, largest_modulus(others))
     blocks = jnp.swapaxes(unit, 1, 2), filled, upto
     (extended, count, _), _ = jax.lax.scan(step, (extended, jnp.array(0), new), blocks)
     return extended[:, :capacity], count
