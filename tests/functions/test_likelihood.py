@@ -138,7 +138,7 @@ def test_derivatives_of_the_solution(dtype: Any) -> None:
         return read(both(v * matrix, v**2 * y, shift=SHIFT * v**3, rtol=1e-9).solution)
 
     def want(v: Any) -> Any:
-        whole = v * matrix + SHIFT * v**3 * jnp.eye(N)
+        whole = v * matrix + SHIFT * v**3 * jnp.eye(N, dtype=dtype)
         return read(jnp.linalg.solve(whole, v**2 * y))
 
     for derivative in (jax.grad, jax.jacfwd):

@@ -120,7 +120,7 @@ def test_estimators_on_long_vectors(name: str) -> None:
     for matrix in (root, 0 * root):
         (_, estimate), gradient = run(matrix, keys)
         truth = jnp.sum(matrix**2, axis=1)
-        truth = truth if name == "xdiag" else jnp.sum(truth)
+        truth = truth[None] if name == "xdiag" else jnp.sum(truth)
         worst = 1e-11 * max(float(jnp.max(jnp.abs(truth))), 1)
         assert jnp.max(jnp.abs(estimate.value - truth)) < worst
         assert jnp.max(estimate.standard_error) < 10 * worst

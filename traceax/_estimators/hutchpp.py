@@ -254,7 +254,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     remainder = outside(q, None, linear_map(mu if hermitian else rest))
     samples = remainder * rest.conj()
     samples = samples.real if hermitian else samples
-    known = weight.known(image, image) if hermitian else row_dots(q, image)
+    known = weight.known(image, image).real if hermitian else row_dots(q, image)
     scattered = largest_modulus(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
     error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)

@@ -127,8 +127,7 @@ class Samples(eqx.Module):
         if weights is None:
             return times(scale, mean(values)), scale * error
         error = root_design_effect(weights) * error
-        value = jnp.sum(times(weights[None, :], values), axis=1)
-        return times(scale, value), scale * error
+        return times(scale, jnp.sum(times(weights[None, :], values), axis=1)), scale * error
 
 
 def independent(

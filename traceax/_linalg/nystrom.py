@@ -166,8 +166,7 @@ def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projected:
     square = tall[: space.filled.size]
     square = (square + square.conj().T) / 2
     empty = jnp.diag(~space.filled)
-    corner = square[0, 0].real.astype(square.dtype)
-    theta, vectors = lapack.eigh(jnp.where(empty, corner, square))
+    theta, vectors = lapack.eigh(jnp.where(empty, square[0, 0], square))
     basis = jnp.concatenate([space.basis, new], axis=1)
     return Projected(basis, tall, theta, vectors, shift / scale, scale)
 

@@ -103,8 +103,7 @@ def _columns_jvp(
         differences = promoted(divided_differences(fn, values), turned)
         weighted = jnp.einsum("abp,ab->pab", *differences)
         first = vectors[:count].conj()
-        along = jnp.einsum("ma,pab,cb->pmc", *promoted(vectors, weighted, first))
-        moved = jnp.add(*promoted(moved, along))
+        moved = moved + jnp.einsum("ma,pab,cb->pmc", *promoted(vectors, weighted, first))
     return value, moved.astype(value.dtype)
 
 
