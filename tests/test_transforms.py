@@ -94,7 +94,7 @@ def test_pytrees_of_mixed_precision() -> None:
 
     def sheared(v: Any) -> Any:
         total = sum(jnp.sum(leaf.astype(float)) for leaf in jax.tree.leaves(v))
-        return jax.tree.map(lambda leaf: 3 * leaf + total.astype(leaf.dtype), v)
+        return jax.tree.map(lambda leaf: 3 * leaf + jnp.asarray(total, leaf.dtype), v)
 
     operator = lx.FunctionLinearOperator(sheared, structure, [lx.symmetric_tag, PSD])
     for entry in (ESTIMATORS[0], *ESTIMATORS[-2:]):

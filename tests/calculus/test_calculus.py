@@ -396,7 +396,7 @@ def test_squares_are_unbiased() -> None:
 
 
 def test_squares_keep_what_they_are_given() -> None:
-    table = {"a": jnp.ones(3), "b": 1j * jnp.ones(())}
+    table = {"a": jnp.ones(3), "b": jnp.asarray(1j)}
     got = tx.unbiased_square(lambda key: table, KEY)
     assert jax.tree.map(jnp.shape, got) == {"a": (3,), "b": ()}
     close(got["b"], 1.0, 1e-15)  # |i|^2

@@ -10,6 +10,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import PSD, close, general, is_unbiased, slow
+from traceax._linalg.columns import over
 from traceax._linalg.jackknife import xnysdiag_replicates
 from traceax._linalg.nystrom import nystrom
 
@@ -153,7 +154,7 @@ def test_replicates_are_what_is_left_without_a_probe(dtype: Any) -> None:
             want[:, i] += (np.diag(others) + rest).real / 4
     factor = nystrom(jnp.asarray(matrix @ probes), jnp.asarray(probes))
     gram = factor.right.conj().T @ factor.right
-    z = factor.left @ (factor.right / jnp.sqrt(jnp.diagonal(gram).real)[None, :])
+    z = factor.left @ over(factor.right, jnp.sqrt(jnp.diagonal(gram).real)[None, :])
     whole = jnp.sum(jnp.abs(factor.left) ** 2, axis=1)
     got = xnysdiag_replicates(whole, z, jnp.asarray(probes), gram) - factor.shift
     close(factor.scale * got, want, 1e-9)
