@@ -53,7 +53,7 @@ def of_point(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def density(matrix: Any, key: Any) -> Any:
-    grid = jnp.linspace(0.0, 3.0, 4, dtype=matrix.dtype)
+    grid = jnp.linspace(0.0, 3.0, 4, dtype=matrix.real.dtype)
     return of_function(lambda a, k, **how: tx.spectral_density(a, grid, k, **how))(
         matrix, key
     )

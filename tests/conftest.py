@@ -35,6 +35,8 @@ import pytest
 
 jaxtyping.install_import_hook("traceax", "tests.conftest.checked")
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 gc.set_threshold(200_000, 20, 100)  # tracing makes many objects, and keeps most
 
 check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))  # 1 is a float

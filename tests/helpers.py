@@ -98,7 +98,7 @@ class Entry(NamedTuple):
     def contracted(self, value: Any) -> Any:
         """A scalar loss of the value, whatever its structure."""
         flat = flatten(value)
-        weights = 1.5 + jnp.cos(jnp.arange(flat.size)).astype(flat.real.dtype)
+        weights = 1.5 + jnp.cos(jnp.arange(flat.size)).astype(flat.dtype)
         return flat if flat.ndim == 0 else jnp.sum(flat * weights)
 
 
@@ -178,7 +178,11 @@ def leaks_checked(on_new_versions: bool = False) -> Iterator[None]:
 @contextmanager
 def default_settings() -> Iterator[None]:
     """The settings of JAX that users have, for programs in documents."""
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
+    with (
+        jax.enable_x64(False),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         yield
 
 

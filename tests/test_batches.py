@@ -83,7 +83,7 @@ CASES: dict[str, Callable[..., Any]] = {
 
 def matrix_of(dtype: Any) -> Any:
     root = jax.random.normal(jax.random.key(0), (N, N), dtype)
-    return root @ root.conj().T / N + jnp.eye(N)
+    return root @ root.conj().T / N + jnp.eye(N, dtype=dtype)
 
 
 def answer(name: str, batch_size: Any) -> Callable[[Any], Any]:

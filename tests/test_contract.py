@@ -325,4 +325,4 @@ def test_interval_errors() -> None:
     estimate, words = tx.Estimate(jnp.ones(()), jnp.ones(()), 10, 9), "between 0 and 1"
     for level in (0, 1, 95, -0.5):
         refused(ValueError, rf"interval\(level=.*{words}", estimate.interval, level)
-    refused(TypeError, "complex", tx.Estimate(1j * jnp.ones(()), jnp.ones(()), 10).interval)
+    refused(TypeError, "complex", tx.Estimate(jnp.asarray(1j), jnp.ones(()), 10).interval)

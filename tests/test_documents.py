@@ -69,7 +69,8 @@ def test_docstrings_are_complete_and_in_order(name: str) -> None:
 def test_examples_in_docstrings(name: str) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for example in doctest.DocTestFinder().find(PUBLIC[name], name, globs={}):
-        runner.run(example)
+        with default_settings():
+            runner.run(example)
     assert runner.tries > 0
     assert runner.failures == 0
 

@@ -59,8 +59,8 @@ def dense(entry: Entry, matrix: Any) -> Any:
 
 def holds(estimate: tx.Estimate, truth: Any, slack: float = 0.0) -> bool:
     """Every entry is within six standard errors."""
-    error = jnp.abs(estimate.value - truth)
-    return bool(jnp.all(error <= 6 * estimate.standard_error + slack))
+    error = np.abs(np.asarray(estimate.value) - np.asarray(truth))
+    return bool(np.all(error <= 6 * np.asarray(estimate.standard_error) + slack))
 
 
 @each(ALL + REST_ALL, "xtrace", "diagonal")
@@ -100,7 +100,7 @@ def test_a_rank_below_the_sketch(entry: Entry, dtype: Any, name: str) -> None:
 @each(ALL + REST_ALL, "hutchinson_diagonal", *QUICK)
 @pytest.mark.parametrize("dtype", ["float32", slow("complex128")])
 def test_a_diagonal_with_exact_zeros(entry: Entry, dtype: Any) -> None:
-    matrix = jnp.diag(jnp.asarray(np.arange(70) % 3 == 0, dtype) * (np.arange(70) < 30))
+    matrix = jnp.diag(jnp.asarray((np.arange(70) % 3 == 0) & (np.arange(70) < 30), dtype))
     estimate, gradient = value_and_gradient(entry, matrix, BUDGET)
     if entry.name != "na_hutchpp_trace":
         close(estimate.value, entry.truth(matrix), 300 * eps(dtype), 10)
@@ -143,7 +143,7 @@ def test_low_precision_is_sketched_in_float32(entry: Entry, dtype: Any) -> None:
     assert gradient.dtype == matrix.dtype
     assert holds(estimate, truth)
     if not entry.name.startswith("hutchinson"):
-        assert jnp.all(estimate.standard_error <= 100 * eps(dtype) * truth.max())
+        assert jnp.all(estimate.standard_error <= 100 * eps(dtype) * float(truth.max()))
 
 
 @each(ALL + REST_ALL, *QUICK)
@@ -238,6 +238,6 @@ def test_probes_that_are_a_basis_give_the_trace(dtype: Any) -> None:
     n = 12
     matrix = general(n, dtype)
     padded = jnp.zeros((n + 1, n + 1), dtype).at[:n, :n].set(matrix)
-    basis = np.sqrt(n) * jnp.eye(n, n + 1, dtype=dtype)
+    basis = n**0.5 * jnp.eye(n, n + 1, dtype=dtype)
     estimate = tx.hutchinson_trace(function(padded), KEY, n, sampler=lambda *_: basis)
     close(estimate.value, jnp.trace(matrix), 1e-13, n)

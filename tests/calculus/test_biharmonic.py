@@ -31,7 +31,7 @@ def dense(fn: Any, x: Any) -> Any:
 FUNCTIONS = {
     "network": network,
     "many values": lambda x, args: jnp.sin(jnp.outer(jnp.arange(1.0, 3.0), x)).prod(1),
-    "complex": lambda x, args: jnp.exp(1j * x @ jnp.arange(3.0)),
+    "complex": lambda x, args: jnp.exp(1j * (x @ jnp.arange(3.0)).astype(complex)),
     "cubic": lambda x, args: jnp.sum(x) ** 3,
 }
 

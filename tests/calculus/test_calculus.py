@@ -24,6 +24,7 @@ from tests.helpers import (
     numbers,
     refused,
 )
+from traceax._linalg.columns import promoted
 
 KEY = jax.random.key(5)
 CALCULUS = {
@@ -87,15 +88,24 @@ def padded(array: Any, value: Any) -> Any:
 
 A = jax.random.normal(jax.random.key(1), (6, 6))
 X = jax.random.normal(jax.random.key(0), (6,)) + 0.1
+
+
+def as_complex(x: Any) -> Any:
+    return x.astype(complex)
+
+
 FUNCTIONS = {
     "quadratic": lambda x: x @ A @ x,
     "product": lambda x: jnp.tanh(A @ x).sum() * jnp.prod(x),
     "custom rules": lambda x: jax.nn.softplus(A @ x).sum() + jax.nn.logsumexp(A.T @ x),
     "norm": lambda x: jnp.linalg.norm(x) ** 3,
     "many values": lambda x: jnp.sin(A @ x),
-    "complex values": lambda x: jnp.exp(1j * (A @ x).sum()) * jnp.sum(x**2),
+    "complex values": lambda x: (
+        jnp.exp(1j * as_complex(A @ x).sum()) * as_complex(x**2).sum()
+    ),
     "complex parts": lambda x: (
-        jnp.abs(jnp.exp((1 + 2j) * (A @ x))).sum() ** 2 + jnp.angle(jnp.sum((1j + x) ** 2))
+        jnp.abs(jnp.exp((1 + 2j) * as_complex(A @ x))).sum() ** 2
+        + jnp.angle(jnp.sum((1j + as_complex(x)) ** 2))
     ),
     "scan": lambda x: jax.lax.scan(lambda c, a: (jnp.sin(a @ x) * c, None), 1.0, A)[0],
     "loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c * x.sum()), 1.0),
@@ -145,7 +155,7 @@ def test_every_operation_has_its_second_derivative(what: str) -> None:
         probes = 2 * jnp.asarray(all_signs(6)[[3, 7, 50]])
         few = tx.laplacian(lambda x, args: fn(x), x, KEY, 3, sampler=given(probes)).value
         hessian = jax.jacfwd(jax.jacfwd(fn))(x)
-        want = jnp.einsum("...ij,ki,kj->...", hessian, probes, probes) / 3
+        want = jnp.einsum("...ij,ki,kj->...", *promoted(hessian, probes, probes)) / 3
         pairs = [(ours(x), dense("laplacian", fn, x)), (few, want)]
         gradients = (
             jax.grad(lambda x: loss(ours(x)))(x),
@@ -181,7 +191,7 @@ def test_parameters_reach_the_gradient_wherever_they_are(name: str) -> None:
     n = 3
     params, static = eqx.partition(network(name, n), eqx.is_inexact_array)
     x = jnp.array([0.3, -0.2, 0.5])
-    weights = 1.0 + jnp.arange(n) if name == "hessian_diagonal" else 1.0
+    weights = jnp.arange(1.0, n + 1) if name == "hessian_diagonal" else 1.0
 
     class Field(eqx.Module):
         inner: Any
@@ -219,7 +229,7 @@ def test_points_of_any_structure(name: str) -> None:
 
     def mixed(x: Any, args: Any = None, single: Any = jnp.float32) -> Any:
         a, b = jnp.sin(x["a"]), x["b"][0]
-        total = (a.sum() * b.sum()) ** 2 + x["b"][1] ** 3
+        total = (a.sum().astype(b.dtype) * b.sum()) ** 2 + x["b"][1] ** 3
         if name != "divergence":
             return total
         return {
@@ -231,14 +241,14 @@ def test_points_of_any_structure(name: str) -> None:
         """The same in double precision."""
         point = {"a": v[:2], "b": (v[2:3, None], v[3])}
         leaves = jax.tree.leaves(mixed(point, single=float))
-        return jnp.concatenate([leaf.ravel() for leaf in leaves])
+        return jnp.concatenate([leaf.ravel() for leaf in promoted(*leaves)])
 
     got = CALCULUS[name](mixed, x, KEY, 4).value
     v = jnp.array([0.3, -0.2, 0.5, 2.0])
     scalar = flat if name == "divergence" else lambda v: flat(v)[0]
     if name == "hessian_diagonal":
         assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, x)
-        got = jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(got)])
+        got = jnp.concatenate([x.ravel() for x in promoted(*jax.tree.leaves(got))])
     close(got, dense(name, scalar, v), 1e-5)
 
 
@@ -379,14 +389,14 @@ def test_squares_are_unbiased() -> None:
     pairs = jax.vmap(jax.vmap(lambda k: jax.random.randint(k, (), 0, 3)))(halves)
     both = jax.jit(jax.vmap(jax.value_and_grad(square), (None, 0)))
     value, slope = both(jnp.asarray(1.5), keys)
-    chosen = [int(jnp.argmax(jnp.all(pairs == jnp.array(p), 1))) for p in np.ndindex(3, 3)]
+    chosen = [int(jnp.argmax(jnp.all(pairs == np.array([p]), 1))) for p in np.ndindex(3, 3)]
     assert len(set(chosen)) == 9  # each pair occurs
     close(jnp.mean(value[jnp.array(chosen)]), (1.5 * jnp.mean(table)) ** 2, 1e-12)
     close(jnp.mean(slope[jnp.array(chosen)]), 2 * 1.5 * jnp.mean(table) ** 2, 1e-12)
 
 
 def test_squares_keep_what_they_are_given() -> None:
-    table = {"a": jnp.ones(3), "b": 1j * jnp.ones(())}
+    table = {"a": jnp.ones(3), "b": jnp.asarray(1j)}
     got = tx.unbiased_square(lambda key: table, KEY)
     assert jax.tree.map(jnp.shape, got) == {"a": (3,), "b": ()}
     close(got["b"], 1.0, 1e-15)  # |i|^2
@@ -407,7 +417,9 @@ def test_wrong_use_says_the_cure(name: str) -> None:
     fn = lambda x, args: net(x)  # noqa: E731
     x, traced = jnp.ones(3), jax.jit(lambda k: call(fn, x, KEY, k))
     refused(TypeError, r"fn=.*must be a function fn\(x, args\)", call, x, fn, KEY, 1)
-    refused(TypeError, r"x=.*must be a pytree of real arrays", call, fn, x + 0j, KEY, 1)
+    refused(
+        TypeError, r"x=.*must be a pytree of real arrays", call, fn, as_complex(x), KEY, 1
+    )
     refused(TypeError, r"x=.*got str", call, fn, "x", KEY, 1)
     refused(ValueError, r"x=.*must have at least one entry", call, fn, (), KEY, 1)
     refused(TypeError, r"key=", call, fn, x, 0, 1)

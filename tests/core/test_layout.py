@@ -35,7 +35,7 @@ def scattered(v: Any) -> Any:
     return jnp.zeros_like(v).at[jnp.arange(N)[::-1]].add(v)
 
 
-MATRIX = sparse.BCOO.fromdense(jnp.eye(3))
+MATRIX = sparse.BCOO.fromdense(jnp.eye(3, dtype=jnp.float32))
 
 
 def sparsely(v: Any) -> Any:
@@ -43,7 +43,7 @@ def sparsely(v: Any) -> Any:
 
 
 def dense(v: Any) -> Any:
-    return jnp.roll(jnp.ones((5, N)) @ v, 1)
+    return jnp.roll(jnp.ones((5, N), v.dtype) @ v, 1)
 
 
 LOOPS = {"rolled": rolled, "solved": solved, "scattered": scattered}

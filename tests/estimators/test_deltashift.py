@@ -25,7 +25,7 @@ def drift(eigenvalues: Any, rate: float, num_steps: int) -> Any:
     steps = jax.random.normal(KEY, (num_steps, N, N))
     steps = steps + steps.transpose(0, 2, 1)
     lengths = jnp.linalg.norm(steps, axis=(1, 2), keepdims=True)
-    return start + jnp.cumsum(rate * jnp.linalg.norm(start) * steps / lengths, axis=0)
+    return start[None] + jnp.cumsum(rate * jnp.linalg.norm(start) * steps / lengths, axis=0)
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_more_accurate_than_fresh_estimates_and_calibrated(name: str, rate: floa
 
     runs = jax.jit(jax.vmap(follow))(jax.random.split(KEY, 100))
     value, error, (low, high), fresh = jax.tree.map(lambda x: x[:, 15:], runs)
-    truth = truth[16:]
+    truth = truth[None, 16:]
     spread = jnp.sqrt(jnp.mean((value - truth) ** 2))
     ratio = jnp.sqrt(jnp.mean((fresh - truth) ** 2)) / spread
     assert ratio > 1.5

@@ -104,7 +104,7 @@ def test_what_is_drawn_is_isotropic(sampler: Any, dtype: Any) -> None:
     keys = jax.random.split(KEY, 3000)
     z = jax.jit(jax.vmap(lambda key: sampler(key, space, 1)[0]))(keys)
     second = jnp.mean(z[:, :, None] * z[:, None, :].conj(), axis=0)
-    assert jnp.max(abs(second - jnp.eye(5))) < 6 * (2 / 3000) ** 0.5
+    assert jnp.max(abs(second - jnp.eye(5, dtype=dtype))) < 6 * (2 / 3000) ** 0.5
     assert jnp.max(abs(jnp.mean(z, axis=0))) < 6 / 3000**0.5
 
 

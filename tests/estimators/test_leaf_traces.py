@@ -10,6 +10,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import PSD, close, general, is_unbiased, slow
+from traceax._linalg.columns import over
 from traceax._linalg.jackknife import xnysdiag_replicates
 from traceax._linalg.nystrom import nystrom
 
@@ -109,7 +110,7 @@ def test_operators_that_store_their_diagonal_are_free() -> None:
 def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     """Over 1,000 keys: mean of values and slopes within six standard errors, intervals that
     hold in at least nine of ten."""
-    decay = jnp.exp(-jnp.arange(N) / 15.0)
+    decay = jnp.exp(-jnp.arange(N) / 15)
     base = matrices(kind) * jnp.sqrt(decay)[:, None] * jnp.sqrt(decay)[None, :]
     direction = general(N)
 
@@ -128,7 +129,7 @@ def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     (_, (values, low, high)), slopes = jax.jit(each)(jax.random.split(KEY, 1000), 0.0)
     truth = sums(base)
     assert is_unbiased(values, truth)
-    assert jnp.all(jnp.mean((low <= truth) & (truth <= high), axis=0) > 0.9)
+    assert jnp.all(jnp.mean((low <= truth[None]) & (truth[None] <= high), axis=0) > 0.9)
     moved = sums(direction if kind == "general" else base) @ jnp.arange(1.0, 4.0)
     assert is_unbiased(slopes, moved)
 
@@ -153,7 +154,7 @@ def test_replicates_are_what_is_left_without_a_probe(dtype: Any) -> None:
             want[:, i] += (np.diag(others) + rest).real / 4
     factor = nystrom(jnp.asarray(matrix @ probes), jnp.asarray(probes))
     gram = factor.right.conj().T @ factor.right
-    z = factor.left @ (factor.right / jnp.sqrt(jnp.diagonal(gram).real)[None, :])
+    z = factor.left @ over(factor.right, jnp.sqrt(jnp.diagonal(gram).real)[None, :])
     whole = jnp.sum(jnp.abs(factor.left) ** 2, axis=1)
     got = xnysdiag_replicates(whole, z, jnp.asarray(probes), gram) - factor.shift
     close(factor.scale * got, want, 1e-9)

@@ -17,6 +17,7 @@ from traceax._core.operator import LinearMap
 from traceax._estimators import second_batch
 from traceax._estimators.driver import Probes
 from traceax._estimators.readouts import DIAGONAL, TRACE, leave_one_out
+from traceax._linalg.columns import promoted, times
 from traceax._linalg.nystrom import nystrom
 
 KEY = jax.random.key(5)
@@ -56,7 +57,7 @@ def missed(what: str, matrix: Any, others: Any, w: Any) -> tuple[float, float]:
 def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
     """The share of probe i does not depend on probe i."""
     n, k = 12, 5
-    matrix = general(n, dtype) + 2 * jnp.eye(n)
+    matrix = general(n, dtype) + 2 * jnp.eye(n, dtype=dtype)
     if what == "semidefinite":
         matrix = hermitian(np.arange(12.0) + 1, dtype)
     probes = tx.sphere(KEY, jax.ShapeDtypeStruct((n,), dtype), k + 1).T
@@ -94,7 +95,7 @@ def all_batches(dtype: Any) -> tuple[Any, Any]:
 
 
 def read(outcome: Any, maps: Any) -> Any:
-    return jnp.stack([outcome.value, *(outcome.readout(m) for m in maps)])
+    return jnp.stack(promoted(outcome.value, *(outcome.readout(m) for m in maps)))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +120,8 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     choose, target, of = second_batch.sketch_weights_of_diagonal, DIAGONAL, jnp.diagonal
     run: Any = second_batch.sketched_or_sampled_diagonal
     if what == "trace":
-        diagonal = jnp.diag(jnp.arange(5.0) ** 2) / 8
-        matrix = 2 * jnp.eye(5) + diagonal + 0.3 * general(5, dtype)
+        diagonal = jnp.diag(2 + jnp.arange(5.0) ** 2 / 8).astype(dtype)
+        matrix = diagonal + 0.3 * general(5, dtype)
         choose, target, of = second_batch.sketch_weights, TRACE, jnp.trace
         run = second_batch.sketched_or_sampled
     maps = [LinearMap(operator(matrix, kind)), LinearMap(function(other))]
@@ -145,7 +146,7 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     split = (p > 0) & (p < 1)
     assert 0.2 < jnp.mean(split) < 0.95
     # Where all weights are 0 or 1 every number makes the same choice.
-    means = jnp.where(split, p * sketched + (1 - p) * sampled, sampled)
+    means = jnp.where(split, times(p, sketched) + times(1 - p, sampled), sampled)
     means = jnp.where(p == 1, sketched, means)
     want = jnp.stack([of(matrix), of(matrix), of(other)])
     close(jnp.mean(means, axis=0), want, 1e-12, 100)
@@ -196,7 +197,7 @@ def test_it_sketches_what_decays_and_samples_what_does_not(what: str, kind: str)
         def error(estimator: Any, matrix: Any = matrix) -> float:
             run = partial(estimator, operator(matrix, kind), num_matvecs=20)
             values = jax.lax.map(lambda key: run(key).value, jax.random.split(KEY, keys))
-            return float(jnp.sqrt(jnp.mean((values - of(matrix)) ** 2)))
+            return float(jnp.sqrt(jnp.mean((values - of(matrix)[None]) ** 2)))
 
         better, worse = (sample, sketch) if name == "flat" else (sketch, sample)
         assert error(automatic) < limit * error(better)

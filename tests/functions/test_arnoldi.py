@@ -34,7 +34,7 @@ SHIFT = np.roll(np.eye(N), 1, axis=0)
 
 MATRICES: dict[str, Any] = {
     "general": general(N) / 5 + 2 * np.eye(N),
-    "complex": general(N, complex) / 5 + 2 * np.eye(N),
+    "complex": general(N, complex) / 5 + 2 * np.eye(N, dtype=complex),
     "normal": SHIFT - SHIFT.T + 2 * np.eye(N),
     "triangular": np.triu(general(N)) / 5 + 2 * np.eye(N),
     "convection": 2 * np.eye(N) + 1.8 * np.eye(N, k=1) + 0.2 * np.eye(N, k=-1),
@@ -135,11 +135,12 @@ def test_exact_across_a_branch_cut(negative: int) -> None:
 @pytest.mark.parametrize("dtype", cases([np.float32, np.complex64], "complex64"))
 def test_exact_in_single_precision(dtype: Any) -> None:
     matrix = jnp.asarray(MATRICES["complex"] if dtype == np.complex64 else jordan(2))
-    estimate = jax.jit(lambda m: exact(function(m), jnp.log))(matrix.astype(dtype))
+    single = matrix.astype(dtype)
+    estimate = jax.jit(lambda m: exact(function(m), jnp.log))(single)
     assert estimate.value.dtype == dtype
     close(estimate.value.real, np.linalg.slogdet(matrix)[1], 1e-5)
     slope = jax.grad(
-        lambda s: exact(function(s * matrix.astype(dtype)), jnp.log).value.real
+        lambda s: exact(function(s.astype(dtype) * single), jnp.log).value.real
     )
     close(slope(np.float32(1.0)), N, 1e-3)
 

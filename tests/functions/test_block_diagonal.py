@@ -185,7 +185,9 @@ def test_derivatives_are_unbiased(matrix: Any) -> None:
 
     assert is_unbiased(forwards.sum(1), truth.sum(), 4)
     assert not is_unbiased(1.1 * forwards.sum(1), truth.sum(), 4)
-    entries = (forwards - truth).mean(0) / (forwards.std(0, ddof=1) / SAMPLES**0.5)
+    entries = (forwards - np.asarray(truth)).mean(0) / (
+        forwards.std(0, ddof=1) / SAMPLES**0.5
+    )
     assert 0.7 < np.mean(entries**2) ** 0.5 < 1.4
 
 

@@ -45,7 +45,7 @@ def both(matrix: Any, y: Any, key: Any = KEY, **how: Any) -> tx.InvQuadLogdet:
 
 
 def dense(matrix: Any, y: Any, shift: Any = SHIFT) -> Any:
-    whole = matrix + shift * jnp.eye(matrix.shape[0])
+    whole = matrix + (shift * np.eye(len(matrix))).astype(matrix.dtype)
     return jnp.vdot(y, jnp.linalg.solve(whole, y)).real, jnp.linalg.slogdet(whole)[1]
 
 
@@ -55,15 +55,15 @@ def test_the_preconditioner_is_perfect_on_its_space(dtype: Any) -> None:
     a = hermitian(1 / (1.0 + np.arange(N)) ** 2, dtype)
     block = numbers(N, 3, dtype=dtype)
     for shift, is_below in ((0.01, True), (0.0, False)):
-        matrix = a if is_below else a + 0.01 * jnp.eye(N)
-        whole = matrix + shift * jnp.eye(N)
+        matrix = a if is_below else a + 0.01 * jnp.eye(N, dtype=dtype)
+        whole = matrix + shift * jnp.eye(N, dtype=dtype)
         space = block_krylov(LinearMap(function(matrix)), block, 8)
         known = projected(space, jnp.asarray(shift))
         preconditioner = preconditioner_of(known)
         assert bool(preconditioner.is_below) == is_below
         z = space.basis[:, :24]
         close(preconditioner(whole @ z), z, 1e-9)
-        inverse = preconditioner(jnp.eye(N))
+        inverse = preconditioner(jnp.eye(N, dtype=dtype))
         close(inverse, inverse.conj().T, 1e-12)
         if is_below:
             assert jnp.linalg.eigvalsh(jnp.linalg.inv(inverse) - whole)[-1] < 1e-9
@@ -82,7 +82,8 @@ def test_values_and_gradients(dtype: Any) -> None:
     y = numbers(N, dtype=dtype, seed=3)
 
     def of(estimated: bool, v: Any) -> Any:
-        a, z, shift = matrix + v[0] * moved, y * (1 + v[1] * jnp.sin(y.real)), SHIFT + v[2]
+        a, shift = matrix + v[0].astype(dtype) * moved, SHIFT + v[2]
+        z = y * (1 + v[1] * jnp.sin(y.real)).astype(dtype)
         if not estimated:
             return dense(a, z, shift)
         result = both(a, z, shift=shift)
@@ -95,7 +96,7 @@ def test_values_and_gradients(dtype: Any) -> None:
     assert 0 <= form - result.inv_quad.value + 1e-13 < result.inv_quad.standard_error
     low, high = result.logdet.interval(0.999)
     assert low < logdet < high
-    solution = jnp.linalg.solve(matrix + SHIFT * jnp.eye(N), y)
+    solution = jnp.linalg.solve(matrix + SHIFT * jnp.eye(N, dtype=dtype), y)
     close(result.solution, solution, 1e-4)
     form, logdet = jax.jit(jax.jacrev(lambda v: of(True, v)))(zero)
     want_form, want_logdet = jax.jacrev(lambda v: of(False, v))(zero)
@@ -137,7 +138,7 @@ def test_derivatives_of_the_solution(dtype: Any) -> None:
         return read(both(v * matrix, v**2 * y, shift=SHIFT * v**3, rtol=1e-9).solution)
 
     def want(v: Any) -> Any:
-        whole = v * matrix + SHIFT * v**3 * jnp.eye(N)
+        whole = v * matrix + SHIFT * v**3 * jnp.eye(N, dtype=dtype)
         return read(jnp.linalg.solve(whole, v**2 * y))
 
     for derivative in (jax.grad, jax.jacfwd):
@@ -282,7 +283,7 @@ def test_single_precision_at_any_scale(scale: float) -> None:
     matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2).astype(np.float32) * factor
     y = numbers(N, seed=3).astype(np.float32)
     result = both(matrix, y, shift=factor / 1000)
-    want, _ = dense(np.asarray(matrix, float), y, float(factor) / 1000)
+    want = float(dense(matrix.astype(float), y.astype(float), float(factor) / 1000)[0])
     assert result.inv_quad.value.dtype == result.solution.dtype == np.float32
     close(result.inv_quad.value, want, 1e-4)
     assert abs(result.inv_quad.value - want) < result.inv_quad.standard_error
@@ -302,7 +303,7 @@ def test_pytrees() -> None:
 def test_a_preconditioner_is_exact_from_n_applications(diagonal: bool) -> None:
     """The inverse of A + D, D the shift: the operator is given without it."""
     matrix = hermitian(1 / (1.0 + np.arange(N)))
-    noise = SHIFT * (1 + jnp.arange(N) / N * diagonal)
+    noise = SHIFT * (1 + jnp.arange(N) / N * float(diagonal))
     shift = lx.DiagonalLinearOperator(noise) if diagonal else SHIFT
     inverse = tx.preconditioner(function(matrix), KEY, 10 * N, shift=shift)
     got = jax.vmap(inverse.mv)(jnp.eye(N))
@@ -313,7 +314,7 @@ def test_a_preconditioner_is_exact_from_n_applications(diagonal: bool) -> None:
 def test_a_preconditioner_for_lineax(diagonal: bool) -> None:
     """A fifth of the steps, and less; a constant."""
     matrix, y = kernel(jnp.asarray(-0.7)), numbers(N, seed=3)
-    noise = 1e-4 * (1 + jnp.arange(N) / N * diagonal)
+    noise = 1e-4 * (1 + jnp.arange(N) / N * float(diagonal))
 
     def steps(length: Any, with_it: bool) -> Any:
         a = kernel(length)
@@ -340,7 +341,7 @@ def test_a_preconditioner_for_lineax(diagonal: bool) -> None:
         ({"vector": jnp.ones(N - 1)}, ValueError, r"vector=.*space.*\(89,\).*a row"),
         ({"vector": jnp.ones((N, 2))}, ValueError, r"vector=.*space.*\(90, 2\)"),
         ({"vector": jnp.ones((0, N))}, ValueError, r"vector=.*space.*\(0, 90\)"),
-        ({"vector": 1j * jnp.ones(N)}, TypeError, r"vector=.*real.*two right-hand"),
+        ({"vector": jnp.full(N, 1j)}, TypeError, r"vector=.*real.*two right-hand"),
         ({"rtol": 0.0}, ValueError, r"rtol=.*between 0 and 1.*0\.0"),
         ({"rtol": jnp.ones(())}, TypeError, r"rtol=.*Python float"),
         ({"shift": jnp.ones(3)}, ValueError, r"shift=.*one number.*\(3,\).*vmap"),

@@ -58,7 +58,7 @@ def test_exact_where_exact_is_cheap(kind: str) -> None:
     close(value, truth(matrix, 1.5), 1e-12)
     u, _, v = jnp.linalg.svd(matrix, full_matrices=False)
     sizes = jnp.linalg.svd(matrix, compute_uv=False)
-    want = (u * sizes**0.5) @ v * value ** (1 - 1.5)
+    want = (u * sizes[None] ** 0.5) @ v * value ** (1 - 1.5)
     close(slope, want, 1e-9)
     estimate = tx.schatten_norm(make(matrix), 1.5, KEY, num_probes=probes, num_steps=5)
     assert estimate.standard_error == 0

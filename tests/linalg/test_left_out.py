@@ -49,7 +49,7 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
         missing = np.asarray(basis @ result.vectors[i])
         sizes = np.linalg.norm(missing, axis=0)
         used = sizes > 0
-        assert used.sum() == filled.sum() - (N - result.dimensions[i]) >= 1
+        assert used.sum() == filled.sum() - (N - int(result.dimensions[i])) >= 1
         close(missing[:, used].conj().T @ missing[:, used], np.eye(used.sum()), 1e-13, 1)
         others = projector(np.asarray(matrix), np.delete(block, i, axis=1))
         assert round(np.trace(others).real) == N - result.dimensions[i]

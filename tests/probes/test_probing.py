@@ -18,7 +18,7 @@ N = 66
 
 def band(width: int, dtype: Any = float, n: int = N) -> Any:
     i, j = np.indices((n, n))
-    return general(n, dtype) * (abs(i - j) <= width)
+    return jnp.where(abs(i - j) <= width, general(n, dtype), 0)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def shares(
     matrix: Any, pattern: Any, num_colours: int, repeats: int, factor: float = 1
 ) -> tuple[float, float]:
     """The share of entries in the interval, over keys; and error bars over errors."""
-    truth = np.diag(matrix)
+    truth = np.diag(matrix)[None]
     sampler = tx.probing(pattern, num_colours=num_colours)
     operator = function(jnp.asarray(matrix))
     budget = repeats * sampler.num_colours

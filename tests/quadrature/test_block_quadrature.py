@@ -153,7 +153,7 @@ def test_error_bars_where_single_precision_exhausts_a_space() -> None:
     low_rank = np.random.default_rng(0).normal(size=(N, 5))
     matrix = jnp.asarray(1e-30 * low_rank @ low_rank.T / N, np.float32)
     want = np.log(np.linalg.eigvalsh(low_rank @ low_rank.T / N)[-5:] + 1e-3).sum()
-    want += (N - 5) * np.log(1e-3) + N * np.log(1e-30)
+    want = float(want + (N - 5) * np.log(1e-3) + N * np.log(1e-30))
 
     @jax.jit
     @jax.vmap

@@ -321,5 +321,5 @@ class _UnitPairs(NamedTuple):
         first, second = jnp.triu_indices(self.n)
         i, j = first[indices], second[indices]
         scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)
-        v = jax.nn.one_hot(i, self.n, axis=0, dtype=self.dtype) * scale
+        v = jax.nn.one_hot(i, self.n, axis=0, dtype=self.dtype) * scale[None, :]
         return jnp.concatenate([v, jax.nn.one_hot(j, self.n, axis=0, dtype=self.dtype)])

@@ -227,7 +227,8 @@ def known_diagonal(operator: Operator) -> tuple[Inexact[Array, " n"], int] | Non
     if _has_tangent(operator):
         return None
     if stores_matrix(operator):
-        return lx.diagonal(operator).astype(dtype), 0
+        with jax.numpy_dtype_promotion("standard"):  # lineax has I in default precision
+            return lx.diagonal(operator).astype(dtype), 0
     if lx.is_diagonal(operator):
         return LinearMap(operator)(jnp.ones((size(operator), 1), dtype))[:, 0], 1
     return None

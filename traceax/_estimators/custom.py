@@ -32,6 +32,7 @@ from traceax._core.layout import inner_jaxprs
 from traceax._core.operator import LinearMap, Operator, size, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Pairs
+from traceax._linalg.columns import promoted
 from traceax._probes.draw import draw
 from traceax._probes.samplers import Sampler, sphere
 
@@ -129,7 +130,7 @@ def _run(
     def apply(block: Block) -> Block:
         check_block(name, block, n)
         block = jnp.asarray(block)
-        return application(block.astype(jnp.result_type(block, probes)))
+        return application(promoted(block, probes)[0])
 
     answer: Any = algorithm(apply, probes)
     check_result(name, answer)
@@ -138,7 +139,7 @@ def _run(
     check_value(name, "value", value, real=not jnp.issubdtype(dtype, jnp.complexfloating))
     check_value(name, "standard_error", error, real=True)
     check_blocks(name, left, right, n)
-    left, right = (block.astype(jnp.result_type(block, dtype)) for block in (left, right))
+    left, right = (promoted(block, probes)[0] for block in (left, right))
     error = error.astype(jnp.finfo(dtype).dtype)
     return Outcome(value.astype(dtype), error, Pairs(left, right))
 

@@ -217,12 +217,14 @@ def _value_error_size(
     old, error, size = remembered
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
-    z = jnp.where(usable, before, 0)
+    old, z = old.astype(w.dtype), jnp.where(usable, before, 0)
     scale = jnp.maximum(largest_modulus(z), largest_modulus(w))
-    off = _off(probes, z / scale), _off(probes, w / scale)
+    unit = scale.astype(w.dtype)
+    off = _off(probes, z / unit), _off(probes, w / unit)
     # Of a multiple of I what is off is rounding, and would make b any number.
-    grain = eps * mean(column_norms_squared(z / scale))
+    grain = eps * mean(column_norms_squared(z / unit))
     b, after = _damping(*off, error / scale, size / scale, grain)
+    b = b.astype(w.dtype)
     value = mean(b) * old + mean(column_dots(probes, w - b[None, :] * z))
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(w)))
     after = jnp.hypot(scale * after, 4 * eps * rounding)
@@ -251,7 +253,8 @@ def _damping(
     cross = c * _mean_of_others(column_dots(z, w).real)
     b = jnp.where(whole > 0, cross / jnp.where(whole > 0, whole, 1), 0)
     before = (error**2 + anew(mean(squares))) / 2
-    left = mean(b) ** 2 * before + c * mean(column_norms_squared(w - b[None, :] * z))
+    rest = w - b[None, :].astype(z.dtype) * z
+    left = mean(b) ** 2 * before + c * mean(column_norms_squared(rest))
     return b, jnp.sqrt(left)
 
 
@@ -261,7 +264,8 @@ def _mean_of_others(numbers: Float[Array, " l"]) -> Float[Array, " l"]:
 
 def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     """Columns without their components along the probes."""
-    along = column_dots(probes, block) / column_norms_squared(probes)
+    squares = column_norms_squared(probes).astype(block.dtype)
+    along = column_dots(probes, block) / squares
     return block - probes * along[None, :]
 
 

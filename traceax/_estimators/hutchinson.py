@@ -12,7 +12,7 @@ from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
-from traceax._linalg.columns import Moments, mean, moments
+from traceax._linalg.columns import Moments, mean, moments, times
 from traceax._linalg.jackknife import error_of_sum, length
 from traceax._probes.probing import DEGREES, combined_error, neighbour_residuals
 from traceax._probes.samplers import Sampler, rademacher
@@ -152,7 +152,7 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome
         repeats = design.num_samples
         error = combined_error(error, residuals.error(near, repeats, eps), repeats)
     readout = Batches(probes, total.weight, target.read)
-    return Outcome(total.scale * total.value(), jnp.hypot(error, rounding), readout)
+    return Outcome(times(total.scale, total.value()), jnp.hypot(error, rounding), readout)
 
 
 def _moments_of(

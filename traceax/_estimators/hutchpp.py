@@ -35,6 +35,7 @@ from traceax._linalg.columns import (
     largest_modulus,
     mean,
     row_dots,
+    times,
 )
 from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
 from traceax._probes.samplers import Sampler, rademacher
@@ -129,7 +130,7 @@ def _hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     q = orthonormalise(linear_map(test)).columns
     mu, resphering = _project(rest, q, probes.resphere)
     h = column_dots(q, linear_map(q))
-    samples = resphering * column_dots(mu, linear_map(mu))
+    samples = times(resphering, column_dots(mu, linear_map(mu)))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
     error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
     return Outcome(jnp.sum(h) + mean(samples), error, _pairs(q, mu, resphering))
@@ -196,7 +197,7 @@ def _project(
 def _pairs(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
 ) -> Pairs:
-    left = jnp.hstack([q, mu * (resphering / mu.shape[1])[None, :]])
+    left = jnp.hstack([q, times(mu, (resphering / mu.shape[1])[None, :])])
     return Pairs(left, jnp.hstack([q, mu]))
 
 
@@ -253,7 +254,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     remainder = outside(q, None, linear_map(mu if hermitian else rest))
     samples = remainder * rest.conj()
     samples = samples.real if hermitian else samples
-    known = weight.known(image, image) if hermitian else row_dots(q, image)
+    known = weight.known(image, image).real if hermitian else row_dots(q, image)
     scattered = largest_modulus(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
     error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)

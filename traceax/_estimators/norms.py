@@ -25,7 +25,7 @@ from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target, leave_one_out
 from traceax._estimators.xtrace import XNYSTRACE
-from traceax._linalg.columns import column_norms_squared, largest_modulus, mean
+from traceax._linalg.columns import column_norms_squared, largest_modulus, mean, over
 from traceax._linalg.jackknife import (
     independent_degrees_of_freedom,
     jackknife_error,
@@ -135,13 +135,14 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     first = sketch = linear_map(block)
     scale = largest_modulus(first)
     if not linear_map.is_hermitian:
-        sketch = linear_map.adjoint(first / scale)
+        sketch = linear_map.adjoint(over(first, scale))
     loo = leave_one_out(sketch, block, resphere=resphere)
     q, s = loo.basis.columns, loo.directions
     readout = Squares(target, q, s, loo.mu, loo.resphering)
     image = linear_map(q)
-    remainder = (first - image @ loo.x) / scale
-    known = readout.known(image / scale)
+    remainder = over(first - image @ loo.x, scale)
+    image = over(image, scale)
+    known = readout.known(image)
     samples = known + readout.remainders(remainder)
     sizes = mean(jnp.abs(samples))
     rounding = 4 * unit_roundoff(linear_map.operator) * (sizes + mean(sizes))
@@ -151,8 +152,7 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     else:
         w, lengths = q.conj().T @ block, column_norms_squared(loo.mu)
         pairs = pairs_of_probes(s, w, lengths, n - k + 2 if resphere else None)
-        v = (image / scale) @ s
-        replicates = row_norm_replicates(pairs, known, v, remainder)
+        replicates = row_norm_replicates(pairs, known, image @ s, remainder)
         error = jackknife_error(replicates, rounding)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
 

@@ -50,9 +50,11 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     mean,
+    over,
     row_dots,
     row_norms_squared,
     squared_modulus,
+    times,
 )
 from traceax._linalg.jackknife import root_design_effect, standard_error
 from traceax._probes.stream import SILENT, ProgressMeter, Stream, unit_vectors
@@ -123,9 +125,9 @@ class Samples(eqx.Module):
         values, scale = self.values, self.scale
         error = standard_error(self.sharing**0.5 * values, self.rounding)
         if weights is None:
-            return scale * mean(values), scale * error
+            return times(scale, mean(values)), scale * error
         error = root_design_effect(weights) * error
-        return scale * jnp.sum(weights[None, :] * values, axis=1), scale * error
+        return times(scale, jnp.sum(times(weights[None, :], values), axis=1)), scale * error
 
 
 def independent(
@@ -255,8 +257,8 @@ def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> 
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     weights = jnp.full(k, 1 / k) if weights is None else weights
     weights = weights.astype(loo.resphering.dtype)
-    kept = q - (q @ s) @ (s * weights[None, :]).conj().T
-    left = [kept, loo.mu * (loo.resphering * weights)[None, :]]
+    kept = q - (q @ s) @ times(s, weights[None, :]).conj().T
+    left = [kept, times(loo.mu, (loo.resphering * weights)[None, :])]
     return Pairs(jnp.hstack(left), jnp.hstack([q, loo.mu]))
 
 
@@ -273,7 +275,7 @@ class Batches(eqx.Module):
         self, subject: Any, meter: ProgressMeter = SILENT
     ) -> Inexact[Array, "..."]:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)
-        return total / self.lengths
+        return over(total, self.lengths)
 
 
 class TwoSided(eqx.Module):
@@ -312,10 +314,10 @@ class TwoSided(eqx.Module):
         products = linear_map(self.tested)
         rows = self.known(image, coimage)
         remainder = outside(self.basis, self.directions, products)
-        rows += row_dots(remainder, self.probes * self.shares[None, :])
+        rows += row_dots(remainder, times(self.probes, self.shares[None, :]))
         if self.plain is not None:
             products = products if self.x is None else products + image @ self.x
-            rows += row_dots(products, self.probes * self.plain[None, :])
+            rows += row_dots(products, times(self.probes, self.plain[None, :]))
         return self.target.of(rows, linear_map)
 
     def known(
@@ -326,11 +328,11 @@ class TwoSided(eqx.Module):
         h = q.conj().T @ image
         if s is None:
             return row_dots(q, coimage) + row_dots(image - q @ h, q)
-        weighted = self.shares[:, None] * s.conj().T
-        core = self.forward * h - s @ (weighted @ h) - (h @ s) @ weighted
+        weighted = times(self.shares[:, None], s.conj().T)
+        core = times(self.forward, h) - s @ (weighted @ h) - (h @ s) @ weighted
         core = core + (s * column_dots(s, h @ s)[None, :]) @ weighted
-        kept = self.adjoint * q - (q @ s) @ weighted
-        kept_image = self.forward * image - (image @ s) @ weighted
+        kept = times(self.adjoint, q) - (q @ s) @ weighted
+        kept_image = times(self.forward, image) - (image @ s) @ weighted
         return row_dots(kept, coimage) + row_dots(kept_image - q @ core, q)
 
 

@@ -128,7 +128,9 @@ from traceax._linalg.columns import (
     column_norms_squared,
     diagonal,
     mean,
+    over,
     squared_modulus,
+    times,
 )
 from traceax._linalg.jackknife import (
     one_minus_squared_modulus,
@@ -185,7 +187,7 @@ def sketched_or_sampled(
     first, first_error = _forms(block, sketch, eps)
     forms, error = _forms(probes.fresh, images, eps)
     uneven = root_design_effect(weights)
-    sampled = (jnp.sum(weights * first) + mean(forms)) / 2
+    sampled = (jnp.sum(times(weights, first)) + mean(forms)) / 2
     sampled_error = jnp.hypot(uneven * first_error, error) / 2
     of_both = (sketched, uneven * sketched_error), (sampled, sampled_error)
     value, error = jax.tree.map(partial(jnp.where, choice.sketches), *of_both)
@@ -203,8 +205,8 @@ def sketched_or_sampled_diagonal(
     eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
     sketched = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
     scale, weights = sketched.scale, choice.weights
-    first = independent(block.conj() * (sketch / scale), scale, eps, hermitian)
-    forms = independent(fresh * (image / scale).conj(), scale, eps, hermitian)
+    first = independent(block.conj() * over(sketch, scale), scale, eps, hermitian)
+    forms = independent(fresh * over(image, scale).conj(), scale, eps, hermitian)
     (one, one_error), (other, other_error) = (
         first.value_and_error(weights),
         forms.value_and_error(),
@@ -277,7 +279,7 @@ def missed_shares(
         lengths = column_norms_squared(w)[None, :]
     across = 1 - squared_modulus(tw) * inverse / lengths
     missed = loo.distances[None, :] ** 2 * inverse * across
-    return shares_of(missed, w, sketch / loo.basis.scale)
+    return shares_of(missed, w, over(sketch, loo.basis.scale))
 
 
 def shares_of(
@@ -306,7 +308,7 @@ def _pairs(choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]) -> Pa
     """The readout of the trace, 2k columns in both cases."""
     k = loo.x.shape[0]
     sampled = Pairs(
-        jnp.hstack([fresh / (2 * k), loo.probes * (choice.weights / 2)[None, :]]),
+        jnp.hstack([fresh / (2 * k), times(loo.probes, (choice.weights / 2)[None, :])]),
         jnp.hstack([fresh, loo.probes]),
     )
     sketched = trace_pairs(loo, choice.weights)
@@ -370,13 +372,13 @@ def nystrom_shares(
     gram = factor.right.conj().T @ factor.right
     forms = images.conj().T @ images
     lengths, own = diagonal(gram).real[:, None], diagonal(forms).real
-    along = gram / lengths
+    along = over(gram, lengths)
     left = lengths.T - squared_modulus(gram) / lengths
     inverse = 1 / jnp.where(jnp.eye(k, dtype=bool), 1, left)
     products = own[None, :] - 2 * (along.conj() * forms).real
     products = products + squared_modulus(along) * own[:, None]
     missed = (products - 1 / n) * inverse**2
-    return shares_of(missed, probes, sketch / factor.scale)
+    return shares_of(missed, probes, over(sketch, factor.scale))
 
 
 def _shared_samples(
@@ -389,7 +391,7 @@ def _shared_samples(
     """The g_i. Of their terms only the e_i share probes."""
     scale, share = factor.scale, mean(weights)
     sketched = xnysdiag_samples(factor, probes, eps)
-    sampled = independent(probes.conj() * (sketch / scale), scale, eps, hermitian=True)
+    sampled = independent(probes.conj() * over(sketch, scale), scale, eps, hermitian=True)
     values = weights[None, :] * sketched.values
     values = values + (1 - weights)[None, :] * sampled.values
     rounding = share * sketched.rounding + (1 - share) * sampled.rounding

@@ -49,9 +49,11 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     mean,
+    over,
     row_dots,
     row_norms_squared,
     squared_modulus,
+    times,
 )
 from traceax._linalg.jackknife import jackknife_error, xnysdiag_replicates
 from traceax._linalg.nystrom import Nystrom, nystrom
@@ -128,9 +130,9 @@ def xdiag_samples(
 ) -> Samples:
     """From Y = A Omega and A* Q."""
     q, scale = loo.basis.columns, loo.basis.scale
-    image = image / scale
+    image = over(image, scale)
     if hermitian:
-        samples = _two_sided(loo, image, sketch / scale)
+        samples = _two_sided(loo, image, over(sketch, scale))
     else:
         samples = _one_sided(loo, image)
     lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
@@ -155,7 +157,7 @@ def _two_sided(
 def _one_sided(loo: LeaveOneOut, coimage: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
     q, s = loo.basis.columns, loo.directions
     v = q @ s
-    missed = loo.probes.conj() * loo.distances[None, :] - (coimage @ s).conj()
+    missed = times(loo.probes.conj(), loo.distances[None, :]) - (coimage @ s).conj()
     return row_dots(q, coimage)[:, None] + v * missed
 
 
@@ -247,5 +249,5 @@ def _parts(
 ) -> tuple[Float[Array, " n"], Inexact[Array, "n k"], Float[Array, " k"]]:
     """The diagonal of F F*, the z_i, and the lengths of the g_i."""
     lengths = jnp.sqrt(column_norms_squared(factor.right))
-    z = factor.left @ (factor.right / lengths[None, :])
+    z = factor.left @ over(factor.right, lengths[None, :])
     return row_norms_squared(factor.left), z, lengths

@@ -47,7 +47,7 @@ from traceax._estimators.readouts import (
     leave_one_out,
     trace_pairs,
 )
-from traceax._linalg.columns import column_dots, column_norms_squared, mean
+from traceax._linalg.columns import column_dots, column_norms_squared, mean, over, times
 from traceax._linalg.jackknife import (
     jackknife_error,
     no_less_than_theory,
@@ -129,12 +129,13 @@ def xtrace_of(
     the samples, if there are `weights`, of sum 1."""
     n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
-    h = (q.conj().T @ images) / scale
-    coimage = (images.conj().T @ loo.mu) / scale
-    remainders = column_dots(loo.mu, sketch) / scale - column_dots(coimage, loo.x)
-    samples = jnp.trace(h) - column_dots(s, h @ s) + loo.resphering * remainders
+    h = over(q.conj().T @ images, scale)
+    coimage = over(images.conj().T @ loo.mu, scale)
+    remainders = over(column_dots(loo.mu, sketch), scale) - column_dots(coimage, loo.x)
+    resphered = times(loo.resphering, remainders)
+    samples = jnp.trace(h) - column_dots(s, h @ s) + resphered
 
-    rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(loo.resphering * remainders))
+    rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * rounding
     if k < 3:
         error = standard_error(samples, rounding)
@@ -147,10 +148,10 @@ def xtrace_of(
         replicates = xtrace_replicates(pairs, h, image, coimage, remainders)
         error = jackknife_error(replicates, rounding)
     if resphere and k > 1:
-        missed = _missed(loo, (sketch - images @ loo.x) / scale, remainders)
+        missed = _missed(loo, over(sketch - images @ loo.x, scale), remainders)
         error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
-    value = mean(samples) if weights is None else jnp.sum(weights * samples)
-    return scale * value, scale * error
+    value = mean(samples) if weights is None else jnp.sum(times(weights, samples))
+    return times(scale, value), scale * error
 
 
 def _missed(
@@ -160,7 +161,7 @@ def _missed(
     q, s = loo.basis.columns, loo.directions
     inside = q.conj().T @ products
     inside = inside - s * column_dots(s, inside)[None, :]
-    along = remainders / column_norms_squared(loo.mu)
+    along = over(remainders, column_norms_squared(loo.mu))
     across = products - q @ inside - loo.mu * along[None, :]
     return loo.resphering**2 * column_norms_squared(across)
 
@@ -276,5 +277,5 @@ def _missed_by_nystrom(
     """c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with mu_i what w_i has outside of the
     span of the others, and r_i = (A - A<Omega_-i>) w_i = F g_i/|g_i|^2, also outside."""
     inverse = test.conj().T @ test
-    across = (removed - probes @ inverse) / squares[None, :]
+    across = over(removed - probes @ inverse, squares[None, :])
     return resphering**2 * column_norms_squared(across)

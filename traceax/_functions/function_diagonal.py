@@ -57,7 +57,7 @@ from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._estimators.readouts import DIAGONAL, TwoSided, leave_one_out, two_sided
 from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import Function, checked_run, real_dtype
-from traceax._linalg.columns import largest_modulus, mean, row_dots, squared_modulus
+from traceax._linalg.columns import largest_modulus, mean, row_dots, squared_modulus, times
 from traceax._linalg.jackknife import quadrature_error, shared_error
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
 from traceax._probes.draw import check_independent, draw, probes_per_sample
@@ -313,7 +313,7 @@ def _value_error_sketch(
     functions = jax.vmap(_function)(kept, eigen, values)
     level = jax.vmap(run.level)(functions)
     identity = jnp.diag(space.filled[:m].astype(functions.dtype))
-    rest = functions - level[:, None, None] * identity[None]
+    rest = functions - times(level[:, None, None], identity[None])
     samples = level[0] + run.samples(rest[0])
     changes = jax.vmap(run.mean)(rest[:-1] - rest[1:])
     changes = jnp.abs(changes + (level[:-1] - level[1:])[:, None])
@@ -334,7 +334,7 @@ def _function(
     values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
     # LAPACK may return finite numbers for NaN input.
     values = jnp.where(jnp.isnan(eigen.values), jnp.nan, values)
-    return (vectors * values[None, :]) @ vectors.conj().T
+    return times(vectors, values[None, :]) @ vectors.conj().T
 
 
 def _sketch(
@@ -348,4 +348,4 @@ def _sketch(
     count = (k + 1) // 2
     grain = jnp.finfo(largest.dtype).eps ** 0.5 * largest
     image = run.basis @ (rest[:, :k] @ space.starts[:, :count])
-    return image + grain * run.probes[:, :count]
+    return image + times(grain, run.probes[:, :count])

@@ -221,7 +221,7 @@ def factorised(
 ) -> tuple[Inexact[Array, "n n"], Float[Array, ""]]:
     """The Cholesky factor of matrix + shift I, and its log-determinant."""
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-    factor = jnp.linalg.cholesky(matrix + shift * identity)
+    factor = jnp.linalg.cholesky(matrix + shift.astype(matrix.dtype) * identity)
     return factor, 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
 
 
@@ -280,9 +280,9 @@ def schatten_norm(
     name = "schatten_norm"
     operator = check_request(name, operator, key, num_matvecs, 13, square=False)
     check_positive(name, "p", p, _POWERS)
-    unit = _unit(name, operator, key)
+    unit, dtype = _unit(name, operator, key)
     # XLA would make (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
-    scaled = operator * (1 / unit)
+    scaled = operator * (1 / unit).astype(dtype)
     if is_positive(operator) or is_negative(operator):
         target, exponent, cost = scaled, p, 1
     else:
@@ -314,13 +314,14 @@ def _square(operator: Operator) -> Operator:
     return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
 
 
-def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> Float[Array, ""]:
-    """The size of one image, to divide by: squares and powers may be out of range."""
+def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> tuple[Array, jnp.dtype]:
+    """The size of one image, to divide by: squares and powers may be out of range. And a
+    dtype of numbers that promotes no leaf."""
     probe = draw(name, sphere, key, operator, 1)
     size = jax.lax.stop_gradient(largest_modulus(LinearMap(operator)(probe)))
     leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
-    coarsest = min((jnp.finfo(leaf.dtype) for leaf in leaves), key=lambda info: info.bits)
-    return size.astype(coarsest.dtype)
+    least = min(leaves, key=lambda x: (jnp.finfo(x.dtype).bits, x.dtype.itemsize)).dtype
+    return size.astype(jnp.finfo(least).dtype), least
 
 
 def _power(p: float | Array) -> Callable[[Array], Array]:

@@ -171,7 +171,7 @@ def _exact(
     if array.ndim == 1:
         # As a Cholesky factorisation, NaN if it is not positive definite.
         shifted = jnp.where(jnp.all(array + shift > 0), array + shift, jnp.nan)
-        return y / shifted[:, None], jnp.sum(jnp.log(shifted))
+        return y / shifted[:, None].astype(y.dtype), jnp.sum(jnp.log(shifted))
     factor, logs = factorised(array, shift)
     return jax.scipy.linalg.cho_solve((factor, True), y), logs
 
@@ -208,7 +208,7 @@ class Likelihood(eqx.Module):
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
         """B block."""
-        return self.function.linear_map(block) + self.shift * block
+        return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
 
 
 class Report(eqx.Module):
@@ -275,7 +275,8 @@ def _forms_and_errors(
         column_dots(residual, inverse(residual)).real,
         column_norms_squared(residual) / inverse.nu,
     )
-    lengths = jnp.sqrt(column_norms_squared(inverse.largest * solution))
+    largest = inverse.largest.astype(solution.dtype)
+    lengths = jnp.sqrt(column_norms_squared(largest * solution))
     sizes = lengths / inverse.largest * (jnp.sqrt(column_norms_squared(y)) + lengths)
     return forms, jnp.maximum(bounds, 0) + rounding * sizes
 

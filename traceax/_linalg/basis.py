@@ -31,7 +31,13 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, UInt32
 
 from traceax._linalg import lapack
-from traceax._linalg.columns import column_norms_squared, diagonal, largest_modulus
+from traceax._linalg.columns import (
+    column_norms_squared,
+    diagonal,
+    largest_modulus,
+    over,
+    times,
+)
 
 # With so many times more rows than columns, random signs are nearly orthogonal.
 TALL = 8
@@ -56,7 +62,7 @@ def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     rounding, so that identities hold to rounding, and the inverse exists.
     """
     scale = largest_modulus(block)
-    block = block / scale
+    block = over(block, scale)
     return Basis(*_decompose(block, _floor(block)), scale)
 
 
@@ -79,7 +85,7 @@ def _direct(
     """The floor is real, because the phase of a subnormal number is noise."""
     columns, triangle = lapack.qr(block)
     short = jnp.abs(diagonal(triangle)) < floor
-    triangle = jnp.where(jnp.diag(short), floor, triangle)
+    triangle = jnp.where(jnp.diag(short), floor.astype(block.dtype), triangle)
     return columns, triangle, _inverse(triangle.conj().T)
 
 
@@ -90,13 +96,13 @@ def _randomised(
     sizes, right = approximate_svd(block)
     # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
-    tall = block @ (right.conj().T / raised[None, :])
+    tall = block @ over(right.conj().T, raised[None, :])
     fresh = _signs(n, k, block.real.dtype).astype(block.dtype) / n**0.5
     tall = jnp.where((raised > sizes)[None, :], fresh, tall)
     lower = lapack.cholesky(tall.conj().T @ tall)
     turn = _inverse(lower)
-    factor = lower.conj().T @ (raised[:, None] * right)
-    return tall @ turn.conj().T, factor, turn @ (right / raised[:, None])
+    factor = lower.conj().T @ times(raised[:, None], right)
+    return tall @ turn.conj().T, factor, turn @ over(right, raised[:, None])
 
 
 def approximate_svd(
@@ -144,7 +150,7 @@ def _hash(index: Any) -> UInt32[Any, "..."]:
     return (bits ^ (bits >> 15)) | 1
 
 
-def random_rotation(k: int, dtype: jnp.dtype) -> Float[Array, "k k"]:
+def random_rotation(k: int, dtype: jnp.dtype) -> Inexact[Array, "k k"]:
     """Always the same rotation, a constant of the program, which is independent of every
     block. (Hartley's transform in its place fails on graded columns.)"""
     normal = np.random.default_rng(k).normal(size=(k, k))
@@ -163,14 +169,14 @@ def extend(
     the noise, and the third one orthogonalises again after another projection.
     """
     q = basis.columns
-    block = block / basis.scale
+    block = over(block, basis.scale)
     floor = jnp.maximum(_floor(basis.factor), _floor(block))
     inside = q.conj().T @ block
     columns, corner, inverse = _decompose(block - q @ inside, floor)
     for _ in range(2):
         noise = noise - q @ (q.conj().T @ noise)
     level = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
-    for added in (noise * level[None, :], 0):
+    for added in (times(noise, level[None, :]), 0):
         overlap = q.conj().T @ columns
         inside = inside + overlap @ corner
         columns, turn, turn_inverse = _decompose(columns - q @ overlap + added, floor)
@@ -220,4 +226,4 @@ class Downdate(NamedTuple):
 def downdate(basis: Basis) -> Downdate:
     """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
     norms = jnp.sqrt(column_norms_squared(basis.inverse))
-    return Downdate(basis.inverse / norms[None, :], 1 / norms)
+    return Downdate(over(basis.inverse, norms[None, :]), 1 / norms)

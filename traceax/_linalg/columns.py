@@ -17,6 +17,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 
+def promoted(*arrays: Array) -> tuple[Array, ...]:
+    """In one dtype, complex if one of them is; JAX does not if users make it strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(*arrays)
+    return tuple(array.astype(dtype) for array in arrays)
+
+
+def times(a: Inexact[Array, ...], b: Inexact[Array, ...]) -> Inexact[Array, ...]:
+    return jnp.multiply(*promoted(a, b))
+
+
+def over(a: Inexact[Array, ...], b: Inexact[Array, ...]) -> Inexact[Array, ...]:
+    return jnp.divide(*promoted(a, b))
+
+
 def column_dots(a: Inexact[Array, "n k"], b: Inexact[Array, "n k"]) -> Inexact[Array, " k"]:
     """<a_j, b_j> = a_j* b_j for every column j."""
     return jnp.sum(a.conj() * b, axis=0)
@@ -89,12 +104,12 @@ class Moments(eqx.Module):
         moved = self.value() - value
         cross = 2 * (moved.conj() * self.mixed).real
         squares = self.squares + cross + squared_modulus(moved) * self.weight_squares
-        new = jnp.maximum(squares, 0), self.mixed + moved * self.weight_squares
+        new = jnp.maximum(squares, 0), self.mixed + times(moved, self.weight_squares)
         return eqx.tree_at(lambda m: (m.squares, m.mixed), self, new)
 
     def _divided_by(self, scale: Float[Array, ""]) -> Moments:
         factor = self.scale / scale
-        linear = self.numerator * factor, self.size * factor, self.mixed * factor
+        linear = (times(x, factor) for x in (self.numerator, self.size, self.mixed))
         return eqx.tree_at(
             lambda m: (m.numerator, m.size, m.mixed, m.squares),
             self,
@@ -105,20 +120,20 @@ class Moments(eqx.Module):
 def _ratio(
     numerator: Inexact[Array, " n"], weight: Float[Array, " n"]
 ) -> Inexact[Array, " n"]:
-    return numerator / jnp.where(weight > 0, weight, 1)
+    return over(numerator, jnp.where(weight > 0, weight, 1))
 
 
 def moments(numerators: Inexact[Array, "n s"], weights: Float[Array, "n s"]) -> Moments:
     scale = largest_modulus(numerators)
-    numerators = numerators / scale
+    numerators = over(numerators, scale)
     numerator, weight = jnp.sum(numerators, axis=1), jnp.sum(weights, axis=1)
-    residuals = numerators - _ratio(numerator, weight)[:, None] * weights
+    residuals = numerators - times(_ratio(numerator, weight)[:, None], weights)
     return Moments(
         numerator,
         weight,
         jnp.sum(jnp.abs(numerators), axis=1),
         jnp.sum(squared_modulus(residuals), axis=1),
-        jnp.sum(residuals * weights, axis=1),
+        jnp.sum(times(residuals, weights), axis=1),
         jnp.sum(weights**2, axis=1),
         scale,
     )

@@ -56,7 +56,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._linalg.columns import diagonal, mean, squared_modulus
+from traceax._linalg.columns import diagonal, mean, over, promoted, squared_modulus, times
 from traceax._linalg.krylov import Complements
 
 
@@ -222,12 +222,12 @@ def xtrace_replicates(
     shs = s_adjoint @ h @ s
     own = diagonal(shs)
     uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    uhu = (uhu + squared_modulus(overlap) * own[None, :]) * pairs.inverse
-    c = pairs.tests * pairs.inverse
+    uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), pairs.inverse)
+    c = times(pairs.tests, pairs.inverse)
     cross = c.conj() * pairs.along(s_adjoint @ image)
     cross = cross + c * pairs.along(s_adjoint @ coimage).conj()
-    second = squared_modulus(pairs.tests) * pairs.inverse * uhu
-    products = pairs.resphering * (remainders[None, :] + cross + second)
+    second = times(squared_modulus(pairs.tests) * pairs.inverse, uhu)
+    products = times(pairs.resphering, remainders[None, :] + cross + second)
     return _mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
 
 
@@ -241,7 +241,7 @@ def row_norm_replicates(
     columns B mu_j."""
     k = known.shape[1]
     others = (1 - jnp.eye(k, dtype=known.dtype)) / (k - 1)
-    beta, inverse = pairs.inverse * pairs.tests, pairs.inverse * others
+    beta, inverse = times(pairs.inverse, pairs.tests), pairs.inverse * others
     c, cross = pairs.resphering * others, pairs.overlap.conj()  # cross is L_ji
     tested, squares = c * squared_modulus(beta), squared_modulus(v)
 
@@ -251,8 +251,9 @@ def row_norm_replicates(
     own = squares * jnp.sum(tested - inverse, axis=1)[None, :]
     of_i = over_j(squared_modulus(remainders), c)
     of_i = of_i + over_j(squares, (tested - inverse) * squared_modulus(cross))
-    of_i = of_i - 2 * over_j(remainders.conj() * v, c * beta * cross).real
-    mixed = over_j(v, (inverse - tested) * cross) + over_j(remainders, c * beta.conj())
+    of_i = of_i - 2 * over_j(remainders.conj() * v, times(c, beta) * cross).real
+    mixed = over_j(v, times(inverse - tested, cross))
+    mixed = mixed + over_j(remainders, times(c, beta.conj()))
     return over_j(known, others) + own + of_i + 2 * (v.conj() * mixed).real
 
 
@@ -268,7 +269,7 @@ def xnystrace_replicates(
     so that nothing overflows."""
     core, overlap, squared = _scaled_core(gram)
     root = jnp.sqrt(core)
-    normed = removed / root[None, :] / root[:, None]
+    normed = over(over(removed, root[None, :]), root[:, None])
     own = diagonal(normed).real
     pair = own[:, None] + own[None, :] - 2 * (normed * overlap.conj()).real
     remainders = 1 / (core[None, :] * squared)
@@ -289,10 +290,10 @@ def xnysdiag_replicates(
     core, overlap, squared = _scaled_core(gram)
     k = core.size
     pairs = (1 - jnp.eye(k, dtype=core.dtype)) / (k - 1) / squared
-    tested, squares = probes.conj() / jnp.sqrt(core)[None, :], squared_modulus(z)
+    tested, squares = over(probes.conj(), jnp.sqrt(core)[None, :]), squared_modulus(z)
     removed = squares * jnp.sum(pairs, axis=1)[None, :] + squares @ pairs.T
-    removed = removed - 2 * (z.conj() * (z @ (overlap * pairs.T))).real
-    left = (tested * z) @ pairs.T - z * (tested @ (overlap * pairs).T)
+    removed = removed - 2 * (z.conj() * (z @ times(overlap, pairs.T))).real
+    left = (tested * z) @ pairs.T.astype(z.dtype) - z * (tested @ times(overlap, pairs).T)
     return total[:, None] - removed + left.real
 
 
@@ -302,7 +303,7 @@ def _scaled_core(
     """The diagonal of K, the overlaps K_ij / sqrt(K_ii K_jj), and a^2."""
     core = diagonal(gram).real
     root = jnp.sqrt(core)
-    overlap = gram / root[None, :] / root[:, None]
+    overlap = over(over(gram, root[None, :]), root[:, None])
     return core, overlap, one_minus_squared_modulus(overlap)
 
 
@@ -336,7 +337,7 @@ def krylov_replicates(
     vectors, remainders, dimensions = spaces
     k, r, q = vectors.shape
     columns = jnp.moveaxis(vectors, 0, 1).reshape(r, k * q)
-    before, after = columns.conj().T @ right, left @ columns
+    before, after, values = promoted(columns.conj().T @ right, left @ columns, values)
     forms = jax.vmap(lambda v: _pair_blocks((before * v[None, :]) @ after, k))(values)
     gram = _pair_blocks(columns.conj().T @ columns, k)
     inverse = _pseudoinverse(gram)
@@ -346,17 +347,17 @@ def krylov_replicates(
     b = jnp.sum(inverse[..., q:] * tests[None, :, None, :], axis=-1)
     lengths = jnp.sum(tests.conj()[None] * b[..., q:], axis=-1).real
     outer = b.conj()[..., :, None] * b[..., None, :]
-    tested = jnp.sum(outer[None] * forms, axis=(-2, -1))
-    removed = jnp.sum(jnp.swapaxes(inverse, -1, -2)[None] * forms, axis=(-2, -1))
+    tested = jnp.sum(times(outer[None], forms), axis=(-2, -1))
+    removed = jnp.sum(times(jnp.swapaxes(inverse, -1, -2)[None], forms), axis=(-2, -1))
     rank = jnp.sum(jnp.swapaxes(inverse, -1, -2) * gram, axis=(-2, -1)).real
     dimensions = (dimensions - jnp.sum(squared_modulus(vectors), axis=(1, 2)))[:, None]
     factors = (dimensions + rank) / jnp.where(lengths > 0, lengths, 1)
 
     # tr(J F) from the first sample.
     own = forms[:, 0, 0, :q, :q]
-    first = jnp.einsum("a,pab,b->p", tests[0].conj(), own, tests[0])
-    total = samples[:, 0] + jnp.einsum("paa->p", own) - first
-    pairs = total[:, None, None] - removed + factors.astype(tested.dtype)[None] * tested
+    first = jnp.einsum("a,pab,b->p", *promoted(tests[0].conj(), own, tests[0]))
+    total = samples[:, 0].astype(own.dtype) + jnp.einsum("paa->p", own) - first
+    pairs = total[:, None, None] - removed + times(factors[None], tested)
     return jax.vmap(_mean_of_others)(pairs)
 
 

@@ -43,8 +43,10 @@ from traceax._linalg.basis import approximate_svd, random_rotation, square_roots
 from traceax._linalg.columns import (
     column_norms_squared,
     largest_modulus,
+    over,
     row_norms_squared,
     squared_modulus,
+    times,
 )
 
 # An operator whose asymmetry exceeds this part of its largest product is not Hermitian.
@@ -92,7 +94,7 @@ def lanczos(
     basis_shape = (starts.shape[0], num_steps, starts.shape[1])
     basis = jnp.zeros(basis_shape, starts.dtype) if reorthogonalise else None
     length = jax.vmap(norm)(starts)
-    q = starts / jnp.where(length > 0, length, 1)[:, None]
+    q = over(starts, jnp.where(length > 0, length, 1)[:, None])
     zero = jnp.zeros_like(length)
     state = _State(basis, q, jnp.zeros_like(q), zero, zero, zero)
     state, outputs = jax.lax.scan(step, state, jnp.arange(num_steps))
@@ -124,7 +126,7 @@ def _advance(
     eps = float(jnp.finfo(q.dtype).eps)
     scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
     alpha = jnp.vdot(q, product).real
-    residual = product - alpha * q - beta * previous
+    residual = product - times(alpha, q) - times(beta, previous)
     known = jnp.stack([previous, q]) if basis is None else basis
     overlaps = known.conj() @ residual
     skew = jnp.maximum(skew, jnp.max(jnp.abs(jax.lax.stop_gradient(overlaps))))
@@ -133,12 +135,12 @@ def _advance(
     size = norm(residual)
     alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
     if differentiable and basis is not None:
-        added = eps**0.5 * jnp.where(scale > 0, scale, 1) * _new_direction(basis, j)
+        added = times(eps**0.5 * jnp.where(scale > 0, scale, 1), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
         size = norm(residual)
         alive = size > 0  # false only where the basis spans the whole space
     beta = jnp.where(alive, size, 0)
-    new = jnp.where(alive, residual / jnp.where(alive, size, 1), 0)
+    new = jnp.where(alive, over(residual, jnp.where(alive, size, 1)), 0)
     # Where q itself is zero, the diagonal of T is filled later.
     output = alpha, beta, jnp.any(q != 0), q
     return _State(basis, new, q, beta, scale, skew), output
@@ -147,7 +149,7 @@ def _advance(
 def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
     """Without overflow of the squares, and with derivative 0 at 0."""
     scale = jax.lax.stop_gradient(largest_modulus(vector))
-    squares = jnp.sum(squared_modulus(vector / scale))
+    squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
     return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
 
@@ -161,7 +163,7 @@ def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n
     for _ in range(2):
         vector = vector - (basis.conj() @ vector) @ basis
     length = norm(vector)
-    return vector / jnp.where(length > 0, length, 1)
+    return over(vector, jnp.where(length > 0, length, 1))
 
 
 def tridiagonal(
@@ -249,9 +251,9 @@ def block_krylov(
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
         product = linear_map(new)
         scale = jnp.maximum(residual.scale, largest_modulus(product))
-        rest, inside = _project_out(basis, product / scale)
+        rest, inside = _project_out(basis, over(product, scale))
         rest, again = _project_out(basis, rest)
-        column = scale * (inside + again)
+        column = times(scale, inside + again)
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
         noise = rounding + eps**0.75 * longest
@@ -281,10 +283,10 @@ def next_block(
     block, scale, noise = residual
     sizes, right = approximate_svd(block)
     sizes = jnp.where(sizes > noise, sizes, 0)
-    tall = block @ (right.conj().T / jnp.where(sizes > 0, sizes, jnp.inf)[None, :])
+    tall = block @ over(right.conj().T, jnp.where(sizes > 0, sizes, jnp.inf)[None, :])
     tall, _ = _project_out(basis, tall)
     root, inverse = square_roots(tall.conj().T @ tall)
-    return tall @ inverse, scale * root @ (sizes[:, None] * right)
+    return tall @ inverse, times(scale, root @ times(sizes[:, None], right))
 
 
 def _project_out(
@@ -306,7 +308,7 @@ class Complements(NamedTuple):
         """The remainders times sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
         squares = jnp.sum(squared_modulus(self.remainders), axis=1)
         factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
-        return self._replace(remainders=factor[:, None] * self.remainders)
+        return self._replace(remainders=times(factor[:, None], self.remainders))
 
 
 def complements(
@@ -320,12 +322,12 @@ def complements(
     block; the first `kept` of them stay in every S_i. Coordinates that are not `filled` do
     not exist."""
     r, k = projection.shape[0], starts.shape[0]
-    square = jnp.where(filled, projection / largest_modulus(projection), 0)
+    square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
     scaled = jnp.pad(starts / n**0.5, ((0, r - k), (0, 0)))
     # In each block the coordinates that exist come first.
     blocks = filled.reshape(r // k, k).astype(square.real.dtype)
     within = np.kron(np.eye(r // k), np.arange(1, k + 1))  # of a block: place, or zero
-    places = jnp.where(filled, within.astype(blocks.dtype), 0)
+    places = jnp.where(filled[None, :], within.astype(blocks.dtype), 0)
     numbers = jnp.sum(blocks, axis=1)
     one = partial(_complement, square, scaled, places, numbers)
     vectors, count = jax.lax.map(one, jnp.arange(kept, k))
@@ -347,7 +349,7 @@ def _complement(
     capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
     eps = float(jnp.finfo(square.dtype).eps)
     noise = 100 * eps * r**0.5
-    mixed = random_rotation(k, square.real.dtype)
+    mixed = random_rotation(k, square.dtype)
     # Counts are of a floating type, whose reductions compile faster.
     index = jnp.arange(capacity + k, dtype=numbers.dtype)
 
@@ -364,14 +366,14 @@ def _complement(
         # S_i is never all of K, so the last column stays in N_i.
         inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
         taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
-        latest = extended @ jnp.where(index < taken, turn, 0)[:, :k]
+        latest = extended @ jnp.where(index[None, :] < taken, turn, 0)[:, :k]
         count = jnp.minimum(count - taken, capacity)
         source = jnp.where(index < count, index + taken, -1)
         left = (index[:, None] == source[None, :]).astype(turn.dtype)
         return (extended @ (turn @ left), count, square @ latest), None
 
     extended = jnp.zeros((r, capacity + k), square.dtype)
-    new = jnp.where(jnp.arange(k) == i, 0, starts)
+    new = jnp.where((jnp.arange(k) == i)[None, :], 0, starts)
     carry = extended, jnp.zeros_like(index[0]), new
     (extended, count, _), _ = jax.lax.scan(step, carry, (places, numbers))
     return extended[:, :capacity], count

@@ -41,7 +41,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
 from traceax._linalg.basis import TALL
-from traceax._linalg.columns import column_dots, column_scales, largest_modulus
+from traceax._linalg.columns import column_dots, column_scales, largest_modulus, over, times
 from traceax._linalg.krylov import BlockKrylov, next_block
 
 # Eigenvalues below minus this part of the largest one are not noise. The entries of a
@@ -77,7 +77,7 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     depth. If it is deeper than noise can be, the tag is wrong, and everything is NaN.
     """
     scale = largest_modulus(sketch)
-    probes, images, turn, inverse, size = _orthonormal(probes, sketch / scale)
+    probes, images, turn, inverse, size = _orthonormal(probes, over(sketch, scale))
     core = turn.conj().T @ (probes.conj().T @ images) @ turn
     skew = jnp.linalg.norm(core - core.conj().T) / 2
     noise = jnp.finfo(sketch.dtype).eps * jnp.maximum(size, 1e-3) + skew
@@ -86,8 +86,8 @@ def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nys
     largest = jnp.max(jnp.abs(eigenvalues))
     indefinite = jnp.where(indefinite > NOISE * largest, jnp.nan, indefinite)
     shift = jnp.maximum(noise, 4 * indefinite)
-    half = vectors / jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :]
-    left = (images + shift * probes) @ (turn @ half)
+    half = over(vectors, jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :])
+    left = (images + times(shift, probes)) @ (turn @ half)
     return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse, indefinite)
 
 
@@ -108,12 +108,12 @@ def _orthonormal(
         squares, vectors = lapack.eigh(probes.conj().T @ probes)
         kept = squares > 10 * k * eps * squares[-1]
         roots = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, squares, 1)), 0)
-        turn = vectors * roots[None, :]
+        turn = times(vectors, roots[None, :])
         size = jnp.linalg.norm(images) * jnp.max(roots)
         return probes, images, turn, turn.conj().T, size
     columns, sizes, right = lapack.svd(probes)
     kept = sizes >= 10 * n**0.5 * eps * jnp.max(jnp.abs(probes))
-    inverse = right / jnp.maximum(sizes, eps * jnp.linalg.norm(probes))[:, None]
+    inverse = over(right, jnp.maximum(sizes, eps * jnp.linalg.norm(probes))[:, None])
     columns = jnp.where(kept[None, :], columns, 0)
     turned = jnp.where(kept[None, :], images @ inverse.conj().T, 0)
     turn = jnp.eye(k, dtype=inverse.dtype)
@@ -136,8 +136,8 @@ class Preconditioner(eqx.Module):
         """P^{-1} block."""
         inside = self.vectors.conj().T @ (self.basis.conj().T @ block)
         factors = self.values / (self.nu + self.values)
-        moved = self.basis @ (self.vectors @ (factors[:, None] * inside))
-        return (block - moved) / self.nu
+        moved = self.basis @ (self.vectors @ times(factors[:, None], inside))
+        return over(block - moved, self.nu)
 
 
 class Projected(eqx.Module):
@@ -154,7 +154,7 @@ class Projected(eqx.Module):
     def shifted(self, block: Inexact[Array, "r t"], shift: Array) -> Inexact[Array, "s t"]:
         """(T' + shift J) block."""
         padded = jnp.pad(block, ((0, self.tall.shape[0] - block.shape[0]), (0, 0)))
-        return self.tall @ block + shift * padded
+        return self.tall @ block + times(shift, padded)
 
 
 def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projected:
@@ -162,11 +162,11 @@ def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projected:
     below = jnp.pad(factor, ((0, 0), (space.filled.size - space.width, 0)))
     tall = jnp.concatenate([space.projection, below])
     scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
-    tall = jnp.where(space.filled[None, :], tall / scale, 0)
+    tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
     square = tall[: space.filled.size]
     square = (square + square.conj().T) / 2
     empty = jnp.diag(~space.filled)
-    theta, vectors = lapack.eigh(jnp.where(empty, square[0, 0].real, square))
+    theta, vectors = lapack.eigh(jnp.where(empty, square[0, 0], square))
     basis = jnp.concatenate([space.basis, new], axis=1)
     return Projected(basis, tall, theta, vectors, shift / scale, scale)
 
@@ -178,7 +178,7 @@ def preconditioner_of(known: Projected) -> Preconditioner:
     nu = jnp.where(is_below, shift, (theta[0] + shift) / 2)
     nu = jnp.where(nu > 0, nu, jnp.nan)  # not positive definite
     half = known.shifted(known.vectors, shift - nu)
-    half = half / jnp.sqrt(jnp.maximum(theta + (shift - nu), noise))[None, :]
+    half = over(half, jnp.sqrt(jnp.maximum(theta + (shift - nu), noise))[None, :])
     half = jnp.where(jnp.any(known.basis != 0, axis=0)[:, None], half, 0)
     outer = half @ half.conj().T
     values, vectors = lapack.eigh((outer + outer.conj().T) / 2)
@@ -197,9 +197,9 @@ def galerkin(
     values = known.theta + known.shift
     values = jnp.where(values > 0, values, jnp.nan)[:, None]
     inside = known.vectors.conj().T @ (basis.conj().T @ y)
-    inside = known.vectors @ (inside / values)
+    inside = known.vectors @ over(inside, values)
     residual = y - known.basis @ known.shifted(inside, known.shift)
-    return basis @ inside / known.scale, residual
+    return over(basis @ inside, known.scale), residual
 
 
 BlockMap = Callable[[Inexact[Array, "n t"]], Inexact[Array, "n t"]]
@@ -245,26 +245,24 @@ def conjugate_gradients(
         curvature = column_dots(state.direction, image).real
         alpha = state.error / jnp.where(curvature > 0, curvature, jnp.nan)
         alpha = jnp.where(unsolved(state), alpha, 0)
-        length = alpha.astype(image.dtype)[None, :]
-        solution = state.solution + length * state.direction
-        residual = state.residual - length * image
+        solution = state.solution + times(alpha[None, :], state.direction)
+        residual = state.residual - times(alpha[None, :], image)
         direction = precondition(residual)
         error = column_dots(residual, direction).real
         ratio = error / jnp.where(state.error > 0, state.error, 1)
-        direction = direction + ratio.astype(image.dtype)[None, :] * state.direction
+        direction = direction + times(ratio[None, :], state.direction)
         energy = state.energy + alpha * state.error
         return _State(solution, residual, direction, error, energy, state.num_steps + 1)
 
     scales = column_scales(residual)  # without them squares may overflow
     energy = jnp.asarray(energy, scales.dtype) / scales / scales
-    residual = residual / scales[None, :].astype(residual.dtype)
+    residual = over(residual, scales[None, :])
     direction = precondition(residual)
     error = column_dots(residual, direction).real
     zero = jnp.zeros_like(residual)
     state = _State(zero, residual, direction, error, energy, jnp.asarray(0))
     state = jax.lax.while_loop(goes_on, step, state)
-    solution = scales[None, :].astype(residual.dtype) * state.solution
-    return Solved(solution, state.num_steps)
+    return Solved(times(scales[None, :], state.solution), state.num_steps)
 
 
 class Solve(eqx.Module):

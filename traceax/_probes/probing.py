@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import invalid
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
-from traceax._linalg.columns import largest_modulus, row_norms_squared
+from traceax._linalg.columns import largest_modulus, over, row_norms_squared
 from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
 from traceax._probes.samplers import rademacher
 
@@ -135,7 +135,7 @@ def neighbour_residuals(
         largest_modulus(products),
     )
     is_neighbour = neighbours != jnp.arange(n)[:, None]
-    degrees = jnp.sum(is_neighbour, axis=1)
+    degrees = jnp.sum(is_neighbour, axis=1, dtype=scale.dtype)
 
     def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> NeighbourResiduals:
         signs = jnp.sum(z, axis=1) / count**0.5
@@ -155,7 +155,7 @@ def neighbour_residuals(
     def by_repeat(block: Inexact[Array, "n k"]) -> Inexact[Array, "r n c"]:
         return jnp.moveaxis(block.reshape(n, -1, count), 1, 0)
 
-    each = jax.vmap(of_one)(by_repeat(z), by_repeat(products / scale))
+    each = jax.vmap(of_one)(by_repeat(z), by_repeat(over(products, scale)))
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), each)
     return eqx.tree_at(lambda t: t.scale, total, scale)
 

@@ -33,6 +33,7 @@ from traceax._core.checks import check_count, check_key, invalid
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
+from traceax._linalg.columns import over, times
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -264,7 +265,7 @@ def _on_sphere(
     key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
 ) -> Inexact[Array, "k n"]:
     rows = _gaussian(key, n, k, dtype)
-    return rows * (math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
+    return times(rows, math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
 
 
 def _orthogonal_rows(
@@ -273,7 +274,7 @@ def _orthogonal_rows(
     basis = orthonormalise(_gaussian(key, n, k, dtype).T)
     turn, triangle = lapack.qr(basis.factor)
     diagonal = jnp.diagonal(triangle)
-    turn = turn * (math.sqrt(n) * diagonal / jnp.abs(diagonal))[None, :]
+    turn = turn * over(math.sqrt(n) * diagonal, jnp.abs(diagonal))[None, :]
     return (basis.columns @ turn).T
 
 
@@ -287,8 +288,8 @@ def _hadamard_rows(
 ) -> Inexact[Array, "k n"]:
     rows_key, signs_key = jax.random.split(key)
     rows = jax.random.permutation(rows_key, hadamard_order(n))[:k]
-    common = rows[:, None] & jnp.arange(n)
-    signs = 1 - 2 * (jax.lax.population_count(common) & 1)
+    common = rows[:, None] & jnp.arange(n)[None, :]
+    signs = (1 - 2 * (jax.lax.population_count(common) & 1)).astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return signs * _phases(signs_key, (n,), dtype)
-    return signs * jax.random.rademacher(signs_key, (n,), dtype)
+        return signs * _phases(signs_key, (1, n), dtype)
+    return signs * jax.random.rademacher(signs_key, (n,), dtype)[None, :]

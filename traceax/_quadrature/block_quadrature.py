@@ -44,7 +44,7 @@ from jaxtyping import Array, Bool, Float, Inexact
 from traceax._core.operator import size, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._linalg import jackknife
-from traceax._linalg.columns import largest_modulus, mean, squared_modulus
+from traceax._linalg.columns import largest_modulus, mean, over, promoted, squared_modulus
 from traceax._linalg.krylov import (
     BlockKrylov,
     Complements,
@@ -220,11 +220,11 @@ class Quadrature(eqx.Module):
         """The larger one of half the jackknife and the error by theory. Both are those of f
         less a constant, whose trace has no error but rounding."""
         weights = self.weights[0]
-        centre = mean(_samples(weights, values)) / jnp.mean(jnp.sum(weights, axis=1))
+        centre = over(mean(_samples(weights, values)), jnp.mean(jnp.sum(weights, axis=1)))
         used = jnp.any(weights != 0, axis=0)
-        values = jnp.where(used, values - centre[:, None], 0)
+        values = jnp.where(used[None, :], values - centre[:, None], 0)
         scale = jax.vmap(largest_modulus)(values)
-        values = values / scale[:, None]
+        values = over(values, scale[:, None])
         function = self.inside, values, self.inside.conj().T
         samples, real = _samples(weights, values), not jnp.iscomplexobj(self.matrix)
         half = jackknife.half_jackknife_error(self.spaces, *function, samples)
@@ -236,13 +236,13 @@ class Quadrature(eqx.Module):
         complement, remainders, _ = self.spaces
         r = remainders.shape[1]
         turned = remainders @ self.vectors[:r].conj()
-        image = jnp.einsum("km,pm,rm->pkr", turned, values, self.vectors)
-        inner = jnp.einsum("krs,pkr->pks", complement.conj(), image[..., :r])
-        w = jnp.einsum("krs,kr->ks", complement.conj(), remainders)
+        image = jnp.einsum("km,pm,rm->pkr", *promoted(turned, values, self.vectors))
+        inner = jnp.einsum("krs,pkr->pks", *promoted(complement.conj(), image[..., :r]))
+        w = jnp.einsum("krs,kr->ks", complement.conj(), remainders).astype(image.dtype)
         lengths = jnp.sum(squared_modulus(remainders), axis=1)
         # The subtraction precedes the squares, so that multiples of I leave only rounding.
         along = jnp.einsum("ks,pks->pk", w.conj(), inner)
-        along = along / jnp.where(lengths > 0, lengths, 1).astype(along.dtype)[None]
+        along = over(along, jnp.where(lengths > 0, lengths, 1)[None])
         inner = inner - along[..., None] * w[None]
         squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
         return squares + jnp.sum(squared_modulus(inner), axis=-1)

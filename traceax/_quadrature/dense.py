@@ -24,6 +24,7 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import with_own_jvp
 from traceax._linalg import lapack
+from traceax._linalg.columns import over, promoted, times
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
@@ -69,7 +70,7 @@ def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen,
     near = jnp.abs(gaps) <= jnp.finfo(values.dtype).eps ** 0.5 * jnp.max(jnp.abs(values))
     rates = jnp.where(near, jnp.nan, 1 / jnp.where(near, 1, gaps))
     rates = jnp.where(jnp.eye(values.size, dtype=bool), 0, rates)
-    moved = Eigen(jnp.diagonal(turned).real, vectors @ (rates * turned))
+    moved = Eigen(jnp.diagonal(turned).real, vectors @ times(rates, turned))
     return Eigen(values, vectors), moved
 
 
@@ -84,7 +85,7 @@ def columns(
     """
     values = jax.vmap(fn)(eigen.values)
     first = eigen.vectors[:count].conj()
-    return jnp.einsum("ma,ap,ca->pmc", eigen.vectors, values, first)
+    return jnp.einsum("ma,ap,ca->pmc", *promoted(eigen.vectors, values, first))
 
 
 @columns.def_jvp
@@ -99,14 +100,15 @@ def _columns_jvp(
         jacobian, numbers = jacobian_and_tangent(fn, fn_tangent)
         rates = columns(jacobian, matrix, eigen, count=count)
         rates = rates.reshape(value.shape[0], -1, *value.shape[1:])
-        moved = jnp.einsum("pq...,q->p...", rates, numbers)
+        moved = jnp.einsum("pq...,q->p...", *promoted(rates, numbers))
     if matrix is not None and matrix_tangent is not None:
         # Second derivatives differentiate this decomposition.
         values, vectors = _distinct(matrix)
         turned = vectors.conj().T @ matrix_tangent @ vectors
-        weighted = jnp.einsum("abp,ab->pab", divided_differences(fn, values), turned)
+        differences = promoted(divided_differences(fn, values), turned)
+        weighted = jnp.einsum("abp,ab->pab", *differences)
         first = vectors[:count].conj()
-        moved = moved + jnp.einsum("ma,pab,cb->pmc", vectors, weighted, first)
+        moved = moved + jnp.einsum("ma,pab,cb->pmc", *promoted(vectors, weighted, first))
     return value, moved.astype(value.dtype)
 
 
@@ -117,7 +119,7 @@ def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, 
     near = jnp.abs(a - b) <= jnp.maximum(1e-3 * (jnp.abs(a) + jnp.abs(b)), rounding)
     values = jax.vmap(fn)(points)
     apart = jnp.where(near, 1, a - b)[..., None]
-    secant = (values[:, None] - values[None, :]) / apart
+    secant = over(values[:, None] - values[None, :], apart)
 
     def between(node: float) -> Array:
         point = jnp.where(near, a + (node + 1) / 2 * (b - a), points[0])
@@ -167,7 +169,7 @@ def _apply(
     projection = krylov.projection[0]
     eigen = jax.lax.stop_gradient(decompose(projection))
     coordinates = columns(fn, projection, eigen, count=1)[0, :, 0]
-    return krylov.length[0] * (coordinates @ krylov.basis[0])
+    return times(krylov.length[0], jnp.matmul(*promoted(coordinates, krylov.basis[0])))
 
 
 @lx.conj.register(FunctionOfOperator)

@@ -42,7 +42,7 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
 from traceax._core.rule import with_own_jvp
-from traceax._linalg.columns import largest_modulus
+from traceax._linalg.columns import largest_modulus, promoted, times
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.scalar import (
@@ -219,7 +219,7 @@ def _vectors(
             return columns(Factor(fn, soft, first), matrix, eigen, count=count)
 
         applied = eqx.filter_vmap(one)(soft, projection, eigen)
-        rows = jnp.einsum("Npmc,Nmn->pNcn", applied, basis)
+        rows = jnp.einsum("Npmc,Nmn->pNcn", *promoted(applied, basis))
         return rows.reshape(rows.shape[0], -1, rows.shape[3])
 
     return vectors(True), vectors(False)
@@ -232,7 +232,7 @@ def perturbation(matrix: Inexact[Array, "... m m"], size: float) -> Inexact[Arra
     noise = np.random.default_rng(m).normal(size=(m, m)) / m**0.5
     noise = noise.reshape((1,) * (matrix.ndim - 2) + (m, m))
     largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
-    return size * largest * jnp.asarray(noise, matrix.dtype)
+    return times(size * largest, jnp.asarray(noise, matrix.dtype))
 
 
 def refuse_second(linear_map: LinearMap) -> Any:

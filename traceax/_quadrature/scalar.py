@@ -33,7 +33,7 @@ from traceax._core.canonical import canonical
 from traceax._core.checks import check_callable, check_returned
 from traceax._core.operator import LinearMap, Structure, as_result
 from traceax._core.rule import Outcome, Readout
-from traceax._linalg.columns import mean
+from traceax._linalg.columns import mean, over, promoted
 
 Scalar = Inexact[Array, ""]
 Flat = Callable[[Scalar], Inexact[Array, " p"]]
@@ -52,9 +52,7 @@ class ScalarFunction(eqx.Module):
 
     def __call__(self, x: Inexact[Array, "*t"]) -> Inexact[Array, " p"]:
         leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(self.function(x))]
-        with jax.numpy_dtype_promotion("standard"):
-            common = jnp.result_type(jnp.real(x).dtype, *leaves)
-        return jnp.concatenate([leaf.astype(common) for leaf in leaves])
+        return jnp.concatenate(promoted(jnp.real(x), *leaves)[1:])
 
 
 def scalar_function(
@@ -169,7 +167,7 @@ class Factor(eqx.Module):
         root = jnp.sqrt(large) * (1 + (small / large) ** 2) ** 0.25
         if self.first:
             # The conjugate, because g1(A) v is the left vector.
-            return jnp.where(empty, 0, slope.conj() / root)
+            return jnp.where(empty, 0, over(slope.conj(), root))
         return jnp.where(empty, 0, root).astype(slope.dtype)
 
 
