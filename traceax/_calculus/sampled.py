@@ -141,8 +141,8 @@ def sampled_mean(
     if num_matvecs >= spent:
         every = Batches(basis, jnp.ones((), dtype), along)
         return exactly(subject, every, spent, result, meter)
-    sampler = for_mean(sampler, space, num_matvecs)
-    design, probes = design_and_draw(name, space, key, num_matvecs, sampler, batch_size)
+    chosen = for_mean(sampler, space, num_matvecs)
+    design, probes = design_and_draw(name, space, key, num_matvecs, chosen, batch_size)
     readout = Batches(probes, jnp.asarray(design.num_probes, dtype), along)
     algorithm = partial(_mean, design=design, meter=meter)
     degrees, spent = design.degrees_of_freedom, design.num_probes

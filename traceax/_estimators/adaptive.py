@@ -108,18 +108,18 @@ def adaptive_trace(
     operator = check_operator(name, operator)
     check_key(name, key)
     check_count(name, "max_matvecs", max_matvecs, min(2, size(operator)))
-    sampler = for_sketch(sampler, operator)
-    check_independent(name, sampler)
+    chosen = for_sketch(sampler, operator)
+    check_independent(name, chosen)
     check_tolerance(name, "rtol", rtol)
     check_tolerance(name, "atol", atol)
     meter = checked_meter(name, progress_meter)
-    resphere, sign = is_rotation_invariant(sampler), -1 if is_negative(operator) else 1
+    resphere, sign = is_rotation_invariant(chosen), -1 if is_negative(operator) else 1
     growing = _Growing(is_positive(operator) or is_negative(operator), sign, resphere)
     levels = _levels(size(operator), max_matvecs, growing.matvecs_a_probe)
     tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
     linear_map = LinearMap(frozen(operator))
     search = _Search(
-        growing, linear_map, levels, max_matvecs, sampler, key, tolerances, meter
+        growing, linear_map, levels, max_matvecs, chosen, key, tolerances, meter
     )
     reached, shown = search.from_level(0, None, meter.init())
     meter.close(shown)

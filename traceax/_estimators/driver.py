@@ -93,15 +93,14 @@ def estimate(
     if method.instead:
         check_semidefinite(name, operator, method.instead)
     acted = operator if method.acts_on is None else method.acts_on(operator)
-    sampler = method.sampler if sampler is None else sampler
-    sampler = for_sketch(sampler, acted)
+    chosen = for_sketch(method.sampler if sampler is None else sampler, acted)
     if method.independent:
-        check_independent(name, sampler)
+        check_independent(name, chosen)
     check_batch_size(name, batch_size, 1)
     meter = checked_meter(name, progress_meter)
     if num_matvecs >= cost_of_exact(operator):
         return target.exact(operator, batch_size, meter)
-    request = Request(name, acted, key, num_matvecs, sampler, batch_size, meter)
+    request = Request(name, acted, key, num_matvecs, chosen, batch_size, meter)
     probes, spent, degrees = method.draw(request)
     algorithm = partial(method.run, target=target)
     structure = target.structure(operator)

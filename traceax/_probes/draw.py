@@ -84,7 +84,7 @@ def is_known(sampler: Any) -> bool:
     return _is_any(sampler, rademacher, normal, sphere, orthogonal, hadamard)
 
 
-def population_size(sampler: Sampler, n: int) -> float:
+def population_size(sampler: Any, n: int) -> float:
     """How many probes there are to draw from: infinitely many with replacement."""
     if _is_any(sampler, orthogonal):
         return n
@@ -111,7 +111,7 @@ def check_sampler(name: str, sampler: object) -> None:
         raise invalid(TypeError, name, "sampler", must, got, cure)
 
 
-def check_independent(name: str, sampler: Sampler) -> None:
+def check_independent(name: str, sampler: Any) -> None:
     alone = is_without_replacement(sampler)
     if alone or probes_per_sample(sampler) > 1:
         got = f"traceax.{_innermost(sampler)!r}" if alone else "traceax.probing"
