@@ -16,6 +16,7 @@ from jax import monitoring
 import traceax as tx
 from tests.matrices import all_signs, general, hermitian, numbers, spectrum
 from tests.wrappers import BANDED, EVERY, FULL, function, part_of, pytree
+from traceax._linalg.columns import promoted
 
 __all__ = ["BANDED", "EVERY", "FULL"]
 __all__ += ["all_signs", "function", "general", "hermitian", "numbers", "part_of"]
@@ -106,7 +107,7 @@ def flatten(tree: Any) -> Any:
     leaves = jax.tree.leaves(tree)
     if len(leaves) == 1 and leaves[0].ndim == 0:
         return leaves[0]
-    return jnp.concatenate([leaf.ravel() for leaf in leaves])
+    return jnp.concatenate([leaf.ravel() for leaf in promoted(*leaves)])
 
 
 ESTIMATORS = [
@@ -176,10 +177,10 @@ def leaks_checked(on_new_versions: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def default_settings() -> Iterator[None]:
+def default_settings(x64: bool = False) -> Iterator[None]:
     """The settings of JAX that users have, for programs in documents."""
     with (
-        jax.enable_x64(False),
+        jax.enable_x64(x64),
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
     ):

@@ -69,7 +69,7 @@ def test_docstrings_are_complete_and_in_order(name: str) -> None:
 def test_examples_in_docstrings(name: str) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     for example in doctest.DocTestFinder().find(PUBLIC[name], name, globs={}):
-        with default_settings():
+        with default_settings(x64=True):
             runner.run(example)
     assert runner.tries > 0
     assert runner.failures == 0

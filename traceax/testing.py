@@ -20,7 +20,7 @@ from traceax._core import checks
 from traceax._core import operator as ops
 from traceax._core.checks import invalid
 from traceax._core.estimate import Estimate
-from traceax._linalg.columns import over, times
+from traceax._linalg.columns import over, promoted, times
 from traceax._probes import draw as probes
 from traceax._probes.samplers import Sampler, normal
 
@@ -322,7 +322,7 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     conjugate = _apply(lx.conj(operator), x.conj())
     yield "lx.conj is that of mv, conj(A) conj(x) = conj(Ax)", conjugate, ax.conj(), bound
     with suppress(NotImplementedError):  # a class may have no matrix
-        image = operator.as_matrix() @ x if x.size <= 64 else ax
+        image = jnp.matmul(*promoted(operator.as_matrix(), x)) if x.size <= 64 else ax
         yield "as_matrix is that of mv", image, ax, bound
 
     # Derivatives along a change of the vector and of every array that the operator holds.

@@ -42,9 +42,8 @@ def matrices(kind: str, dtype: Any = float, rank: int = N) -> Any:
     square = general(N, dtype)
     if kind == "general":
         return square[:, :rank] @ general(N, dtype)[:rank].conj()
-    signs = jnp.where(jnp.arange(rank) % 3 == 0, -1.0, 1.0) if kind == "symmetric" else 1.0
-    factor = square[:, :rank]
-    return (factor * signs) @ factor.conj().T / N
+    factor, signs = square[:, :rank], jnp.where(jnp.arange(rank)[None] % 3 == 0, -1.0, 1.0)
+    return (factor * signs if kind == "symmetric" else factor) @ factor.conj().T / N
 
 
 def stacked(tree: Any) -> Any:

@@ -351,12 +351,12 @@ def _pooled(
     runs, axes = values.shape[0], (-1,) + (1,) * (values.ndim - 1)
     share, degree = (x.astype(errors.dtype).reshape(axes) for x in (shares, degrees))
     value = jnp.sum(share.astype(values.dtype) * values, axis=0)
-    deviations = jnp.abs(jax.lax.stop_gradient(values - value))
+    deviations = jnp.abs(jax.lax.stop_gradient(values - value[None]))
     sizes = jnp.maximum(jnp.where(jnp.isinf(errors), 0, errors), deviations)
     scale = jnp.maximum(jnp.max(sizes, axis=0), jnp.finfo(errors.dtype).tiny)
-    squares = (share * (errors / scale)) ** 2
+    squares = (share * (errors / scale[None])) ** 2
     within = jnp.sum(squares, axis=0)
-    between = jnp.sum(share * (deviations / scale) ** 2, axis=0) / max(runs - 1, 1)
+    between = jnp.sum(share * (deviations / scale[None]) ** 2, axis=0) / max(runs - 1, 1)
     known = jnp.isfinite(within) | (runs == 1)
     error = scale * jnp.sqrt(jnp.maximum(jnp.where(known, within, 0), between))
     welch = within**2 / jnp.sum(squares**2 / degree, axis=0)
