@@ -76,7 +76,7 @@ def test_special_operators() -> None:
     assert few.num_matvecs == 61
 
     def nuclear(s: Any) -> Any:
-        operator = function(s * jnp.diag((jnp.arange(70) < 9) * 1.0))
+        operator = function(s * nine)
         return tx.schatten_norm(operator, 1, KEY, num_probes=3, num_steps=3).value
 
     for norm in (nuclear, jax.jit(nuclear)):
