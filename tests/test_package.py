@@ -59,5 +59,5 @@ def test_the_map_of_the_package_names_only_what_exists() -> None:
 
 
 def test_annotations_are_checked() -> None:
-    with pytest.raises(jaxtyping.TypeCheckError, match=r"column_dots.*\n.*k=2"):
+    with pytest.raises(jaxtyping.TypeCheckError, match=r"(?s)column_dots.*k=2"):
         column_dots(jnp.ones((3, 2)), jnp.ones((3, 1)))

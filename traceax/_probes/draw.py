@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -55,49 +55,50 @@ from traceax._probes.samplers import (
 
 MANY = 100_000
 PART = 1 / 8
+Given = TypeVar("Given")  # what a user gives as a sampler, before `check_sampler`
 ENOUGH = 3  # steps that colours have to keep apart, or a sketch is the better choice
 
 
-def _innermost(sampler: Sampler) -> Sampler:
+def _innermost(sampler: object) -> object:
     while isinstance(sampler, partial):
         sampler = sampler.func
     return sampler
 
 
-def _is_any(sampler: Sampler, *known: Sampler) -> bool:
+def _is_any(sampler: object, *known: Sampler) -> bool:
     """By identity, because comparisons with arrays and other objects may fail."""
     return any(_innermost(sampler) is one for one in known)
 
 
-def is_rotation_invariant(sampler: Sampler) -> bool:
+def is_rotation_invariant(sampler: object) -> bool:
     """Whether projected probes may be resphered; of an unknown sampler, never."""
     return _is_any(sampler, sphere, normal, orthogonal)
 
 
-def is_without_replacement(sampler: Sampler) -> bool:
+def is_without_replacement(sampler: object) -> bool:
     """Whether its probes are dependent, because they are drawn without replacement."""
     return _is_any(sampler, orthogonal, hadamard)
 
 
-def is_known(sampler: Sampler) -> bool:
+def is_known(sampler: object) -> bool:
     """Whether it is one of the library's."""
     return _is_any(sampler, rademacher, normal, sphere, orthogonal, hadamard)
 
 
-def population_size(sampler: Sampler, n: int) -> float:
+def population_size(sampler: object, n: int) -> float:
     """How many probes there are to draw from: infinitely many with replacement."""
     if _is_any(sampler, orthogonal):
         return n
     return hadamard_order(n) if _is_any(sampler, hadamard) else math.inf
 
 
-def probes_per_sample(sampler: Sampler) -> int:
+def probes_per_sample(sampler: object) -> int:
     """How many probes make one sample, with E[sum of z z*] their number times I: the number
     of colours for `probing`, 1 for all others."""
     return getattr(_innermost(sampler), "num_colours", 1)
 
 
-def has_independent_samples(sampler: Sampler) -> bool:
+def has_independent_samples(sampler: object) -> bool:
     """Whether samples may be drawn one by one; of an unknown sampler, never."""
     independent = is_known(sampler) and not is_without_replacement(sampler)
     return independent or probes_per_sample(sampler) > 1
@@ -111,7 +112,7 @@ def check_sampler(name: str, sampler: object) -> None:
         raise invalid(TypeError, name, "sampler", must, got, cure)
 
 
-def check_independent(name: str, sampler: Sampler) -> None:
+def check_independent(name: str, sampler: object) -> None:
     alone = is_without_replacement(sampler)
     if alone or probes_per_sample(sampler) > 1:
         got = f"traceax.{_innermost(sampler)!r}" if alone else "traceax.probing"
@@ -132,14 +133,13 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
         raise invalid(ValueError, name, "pattern", must, got, cure)
 
 
-def for_sketch(sampler: Any, operator: Operator) -> Any:
-    """What the user gives, which `draw` checks, or the usual sampler."""
+def for_sketch(sampler: Given | None, operator: Operator) -> Given | Sampler:
     if sampler is not None:
         return sampler
     return sphere if size(operator) < MANY else rademacher
 
 
-def for_mean(sampler: Any, operator: Operator, num_probes: int) -> Any:
+def for_mean(sampler: Given | None, operator: Operator, num_probes: int) -> Given | Sampler:
     if sampler is not None:
         return sampler
     many = num_probes > 1 and num_probes >= PART * size(operator)
