@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -55,6 +55,7 @@ from traceax._probes.samplers import (
 
 MANY = 100_000
 PART = 1 / 8
+Given = TypeVar("Given")  # what a user gives as a sampler, before `check_sampler`
 ENOUGH = 3  # steps that colours have to keep apart, or a sketch is the better choice
 
 
@@ -132,14 +133,13 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
         raise invalid(ValueError, name, "pattern", must, got, cure)
 
 
-def for_sketch(sampler: Any, operator: Operator) -> Any:
-    """What the user gives, which `draw` checks, or the usual sampler."""
+def for_sketch(sampler: Given | None, operator: Operator) -> Given | Sampler:
     if sampler is not None:
         return sampler
     return sphere if size(operator) < MANY else rademacher
 
 
-def for_mean(sampler: Any, operator: Operator, num_probes: int) -> Any:
+def for_mean(sampler: Given | None, operator: Operator, num_probes: int) -> Given | Sampler:
     if sampler is not None:
         return sampler
     many = num_probes > 1 and num_probes >= PART * size(operator)
