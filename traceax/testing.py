@@ -421,7 +421,7 @@ def check_estimator(
     call = partial(estimator, num_matvecs=num_matvecs) if budgeted else estimator
     tag = lx.positive_semidefinite_tag if semidefinite else ()
 
-    def estimate(matrix: Any, key: Any) -> Estimate:
+    def estimate(matrix: Any, key: Any) -> Any:
         return call(lx.TaggedLinearOperator(_SINGLE["Function"](matrix), tag), key)
 
     one = _estimate_facts(estimate, truth, num_matvecs if budgeted else np.inf, euler)

@@ -200,8 +200,8 @@ def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
 def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
     point = tuple(jet.value for jet in moved)
 
-    def slope_and_second(*directions: Array) -> tuple[list[Array], list[Array]]:
-        def slope_at(*near: Array) -> list[Array]:
+    def slope_and_second(*directions: Array) -> tuple[list[Any], list[Any]]:
+        def slope_at(*near: Array) -> list[Any]:
             return jax.jvp(along, near, directions)[1]
 
         return jax.jvp(slope_at, point, directions)

@@ -192,7 +192,7 @@ class Estimate(eqx.Module):
             raise invalid(TypeError, name, "...", must, got, cure)
         degrees = jnp.asarray(self.degrees_of_freedom)
 
-        def ends(value: Array, error: Array) -> tuple[Array, Array]:
+        def ends(value: Any, error: Any) -> tuple[Array, Array]:
             quantile = student_quantile(level, degrees.astype(error.dtype))
             # Each estimate of a batch has one quantile for all of its entries.
             entries = (1,) * (error.ndim - quantile.ndim)

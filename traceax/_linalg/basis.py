@@ -127,7 +127,7 @@ def square_roots(
     columns of zeros stay zero in G^(1/2), and touch no others."""
     unit = jnp.eye(gram.shape[0], dtype=gram.dtype)
 
-    def step(_: Array, roots: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(_: Array | int, roots: tuple[Array, Array]) -> tuple[Array, Array]:
         y, z = roots
         turn = (3 * unit - z @ y) / 2
         return y @ turn, turn @ z

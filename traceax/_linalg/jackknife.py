@@ -380,7 +380,7 @@ def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*b
     q = matrices.shape[-1]
     least = 1e3 * float(jnp.finfo(matrices.dtype).eps)
 
-    def eliminate(step: Array, m: Array) -> Array:
+    def eliminate(step: Array | int, m: Array) -> Array:
         here = jnp.arange(q) == step
         row = jax.lax.dynamic_index_in_dim(m, step, axis=-2)
         column = jax.lax.dynamic_index_in_dim(m, step, axis=-1)
