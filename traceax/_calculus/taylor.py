@@ -54,8 +54,8 @@ _ENTRYWISE = _names(
     " square tan tanh"
 )
 
-Along = Callable[..., list[Array]]
-Coefficients = tuple[list[Array], list[Any]]
+Along = Callable[..., list[Any]]
+Coefficients = tuple[list[Any], list[Any]]
 
 
 class _Jet(NamedTuple):
@@ -132,7 +132,7 @@ def _fill(array: Array, value: Array, config: Sequence[tuple[int, int, int]]) ->
     return jnp.where(outside, value, jax.lax.pad(array, jnp.zeros_like(value), config))
 
 
-def _step(apply: Callable[..., list[Array]], inputs: list[_Jet], push: _Push) -> list[_Jet]:
+def _step(apply: Callable[..., list[Any]], inputs: list[_Jet], push: _Push) -> list[_Jet]:
     """One operation."""
     values = apply(*(jet.value for jet in inputs))
     moving = [i for i, jet in enumerate(inputs) if jet.first is not None]
@@ -141,7 +141,7 @@ def _step(apply: Callable[..., list[Array]], inputs: list[_Jet], push: _Push) ->
     if not (moving and smooth):
         return outputs
 
-    def along(*moved: Array) -> list[Array]:
+    def along(*moved: Array) -> list[Any]:
         arguments = [jet.value for jet in inputs]
         for i, value in zip(moving, moved, strict=True):
             arguments[i] = value
@@ -178,7 +178,7 @@ def _type(atom: Any) -> Any:
 def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
     point = tuple(jet.value for jet in moved)
 
-    def slope(*directions: Array) -> list[Array]:
+    def slope(*directions: Array) -> list[Any]:
         return jax.jvp(along, point, directions)[1]
 
     first = _for_each(slope, moved)
@@ -225,7 +225,7 @@ def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
     return [slope[None] * jet.first], [second]
 
 
-def _add(some: list[Any], others: list[Array]) -> list[Any]:
+def _add(some: list[Any], others: list[Any]) -> list[Any]:
     return [b if a is None else a + b for a, b in zip(some, others, strict=True)]
 
 
