@@ -126,8 +126,15 @@ def exact_function_trace(
     return exact_estimate(as_result(total, structure), known.spent)
 
 
-def exact_estimate(value: PyTree[Inexact[Array, "..."]], spent: int) -> Estimate:
-    return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)
+def exact_estimate(
+    value: PyTree[Inexact[Array, "..."]], spent: int, error: Array | float = 0.0
+) -> Estimate:
+    """NaN has no error."""
+
+    def of(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
+        return jnp.where(jnp.isnan(x), jnp.nan, error).astype(x.real.dtype)
+
+    return Estimate(value, jax.tree.map(of, jax.lax.stop_gradient(value)), spent)
 
 
 def _exact(subject: MatrixFunction, _: None) -> Outcome:

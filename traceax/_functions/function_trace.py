@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import (
     check_function_request,
@@ -44,7 +44,7 @@ from traceax._functions.exact_functions import (
     is_cheap,
 )
 from traceax._functions.slq import Function, Real, checked_run, real_dtype
-from traceax._linalg.columns import largest_modulus
+from traceax._linalg.columns import largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import check_independent, draw, is_known
 from traceax._probes.samplers import Sampler, rademacher, sphere
@@ -175,9 +175,9 @@ def logdet(
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling, quadrature (compared with the same run two blocks shorter) and
-    rounding. NaN or infinite if A + shift I is found not to be positive definite.
-    Eigenvalues that are 0 up to rounding widen the error bar, unless they are certainly 0
-    (in double precision, if the Krylov space ends).
+    rounding. NaN if A + shift I is found not to be positive definite. An eigenvalue that is
+    0 to rounding widens the error bar as far as it may be smaller; where nothing else is
+    left (a factorisation, a Krylov space that ends) it is infinite.
 
     **Derivatives**: in the operator and in `shift`, as those of `function_trace`. **Cost**:
     that of `function_trace`: at most `num_matvecs` applications.
@@ -202,27 +202,45 @@ def logdet(
     operator, shift, _, rest = whitened(operator, shift)
     shape, budget = checked_run("logdet", num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
-        logs = jnp.vectorize(partial(_log_determinant, known.array))(shift)
-        return exact_estimate(logs + rest, known.spent)
+        logs, error = jnp.vectorize(partial(_log_determinant, known.array))(shift)
+        return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
     estimate = block_trace("logdet", operator, fn, structure, key, shape)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
 
-def _log_determinant(array: Inexact[Array, " *entries"], shift: Float[Array, ""]) -> Array:
-    """Of the diagonal or matrix that is given, and a multiple of I."""
+def _log_determinant(
+    array: Inexact[Array, " *entries"], shift: Float[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Of the diagonal or matrix that is given, and a multiple of I; and its error."""
     if array.ndim == 1:
-        return jnp.sum(jnp.log(shift + array))
-    return factorised(array, shift)[1]
+        return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
+    return factorised(array, shift)[1:]
 
 
 def factorised(
     matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
-) -> tuple[Inexact[Array, "n n"], Float[Array, ""]]:
-    """The Cholesky factor of matrix + shift I, and its log-determinant."""
+) -> tuple[Inexact[Array, "n n"], Float[Array, ""], Float[Array, ""]]:
+    """The Cholesky factor of B = matrix + shift I, its log-determinant, and the error of
+    this: infinite if B is singular to rounding, else zero."""
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-    factor = jnp.linalg.cholesky(matrix + shift.astype(matrix.dtype) * identity)
-    return factor, 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+    shifted = matrix + shift.astype(matrix.dtype) * identity
+    factor = jnp.linalg.cholesky(shifted)
+    logs = 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+    singular = _is_singular(*jax.lax.stop_gradient((shifted, factor)))
+    return factor, logs, jnp.where(singular, jnp.inf, 0).astype(logs.dtype)
+
+
+def _is_singular(
+    matrix: Inexact[Array, "n n"], factor: Inexact[Array, "n n"]
+) -> Bool[Array, ""]:
+    """By two steps of inverse iteration, the first one from a vector without a pattern."""
+    n, rounding = len(matrix), 4 * jnp.finfo(matrix.dtype).eps * len(matrix) ** 0.5
+    largest, vector = largest_modulus(jnp.diagonal(matrix)), jnp.cos(jnp.arange(n) ** 2)
+    for _ in range(2):
+        vector = over(vector, jnp.linalg.norm(vector)).astype(matrix.dtype)
+        vector = jax.scipy.linalg.cho_solve((factor, True), times(largest, vector))
+    return ~(rounding * jnp.linalg.norm(vector) < 1)
 
 
 _POWERS = (

@@ -154,9 +154,10 @@ def inv_quad_logdet(
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
-        solution, logs = _exact(known.array, shift, columns)
+        solution, logs, error = _exact(known.array, shift, columns)
         form = jnp.sum(column_dots(columns, solution).real)
-        form, logdet = (exact_estimate(x, known.spent) for x in (form, logs + rest))
+        exact = partial(exact_estimate, spent=known.spent, error=error)
+        form, logdet = exact(form), exact(logs + rest)
     else:
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
         subject = Likelihood(MatrixFunction(LinearMap(operator), fn), columns, shift)
@@ -166,14 +167,15 @@ def inv_quad_logdet(
 
 def _exact(
     array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
-) -> tuple[Inexact[Array, "n t"], Float[Array, ""]]:
-    """The solution and the log-determinant, of a diagonal or a matrix."""
+) -> tuple[Inexact[Array, "n t"], Float[Array, ""], Float[Array, ""]]:
+    """The solution, the log-determinant and its error, of a diagonal or a matrix."""
     if array.ndim == 1:
-        # As a Cholesky factorisation, NaN if it is not positive definite.
-        shifted = jnp.where(jnp.all(array + shift > 0), array + shift, jnp.nan)
-        return y / shifted[:, None].astype(y.dtype), jnp.sum(jnp.log(shifted))
-    factor, logs = factorised(array, shift)
-    return jax.scipy.linalg.cho_solve((factor, True), y), logs
+        # As a Cholesky factorisation, NaN if an entry is negative.
+        shifted = jnp.where(jnp.all(array + shift >= 0), array + shift, jnp.nan)
+        solution = y / shifted[:, None].astype(y.dtype)
+        return solution, jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
+    factor, logs, error = factorised(array, shift)
+    return jax.scipy.linalg.cho_solve((factor, True), y), logs, error
 
 
 def _estimated(
@@ -249,7 +251,10 @@ def likelihood(
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)
     solution = start + rest.solution
     rounding = 4 * unit_roundoff(subject.function.linear_map.operator)
-    forms, errors = _forms_and_errors(inverse, y, solution, y - subject(solution), rounding)
+    residual = y - subject(solution)
+    forms, errors = _forms_and_errors(
+        inverse, y, solution, residual, rest.inverse_norm, rounding
+    )
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
@@ -266,15 +271,12 @@ def _forms_and_errors(
     y: Inexact[Array, "n t"],
     solution: Inexact[Array, "n t"],
     residual: Inexact[Array, "n t"],
+    inverse_norm: Float[Array, " t"],
     rounding: float,
 ) -> tuple[Float[Array, " t"], Float[Array, " t"]]:
     """The forms and their errors. Rounding errors are about |u| (|y| + |B| |u|)."""
     forms = column_dots(solution, y + residual).real
-    bounds = jnp.where(
-        inverse.is_below,
-        column_dots(residual, inverse(residual)).real,
-        column_norms_squared(residual) / inverse.nu,
-    )
+    bounds = inverse_norm * column_dots(residual, inverse(residual)).real
     largest = inverse.largest.astype(solution.dtype)
     lengths = jnp.sqrt(column_norms_squared(largest * solution))
     sizes = lengths / inverse.largest * (jnp.sqrt(column_norms_squared(y)) + lengths)

@@ -20,10 +20,17 @@ is
 
     |x* - x|_B^2 = y* B^{-1} y - y* x - x* r = r* B^{-1} r.
 
-The iteration computes r* P^{-1} r anyway, which is a bound of this error where P <= B, and
-an estimate where P is near to B. It stops when that is a small part of y* B^{-1} y, of
-which each step learns more: a step of length alpha lowers the squared error by
-alpha r* P^{-1} r.
+The iteration computes r* P^{-1} r anyway, which is a bound of this error where P <= B. Else
+|P^{1/2} B^{-1} P^{1/2}| times this is a bound. The iteration is Lanczos' process for
+P^{-1/2} B P^{-1/2}, with step lengths alpha_j and ratios beta_j as the entries of
+
+    T = L L*,    L_jj = alpha_j^{-1/2},    L_{j+1, j} = (beta_j/alpha_j)^{1/2},
+
+and |T^{-1}|, at most that norm, is soon close to it. Of |L^{-1} v|, |v| = 1, the largest
+value over v = (cos(t) v_j, sin(t)) is followed from row to row (incremental norms: Meurant
+and Tichy 2019, arXiv:1810.02127). The iteration stops when max(1, |T^{-1}|) r* P^{-1} r is
+a small part of y* B^{-1} y, of which each step learns more: a step of length alpha lowers
+the squared error by alpha r* P^{-1} r.
 
 (lineax has the method for real numbers only. It stops by the largest entry of the residual,
 and raises if a tangent does not converge. Here the error bar shows an unfinished solve.)
@@ -32,6 +39,7 @@ and raises if a tangent does not converge. Here the error bar shows an unfinishe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
@@ -41,7 +49,14 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
 from traceax._linalg.basis import TALL
-from traceax._linalg.columns import column_dots, column_scales, largest_modulus, over, times
+from traceax._linalg.columns import (
+    column_dots,
+    column_norms_squared,
+    column_scales,
+    largest_modulus,
+    over,
+    times,
+)
 from traceax._linalg.krylov import BlockKrylov, next_block
 
 # Eigenvalues below minus this part of the largest one are not noise. The entries of a
@@ -151,6 +166,13 @@ class Projected(eqx.Module):
     shift: Float[Array, ""]
     scale: Float[Array, ""]
 
+    @property
+    def rounding(self) -> Float[Array, ""]:
+        """Of an eigenvalue of T + shift I."""
+        theta = self.theta
+        largest = jnp.maximum(-theta[0], theta[-1]) + jnp.abs(self.shift)
+        return 4 * jnp.finfo(theta.dtype).eps * theta.size**0.5 * largest
+
     def shifted(self, block: Inexact[Array, "r t"], shift: Array) -> Inexact[Array, "s t"]:
         """(T' + shift J) block."""
         padded = jnp.pad(block, ((0, self.tall.shape[0] - block.shape[0]), (0, 0)))
@@ -175,8 +197,9 @@ def preconditioner_of(known: Projected) -> Preconditioner:
     theta, shift, info = known.theta, known.shift, jnp.finfo(known.theta.dtype)
     noise = info.eps * jnp.linalg.norm(known.tall) + info.tiny
     is_below = (shift > noise) & (theta[0] >= -10 * noise)
-    nu = jnp.where(is_below, shift, (theta[0] + shift) / 2)
-    nu = jnp.where(nu > 0, nu, jnp.nan)  # not positive definite
+    least = jnp.where(is_below, 2 * shift, theta[0] + shift)
+    nu = jnp.maximum(least, known.rounding) / 2
+    nu = jnp.where(least < -known.rounding, jnp.nan, nu)  # not positive definite
     half = known.shifted(known.vectors, shift - nu)
     half = over(half, jnp.sqrt(jnp.maximum(theta + (shift - nu), noise))[None, :])
     half = jnp.where(jnp.any(known.basis != 0, axis=0)[:, None], half, 0)
@@ -191,11 +214,12 @@ def preconditioner_of(known: Projected) -> Preconditioner:
 def galerkin(
     known: Projected, y: Inexact[Array, "n t"]
 ) -> tuple[Inexact[Array, "n t"], Inexact[Array, "n t"]]:
-    """The solution on the space, and its residual, without an application. NaN if the space
-    has an eigenvalue that is not positive."""
+    """The solution on the space, and its residual, without an application, outside of
+    eigenvalues that are zero to rounding. NaN if one is negative."""
     basis = known.basis[:, : known.theta.size]
     values = known.theta + known.shift
-    values = jnp.where(values > 0, values, jnp.nan)[:, None]
+    zero = jnp.where(values < -known.rounding, jnp.nan, jnp.inf)
+    values = jnp.where(values > known.rounding, values, zero)[:, None]
     inside = known.vectors.conj().T @ (basis.conj().T @ y)
     inside = known.vectors @ over(inside, values)
     residual = y - known.basis @ known.shifted(inside, known.shift)
@@ -207,8 +231,30 @@ Parts = tuple[Float[Array, "n t"], ...]
 
 
 class Solved(NamedTuple):
+    """`inverse_norm` is max(1, |T^{-1}|): times r* P^{-1} r it bounds the error. It is
+    infinite if B is found to be singular."""
+
     solution: Inexact[Array, "n t"]
+    inverse_norm: Float[Array, " t"]
     num_steps: Int[Array, ""]
+
+
+class InverseNorm(NamedTuple):
+    """|L^{-1} v|^2, the last entry of L^{-1} v, and the next beta_j/alpha_j."""
+
+    value: Float[Array, " t"]
+    last: Float[Array, " t"]
+    coupling: Float[Array, " t"]
+
+    def extended(self, alpha: Float[Array, " t"]) -> InverseNorm:
+        """By the row of a step."""
+        root = jnp.sqrt(self.coupling)
+        before = self.value + alpha * (root * self.last) ** 2
+        mixed, half = -alpha * root * self.last, (before - alpha) / 2
+        turn = jnp.arctan2(mixed, half) / 2
+        value = (before + alpha) / 2 + jnp.hypot(half, mixed)
+        last = jnp.sqrt(alpha) * (jnp.sin(turn) - jnp.cos(turn) * root * self.last)
+        return self._replace(value=value, last=last)
 
 
 class _State(NamedTuple):
@@ -217,12 +263,16 @@ class _State(NamedTuple):
     direction: Inexact[Array, "n t"]
     error: Float[Array, " t"]  # r* P^{-1} r
     energy: Float[Array, " t"]  # y* B^{-1} y, as far as it is known
+    inverse: InverseNorm
     num_steps: Int[Array, ""]
+
+    def inverse_norm(self) -> Float[Array, " t"]:
+        return jnp.maximum(self.inverse.value, 1)
 
 
 def conjugate_gradients(
     apply: BlockMap,
-    precondition: BlockMap,
+    precondition: Preconditioner,
     residual: Inexact[Array, "n t"],
     energy: Float[Array, " t"] | float = 0.0,
     *,
@@ -231,11 +281,13 @@ def conjugate_gradients(
 ) -> Solved:
     """The solution x of B x = residual, which starts at zero. It stops when the error is
     `rtol` times the solution, both in the energy norm. If the residual is that of a first
-    solution, `energy` is the squared energy norm of this one. NaN if B is found not to be
-    positive definite."""
+    solution, `energy` is the squared energy norm of this one. It also stops where B has an
+    eigenvalue of zero, to rounding; NaN if B is found not to be positive semidefinite."""
+    rounding = jnp.sqrt(jnp.finfo(residual.dtype).eps * precondition.largest)
 
     def unsolved(state: _State) -> Array:
-        return state.error > rtol**2 * state.energy
+        norm = state.inverse_norm()
+        return (norm * state.error > rtol**2 * state.energy) & jnp.isfinite(norm)
 
     def goes_on(state: _State) -> Array:
         return jnp.any(unsolved(state)) & (state.num_steps < max_steps)
@@ -243,8 +295,11 @@ def conjugate_gradients(
     def step(state: _State) -> _State:
         image = apply(state.direction)
         curvature = column_dots(state.direction, image).real
-        alpha = state.error / jnp.where(curvature > 0, curvature, jnp.nan)
-        alpha = jnp.where(unsolved(state), alpha, 0)
+        zero = column_norms_squared(times(rounding, state.direction))
+        singular = unsolved(state) & (curvature <= zero)
+        alpha = state.error / jnp.where(curvature > zero, curvature, 1)
+        alpha = jnp.where(unsolved(state) & ~singular, alpha, 0)
+        alpha = jnp.where(curvature < -100 * zero, jnp.nan, alpha)
         solution = state.solution + times(alpha[None, :], state.direction)
         residual = state.residual - times(alpha[None, :], image)
         direction = precondition(residual)
@@ -252,17 +307,25 @@ def conjugate_gradients(
         ratio = error / jnp.where(state.error > 0, state.error, 1)
         direction = direction + times(ratio[None, :], state.direction)
         energy = state.energy + alpha * state.error
-        return _State(solution, residual, direction, error, energy, state.num_steps + 1)
+        coupling = ratio / jnp.where(alpha > 0, alpha, 1)
+        inverse = state.inverse.extended(alpha)._replace(coupling=coupling)
+        inverse = jax.tree.map(partial(jnp.where, alpha == 0), state.inverse, inverse)
+        norm = jnp.where(singular, jnp.inf, inverse.value)
+        inverse = inverse._replace(value=norm)
+        counted = state.num_steps + 1
+        return _State(solution, residual, direction, error, energy, inverse, counted)
 
     scales = column_scales(residual)  # without them squares may overflow
     energy = jnp.asarray(energy, scales.dtype) / scales / scales
     residual = over(residual, scales[None, :])
     direction = precondition(residual)
     error = column_dots(residual, direction).real
-    zero = jnp.zeros_like(residual)
-    state = _State(zero, residual, direction, error, energy, jnp.asarray(0))
+    zero, none = jnp.zeros_like(residual), jnp.zeros_like(error)
+    inverse = InverseNorm(none, none, none)
+    state = _State(zero, residual, direction, error, energy, inverse, jnp.asarray(0))
     state = jax.lax.while_loop(goes_on, step, state)
-    return Solved(times(scales[None, :], state.solution), state.num_steps)
+    solution = times(scales[None, :], state.solution)
+    return Solved(solution, state.inverse_norm(), state.num_steps)
 
 
 class Solve(eqx.Module):
@@ -274,7 +337,7 @@ class Solve(eqx.Module):
     """
 
     solution: Inexact[Array, "n t"]
-    precondition: BlockMap
+    precondition: Preconditioner
     rtol: Float[Array, ""]
     max_steps: int = eqx.field(static=True)
 

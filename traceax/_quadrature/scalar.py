@@ -226,7 +226,7 @@ def traces_outcome(
     the standard error of its trace."""
     total, samples, values, bounds, readout = traces
     if combine is None:
-        return Outcome(total, error_of(values, *bounds), readout)
+        return Outcome(total, _known(error_of(values, *bounds), total), readout)
     slope = _slope(combine, total)
     copies = slope.shape[1] // len(total)  # two if the traces are complex
     bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
@@ -234,11 +234,12 @@ def traces_outcome(
     shifts = _shifts(combine, total, samples)
     plain, value = combine(total), _unbiased(combine, total, shifts)
     error = jnp.hypot(jnp.hypot(error, 4 * eps * jnp.abs(value)), jnp.abs(value - plain))
-    # The slope may be infinite or NaN where the value is finite.
-    unknown = jnp.isnan(error) & jnp.isfinite(value)
-    return Outcome(
-        value, jnp.where(unknown, jnp.inf, error), Partial(_read, readout, shifts)
-    )
+    return Outcome(value, _known(error, value), Partial(_read, readout, shifts))
+
+
+def _known(error: Float[Array, " p"], value: Inexact[Array, " p"]) -> Float[Array, " p"]:
+    """Infinite where f, or a slope, is infinite, but the value is not NaN."""
+    return jnp.where(jnp.isnan(error) & ~jnp.isnan(value), jnp.inf, error)
 
 
 def exact_outcome(
