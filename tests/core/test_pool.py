@@ -65,6 +65,42 @@ def test_the_error_of_runs_of_one_probe_is_their_spread() -> None:
     assert jnp.isnan(tx.pool(parts([3.0, jnp.nan], [0.1, 0.1], [1, 1])).value)
 
 
+def test_an_unknown_error_is_that_of_the_known_parts() -> None:
+    """As if the variance of an application were the same in all parts."""
+    pooled = tx.pool(parts([1.0, 1.0], [jnp.inf, 0.1], [1, 1]))
+    close(pooled.standard_error, 0.1 / 2**0.5, 1e-14)
+    assert pooled.degrees_of_freedom == 9
+    pooled = tx.pool(parts([1.0, 1.0, 1.1], [jnp.inf, 0.1, 0.2], [50, 30, 20]))
+    known = (0.3 * 0.1) ** 2 + (0.2 * 0.2) ** 2
+    close(pooled.standard_error, (known / 0.5) ** 0.5, 1e-14)
+    # No less than the distance from the known parts.
+    far = tx.pool(parts([5.0, 1.0], [jnp.inf, 0.1], [30, 10]))
+    close(far.standard_error, ((0.75 * 4) ** 2 + (0.25 * 0.1) ** 2) ** 0.5, 1e-14)
+    # Entry by entry.
+    both = tx.pool(parts([[1.0, 1.0]] * 2, [[jnp.inf, 0.1], [0.1, 0.1]], [10, 10]))
+    close(both.standard_error, jnp.full(2, 0.1 / 2**0.5), 1e-14)
+
+
+def test_exact_and_unknown_parts() -> None:
+    """An exact part knows the error of the mean; one that cost nothing has no weight."""
+    pooled = tx.pool(parts([1.0, 2.0], [jnp.inf, 0.0], [90, 10]))
+    close(pooled.standard_error, 0.9, 1e-14)
+    assert tx.pool(parts([2.0, 2.0], [0.1, 0.0], [20, 20])).standard_error == 0.05
+    assert tx.pool(parts([1.0, 1.0], [jnp.inf, 0.0], [1, 0])).standard_error == jnp.inf
+    free = tx.pool(parts([1.0, 3.0, 9.0], [0.1, 0.1, 0.0], [20, 20, 0]))
+    close(free.standard_error, 1.0, 1e-14)
+
+
+def test_errors_that_are_not_numbers_are_seen() -> None:
+    for values, errors in (
+        ([1.0, 1.0], [jnp.nan, 0.1]),
+        ([1.0, 1.0], [jnp.nan, jnp.inf]),
+        ([1.0, jnp.nan], [0.1, 0.1]),
+        ([1.0, jnp.nan], [0.1, jnp.inf]),
+    ):
+        assert jnp.isnan(tx.pool(parts(values, errors, [10, 10])).standard_error)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_at_any_scale_in_float32(scale: float) -> None:
     scale_ = jnp.float32(scale)

@@ -10,6 +10,11 @@ Equinox prints any module.
 value is seen. The variance is the larger of
 
     sum_j w_j^2 se_j^2    and    sum_j w_j (x_j - mean)^2 / (J - 1).
+
+An infinite se_j is unknown (one probe has no spread). It is taken from the known ones, as
+if the variance of an application were the same in all parts: w_j se_j^2 = c, so that c is
+the sum of w_i^2 se_i^2 over the known parts, divided by the sum of their w_i. It is no less
+than the distance of x_j from the mean of the known parts, which matters if they are exact.
 """
 
 from __future__ import annotations
@@ -297,7 +302,8 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
       runs, as from `jax.vmap`. Two estimates with the *same* key cannot be detected.
 
     **Returns** an `Estimate` like the parts. `standard_error` comes from theirs, added in
-    squares, or from their spread, if this is larger or if each has one probe only.
+    squares, or from their spread, if this is larger or if each has one probe only. An
+    infinite error among finite ones is taken from these.
     `num_matvecs` is the sum.
 
     **Derivatives**: those of the weighted mean. **Cost**: no applications.
@@ -348,20 +354,31 @@ def _pooled(
 ) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, ""]]:
     """Value, standard error, and the least degrees of freedom of any entry. The squares of
     errors are scaled by the largest one, so that they neither overflow nor vanish."""
-    runs, axes = values.shape[0], (-1,) + (1,) * (values.ndim - 1)
+    axes = (-1,) + (1,) * (values.ndim - 1)
     share, degree = (x.astype(errors.dtype).reshape(axes) for x in (shares, degrees))
-    value = jnp.sum(share.astype(values.dtype) * values, axis=0)
-    deviations = jnp.abs(jax.lax.stop_gradient(values - value[None]))
-    sizes = jnp.maximum(jnp.where(jnp.isinf(errors), 0, errors), deviations)
+    frozen, weight = jax.lax.stop_gradient(values), share.astype(values.dtype)
+    value = jnp.sum(weight * values, axis=0)
+    deviations = jnp.abs(frozen - jax.lax.stop_gradient(value)[None])
+    unknown = jnp.isinf(errors)
+    sizes = jnp.maximum(jnp.where(unknown, 0, errors), deviations)
     scale = jnp.maximum(jnp.max(sizes, axis=0), jnp.finfo(errors.dtype).tiny)
-    squares = (share * (errors / scale[None])) ** 2
+    squares = jnp.where(unknown, 0, (share * (errors / scale[None])) ** 2)
     within = jnp.sum(squares, axis=0)
-    between = jnp.sum(share * (deviations / scale[None]) ** 2, axis=0) / max(runs - 1, 1)
-    known = jnp.isfinite(within) | (runs == 1)
-    error = scale * jnp.sqrt(jnp.maximum(jnp.where(known, within, 0), between))
-    welch = within**2 / jnp.sum(squares**2 / degree, axis=0)
+    welch = within**2 / jnp.sum(jnp.where(unknown, 0, squares**2 / degree), axis=0)
+    # The squared errors of unknown parts, from those of known ones and from their mean.
+    known = jnp.sum(jnp.where(unknown, 0, share), axis=0)
+    share_of_known = jnp.where(unknown, 0, share) / jnp.where(known > 0, known, 1)[None]
+    mean = jnp.sum(share_of_known.astype(values.dtype) * frozen, axis=0)
+    apart = share * (jnp.abs(frozen - mean[None]) / scale[None])
+    alike = share * (within / jnp.where(known > 0, known, 1))[None]
+    within += jnp.sum(jnp.where(unknown, jnp.maximum(alike, apart**2), 0), axis=0)
+    runs = jnp.sum(share > 0, dtype=errors.dtype)
+    others = jnp.maximum(runs - 1, 1)
+    between = jnp.sum(share * (deviations / scale[None]) ** 2, axis=0) / others
+    within = jnp.where(known > 0, within, jnp.where(runs > 1, 0, jnp.inf))
+    error = scale * jnp.sqrt(jnp.maximum(within, between))
     # The quadratic forms of single probes are skewed (see `_linalg.jackknife`).
-    few = jnp.where(within == 0, 1e4, max(runs - 1, 1) / 3)
+    few = jnp.where((within == 0) & (known > 0), 1e4, others / 3)
     freedom = jnp.where(jnp.isfinite(welch), jnp.minimum(welch, 1e4), few)
     return value, error, jnp.min(freedom)
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PRNGKeyArray
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
-from traceax._linalg.columns import Moments, mean, moments, times
-from traceax._linalg.jackknife import error_of_sum, length
+from traceax._linalg.columns import (
+    Moments,
+    column_dots,
+    column_norms_squared,
+    largest_modulus,
+    mean,
+    moments,
+    times,
+)
+from traceax._linalg.jackknife import error_of_sum, length, no_less_than_coupling
 from traceax._probes.probing import DEGREES, combined_error, neighbour_residuals
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._probes.stream import ProgressMeter, SamplingDesign
@@ -37,8 +46,9 @@ def hutchinson_trace(
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
     probes, at least 1. `sampler`: default `rademacher`, which is exact for diagonal
-    operators. `orthogonal` helps if the budget is a good part of n, `probing` if entries
-    decay with the distance in a graph.
+    operators. (Two to four real signs cannot tell these from operators that couple two
+    dimensions, and have an error bar for both.) `orthogonal` helps if the budget is a good
+    part of n, `probing` if entries decay with the distance in a graph.
 
     **Derivatives**: exactly those of the value. A gradient costs one matvec-VJP for each
     probe. **Cost**: `num_matvecs` applications, no adjoints, in one batch; 2 blocks of n x
@@ -109,23 +119,43 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
     they are independent."""
     probes, design = streamed.probes, streamed.design
     near = streamed.neighbourhood if design.num_samples == 1 else None
+    few_signs = design.group == 1 and 2 <= design.num_samples <= 4
+    few_signs = few_signs and not lx.is_diagonal(linear_map.operator)
 
-    def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any]:
+    def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any, Any]:
         products = linear_map(z)
         samples = target.of(z.conj() * products, linear_map)
         sizes = target.of(jnp.abs(z) * jnp.abs(products), linear_map)
         residuals = None if near is None else neighbour_residuals(z, products, near)
-        return samples, sizes, residuals
+        if few_signs and not jnp.iscomplexobj(z):
+            return samples, sizes, residuals, _off_identity(z, products, linear_map, target)
+        return samples, sizes, residuals, None
 
-    samples, sizes, residuals = probes.collect(samples_of, streamed.meter)
+    samples, sizes, residuals, off = probes.collect(samples_of, streamed.meter)
     eps = unit_roundoff(linear_map.operator)
     rounding = 4 * eps * mean(sizes)
     value, error = design.mean_and_error(samples, rounding)
+    if off is not None:
+        error = no_less_than_coupling(error, off)
     if near is not None:
         alike = 1 if jnp.iscomplexobj(probes.source) else 2
         error = length(alike**0.5 * residuals.error(near, 1, eps), rounding)
     lengths = jnp.asarray(design.num_probes, rounding.dtype)
     return Outcome(value, error, Batches(probes, lengths, target.read))
+
+
+def _off_identity(
+    z: Inexact[Array, "n b"],
+    products: Inexact[Array, "n b"],
+    linear_map: LinearMap,
+    target: Target,
+) -> Float[Array, "*values b"]:
+    """The 4-norm of A z - z (z* A z)/|z|^2."""
+    lengths = column_norms_squared(z)
+    forms = column_dots(z, products) / jnp.where(lengths > 0, lengths, 1)
+    rest = jnp.abs(products - z * forms[None, :])
+    scale = largest_modulus(rest)
+    return scale * target.of((rest / scale) ** 4, linear_map) ** 0.25
 
 
 def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:

@@ -176,6 +176,23 @@ def no_less_than_theory(
     return jnp.maximum(error, jnp.sqrt((2 if real else 1) * mean(variances) / k))
 
 
+def no_less_than_coupling(
+    error: Float[Array, "*values"], norms: Float[Array, "*values k"]
+) -> Float[Array, "*values"]:
+    """The larger one of an error from the spread of 2 to 4 quadratic forms of signs w, and
+    of a quarter of the mean of `norms`, |A w - w (w* A w)/n|_4 for each probe.
+
+    The forms of A = c (e_1 e_2* + e_2 e_1*) are 2 c w_1 w_2. With probability 2^(1 - k) the
+    product w_1 w_2 = s is the same in all k probes: then there is no spread, the error is
+    2 |c|, and each A w is that of a diagonal operator, c s (e_1 e_1* + e_2 e_2*). So an
+    honest bar of so few probes cannot be zero for diagonal operators. The norm is at least
+    |c| (1 - 2/n), and an interval for 95 % has 12.7 bars to each side for k = 4, 44 for
+    k = 3: a quarter is enough. The power 4 makes it about the largest entry: pairs that
+    agree in all probes are few.
+    """
+    return jnp.maximum(error, mean(norms) / 4)
+
+
 class Pairs(NamedTuple):
     """What XTrace and row norms need of each pair: S, L, 1/a^2, a u* w_j, and c_ij."""
 

@@ -17,8 +17,16 @@ a is about the variance of a's estimate. Some of the other dimensions of a colou
 nearer to the neighbour, some a step further away, and entries decay convexly: so the mean
 is no less than the variance. If A is not Hermitian, |A_ab - conj(A_ba)|^2 is added.
 
-If a colour is one or two steps beyond those that the colouring keeps apart, but no entry
-is seen at that distance, then the colouring is exact, and the error is rounding.
+In a chain a has two neighbours, and a disturbance is a sum of two signs: both residuals
+may vanish by chance, where the error does not. But dimensions that are near have about the
+same variance. So it is averaged by a lazy random walk of eight steps from a: with
+probability 1/2 a step stays where it is, else it goes along a row of `neighbours`. The sum
+of the variances, which is that of a trace, remains if no dimension has more neighbours
+than are used.
+
+If the operator has no entry at two consecutive distances, it has none further away. Seen
+at the last two distances that the colouring keeps apart, or at the next two, this shows
+that the colouring is exact: then the error is rounding.
 """
 
 from __future__ import annotations
@@ -35,11 +43,12 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import invalid
 from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
-from traceax._linalg.columns import largest_modulus, over, row_norms_squared
+from traceax._linalg.columns import largest_modulus, mean, over, row_norms_squared
 from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
 from traceax._probes.samplers import rademacher
 
 _MOST_NEIGHBOURS = 8  # that are used for each dimension
+_STEPS = 8  # of the walks that average variances
 
 # Of the interval of one repeat. Measured: see `tests.benchmarks.probing`.
 DEGREES = 5.0
@@ -47,11 +56,11 @@ DEGREES = 5.0
 
 class Neighbourhood(eqx.Module):
     """For each dimension: its colour; its neighbours, in rows filled up with itself; the
-    colours that are one or two steps beyond those kept apart."""
+    colours at its last two distances that are kept apart, and at the next two."""
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
-    beyond: Bool[Any, "n c"]
+    beyond: Bool[Any, "n c 2"]
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
@@ -69,25 +78,25 @@ def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
 
 def _beyond(
     colours: Int[np.ndarray, " n"], step: Sparse, power: int
-) -> Bool[np.ndarray, "n c"]:
-    """Colours one and two steps beyond those kept apart, for dimensions that have both:
-    functions of bipartite graphs may miss every other step. None if they are too many to
-    compute."""
+) -> Bool[np.ndarray, "n c 2"]:
+    """Colours at two consecutive distances, for dimensions that have both (functions of
+    bipartite graphs may miss every other step): the last two distances that the colouring
+    keeps apart, and the next two. None if they are too many to compute."""
     import scipy.sparse  # noqa: PLC0415
 
     n, count = colours.size, int(colours.max()) + 1
     members = scipy.sparse.csr_array((np.ones(n), (np.arange(n), colours)))
-    near = within(step, power)
-    one = one_further(near, step)
-    two = None if one is None else one_further(one, step)
-    if one is None or two is None:
-        return np.zeros((n, count), bool)
-    first, second, third = (
-        (reached @ members).astype(bool).toarray() for reached in (near, one, two)
-    )
-    second, third = second & ~first, third & ~second & ~first
-    both = second.any(axis=1) & third.any(axis=1)
-    return (second | third) & both[:, None]
+    reached: Sparse | None = within(step, max(power - 2, 1))
+    seen = []
+    for _ in range(min(power, 3) + 2):
+        none = np.zeros((n, count), bool)
+        seen.append(none if reached is None else (reached @ members).astype(bool).toarray())
+        reached = None if reached is None else one_further(reached, step)
+    pairs = []
+    for closer, one, two in (seen[:3], seen[-3:]):
+        both = np.any(one & ~closer, axis=1) & np.any(two & ~one, axis=1)
+        pairs.append((one | two) & ~closer & both[:, None])
+    return np.stack(pairs, axis=2)
 
 
 def neighbourhood_of(sampler: Any) -> Neighbourhood | None:
@@ -98,10 +107,10 @@ def neighbourhood_of(sampler: Any) -> Neighbourhood | None:
 
 class NeighbourResiduals(eqx.Module):
     """Sums over repeats, entry by entry, in units of `scale`: of variances, of the largest
-    entries seen beyond, and of the largest entries of all."""
+    entries seen at either pair of distances, and of the largest entries of all."""
 
     squares: Float[Array, " n"]
-    beyond: Float[Array, " n"]
+    beyond: Float[Array, "n 2"]
     size: Float[Array, " n"]
     scale: Float[Array, ""]
 
@@ -117,18 +126,22 @@ class NeighbourResiduals(eqx.Module):
 
     def error(self, near: Neighbourhood, repeats: int, eps: float) -> Float[Array, " n"]:
         """The standard error of the mean over repeats."""
-        error = self.scale * jnp.sqrt(self.squares) / repeats
-        none = self.beyond <= 4 * eps * self.size
+        variances = self.squares
+        for _ in range(_STEPS):
+            variances = (variances + mean(variances[near.neighbours])) / 2
+        error = self.scale * jnp.sqrt(variances) / repeats
+        none = self.beyond <= 4 * eps * self.size[:, None]
         has_beyond = jnp.any(near.beyond, axis=1)
-        all_none = jnp.any(has_beyond) & jnp.all(none | ~has_beyond)
-        return jnp.where(jnp.where(has_beyond, none, all_none), 0, error)
+        some, all_none = jnp.any(has_beyond, axis=0), jnp.all(none | ~has_beyond, axis=0)
+        is_exact = jnp.any(jnp.where(has_beyond, none, (some & all_none)[None]), axis=1)
+        return jnp.where(is_exact, 0, error)
 
 
 def neighbour_residuals(
     z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], near: Neighbourhood
 ) -> NeighbourResiduals:
     """Of one or more whole repeats."""
-    n, count = near.beyond.shape
+    n, count, _ = near.beyond.shape
     neighbours, own, scale = (
         near.neighbours,
         near.colours[:, None],
@@ -148,7 +161,7 @@ def neighbour_residuals(
         alone = row_norms_squared(jnp.where(z == 0, seen, 0)) / max(count - 1, 1)
         variance = jnp.where(degrees > 0, between / (2 * jnp.maximum(degrees, 1)), alone)
         sizes = jnp.abs(seen)
-        beyond = jnp.max(jnp.where(near.beyond, sizes, 0), axis=1)
+        beyond = jnp.max(jnp.where(near.beyond, sizes[:, :, None], 0), axis=1)
         size, unit = jnp.max(sizes, axis=1), jnp.ones_like(scale)
         return NeighbourResiduals(variance / count, beyond, size, unit)
 
