@@ -11,8 +11,9 @@ For any u, with r = y - B u,
     y* B^{-1} y = y* u + u* r + r* B^{-1} r,
 
 of which the first two terms are the value, second order in the error of u. The third one is
-its error, between 0 and r* P^{-1} r if P <= B. If that is not known, the error is taken as
-|r|^2 over half the least Ritz value, which is an estimate, not a bound.
+its error, between 0 and r* P^{-1} r if P <= B. If that is not known, the largest eigenvalue
+of B^{-1} P that conjugate gradients have seen multiplies this (`_linalg.nystrom`). If they
+meet an eigenvalue that is zero to rounding, it is infinite.
 
 The derivative is that of 2 Re y* u - u* B u, which is stationary in u: 2 Re u* dy - u* dB u
 costs one matvec-VJP for each right-hand side, and no solve. Second derivatives need du, and
@@ -118,8 +119,9 @@ def inv_quad_logdet(
     `inv_quad.standard_error` comes from the residual of the solution, so it also shows a
     solve that does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
     and the shift positive (as far as the run can see), the value is at most this much below
-    the truth; else it uses half the least Ritz value. `inv_quad.num_matvecs` counts run and
-    solve. NaN if A + shift I is found not to be positive definite.
+    the truth; else the least eigenvalue is estimated on the way. It is infinite if that is 0
+    to rounding: a singular matrix has no finite value. `inv_quad.num_matvecs` counts run
+    and solve. NaN if A + shift I is found not to be positive definite.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
     another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one for
