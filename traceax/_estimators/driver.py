@@ -138,11 +138,7 @@ def one_block(
     cost: int, degrees: Callable[[int], float] = lambda k: max(k - 1, 1)
 ) -> InBlocks:
     """As many probes as there are for `cost` applications each."""
-    return InBlocks(partial(_at_cost, cost), (cost,), degrees)
-
-
-def _at_cost(cost: int, num_matvecs: int) -> tuple[int]:
-    return (num_matvecs // cost,)
+    return InBlocks(lambda num_matvecs: (num_matvecs // cost,), (cost,), degrees)
 
 
 class Streamed(eqx.Module):

@@ -47,15 +47,8 @@ from traceax._estimators.readouts import (
     leave_one_out,
     trace_pairs,
 )
+from traceax._linalg import jackknife
 from traceax._linalg.columns import column_dots, column_norms_squared, mean, over, times
-from traceax._linalg.jackknife import (
-    jackknife_error,
-    no_less_than_theory,
-    pairs_of_probes,
-    standard_error,
-    xnystrace_replicates,
-    xtrace_replicates,
-)
 from traceax._linalg.nystrom import nystrom
 from traceax._probes.samplers import Sampler
 
@@ -138,18 +131,19 @@ def xtrace_of(
     rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * rounding
     if k < 3:
-        error = standard_error(samples, rounding)
+        error = jackknife.standard_error(samples, rounding)
     else:
         w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
         image = loo.basis.factor - h @ loo.x
         residual_rank = n - k + 2 if resphere else None
-        pairs = pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
-        replicates = xtrace_replicates(pairs, h, image, coimage, remainders)
-        error = jackknife_error(replicates, rounding)
+        pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
+        replicates = jackknife.xtrace_replicates(pairs, h, image, coimage, remainders)
+        error = jackknife.jackknife_error(replicates, rounding)
     if resphere and k > 1:
         missed = _missed(loo, over(sketch - images @ loo.x, scale), remainders)
-        error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
+        real = not jnp.iscomplexobj(sketch)
+        error = jackknife.no_less_than_theory(error, missed, real=real)
     value = mean(samples) if weights is None else jnp.sum(times(weights, samples))
     return times(scale, value), scale * error
 
@@ -250,19 +244,20 @@ def xnystrace_of(
 
     rounding = 4 * eps * whole + n * factor.indefinite
     if k < 3:
-        error = standard_error(samples, rounding)
+        error = jackknife.standard_error(samples, rounding)
     else:
-        replicates = xnystrace_replicates(
+        replicates = jackknife.xnystrace_replicates(
             whole,
             right.conj().T @ right,
             removed.conj().T @ removed,
             test.conj().T @ test,
             n - k + 2 if resphere else None,
         )
-        error = jackknife_error(replicates, rounding)
+        error = jackknife.jackknife_error(replicates, rounding)
     if resphere and k > 1:
         missed = _missed_by_nystrom(removed, squares, test, probes, resphering)
-        error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
+        real = not jnp.iscomplexobj(sketch)
+        error = jackknife.no_less_than_theory(error, missed, real=real)
     scale = factor.scale
     return scale * mean(samples), scale * error
 
