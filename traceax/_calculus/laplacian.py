@@ -78,8 +78,6 @@ from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at
 # flat (networks before training), and gains factors if it is not (after training).
 SKETCHED = 10
 
-HESSIAN_DIAGONAL = HUTCHINSON_DIAGONAL._replace(name="hessian_diagonal")
-
 
 def divergence(
     fn: Field,
@@ -96,10 +94,9 @@ def divergence(
 
         value = mean of v_i* (d fn/dx) v_i
 
-    Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. Continuous
-    normalising flows integrate it along their path. Under `jax.jit` it shares the forward
-    pass of `fn(x, args)`; `hutchinson_trace` of a linearised `fn`, as from `jax.linearize`,
-    shares the backward pass as well.
+    Unbiased. Continuous normalising flows integrate it along their path. Under `jax.jit` it
+    shares the forward pass of `fn(x, args)`; `hutchinson_trace` of a linearised `fn`, as
+    from `jax.linearize`, shares the backward pass as well.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -148,10 +145,10 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. It is computed
-    forwards in collapsed Taylor mode: one sweep carries a first derivative for each probe,
-    and one second derivative, the sum over the probes. For squares of residuals in a loss
-    there is `unbiased_square`, for the Laplacian of a Laplacian `biharmonic`.
+    Unbiased. It is computed forwards in collapsed Taylor mode: one sweep carries a first
+    derivative for each probe, and one second derivative, the sum over the probes. For
+    squares of residuals in a loss there is `unbiased_square`, for the Laplacian of a
+    Laplacian `biharmonic`.
 
     From 10 directions on, for a function of one real number, a sixth of the directions is
     spent on a sketch of the Hessian, and probes estimate the rest. For trained networks in
@@ -186,16 +183,14 @@ def laplacian(
     sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
-    check_returned(
-        "laplacian", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
-    )
+    result = eqx.filter_eval_shape(fn, x, args)
+    check_returned("laplacian", "fn", result, "real or complex numbers")
     subject = Curvature(canonical(fn, x, args), x, args)
     chosen = sampler is None and batch_size is None
     if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):
         return _sketched_laplacian(subject, key, num_matvecs)
-    return sampled_mean(
-        "laplacian", subject, key, num_matvecs, sampler, batch_size, progress_meter
-    )
+    how = sampler, batch_size, progress_meter
+    return sampled_mean("laplacian", subject, key, num_matvecs, *how)
 
 
 def _sketchable(subject: Curvature) -> bool:
@@ -249,9 +244,8 @@ def hessian_diagonal(
     From 10 products on a sketch of the Hessian estimates it (`xdiag`). With fewer products,
     or where `batch_size` or `sampler` are given, probes are compared entry by entry with
     their Hessian-vector products (`hutchinson_diagonal`), which is exact if the Hessian is
-    diagonal. Unbiased. Exact if `num_matvecs` reaches the number n of entries of x. For
-    networks the error of the sketch is 1 to 2 times smaller with 14 products, and 5 times
-    or more with 100.
+    diagonal. Unbiased. For networks the error of the sketch is 1 to 2 times smaller with 14
+    products, and 5 times or more with 100.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -273,14 +267,14 @@ def hessian_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
     matrix, doi:10.1016/j.apnum.2007.01.003.
     """
-    x = checked_point("hessian_diagonal", fn, x, key, num_matvecs)
-    check_scalar("hessian_diagonal", "fn", eqx.filter_eval_shape(fn, x, args))
-
+    name = "hessian_diagonal"
+    x = checked_point(name, fn, x, key, num_matvecs)
+    check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
     operator = hessian(fn, x, args)
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
         return xdiag(operator, key, num_matvecs)
     how = sampler, batch_size, progress_meter
-    return estimate(HESSIAN_DIAGONAL, operator, key, num_matvecs, *how)
+    return estimate(HUTCHINSON_DIAGONAL, operator, key, num_matvecs, *how, name=name)
 
 
 def biharmonic(
@@ -323,13 +317,11 @@ def biharmonic(
     3.3.
     """
     x = checked_point("biharmonic", fn, x, key, num_matvecs)
-    check_returned(
-        "biharmonic", "fn", eqx.filter_eval_shape(fn, x, args), "real or complex numbers"
-    )
+    result = eqx.filter_eval_shape(fn, x, args)
+    check_returned("biharmonic", "fn", result, "real or complex numbers")
     subject = FourthDerivatives(canonical(fn, x, args), x, args)
-    return sampled_mean(
-        "biharmonic", subject, key, num_matvecs, rademacher, batch_size, progress_meter
-    )
+    how = rademacher, batch_size, progress_meter
+    return sampled_mean("biharmonic", subject, key, num_matvecs, *how)
 
 
 class FourthDerivatives(AlongProbes):

@@ -82,9 +82,9 @@ def adaptive_trace(
     - `sampler`: independent probes. Default: the sphere, or signs.
     - `progress_meter`: shows how much of `max_matvecs` is spent.
 
-    **Returns** an `Estimate` of shape `()`. Its `converged` says whether the tolerance was
-    met. `num_matvecs` is an array, decided at run time. NaN ends at once and is never
-    converged; with a tolerance of 0 all of `max_matvecs` is spent.
+    **Returns** an `Estimate`. Its `converged` says whether the tolerance was met.
+    `num_matvecs` is an array, decided at run time. NaN ends at once and is never converged;
+    with a tolerance of 0 all of `max_matvecs` is spent.
 
     **Derivatives**: those of the estimator at the size that was reached. **Cost**:
     `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced program

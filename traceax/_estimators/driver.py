@@ -156,12 +156,8 @@ class InBatches(NamedTuple):
     degrees: Callable[[SamplingDesign, bool], float]
 
     def __call__(self, request: Request) -> Drawn:
-        name, operator, key, num_matvecs, sampler, batch_size, meter = request
-        design, probes = design_and_draw(
-            name, operator, key, num_matvecs, sampler, batch_size
-        )
-        neighbourhood = neighbourhood_of(sampler)
-        streamed = Streamed(probes, neighbourhood, meter, design)
-        return Drawn(
-            streamed, design.num_probes, self.degrees(design, neighbourhood is not None)
-        )
+        design, probes = design_and_draw(*request[:-1])
+        neighbourhood = neighbourhood_of(request.sampler)
+        streamed = Streamed(probes, neighbourhood, request.meter, design)
+        degrees = self.degrees(design, neighbourhood is not None)
+        return Drawn(streamed, design.num_probes, degrees)

@@ -50,10 +50,9 @@ def row_norms_squared(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any lineax operator, square or not; if it is not Hermitian, its transpose
-      must exist. Squared norms must be in the range of its dtype.
-    - `num_matvecs`: at least 3, or n or p. The largest multiple of 3 up to it is spent, of
-      2 if the operator is known to be Hermitian.
+    - `operator`: square or not. Squared norms must be in the range of its dtype.
+    - `num_matvecs`: at least 3, or n or p. A multiple of 3 is spent, of 2 if the operator
+      is known to be Hermitian.
     - `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
       entry.
 
@@ -97,11 +96,9 @@ def frobenius_norm_squared(
     `num_matvecs` reaches the smaller dimension of B. On flat spectra the mean of |B w|^2,
     which takes one application for each probe, has up to 1.5 times less error.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: any lineax
-    operator B, p x n, square or not; if it is not Hermitian, its transpose must exist. B* B
-    w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p; the largest
-    even number up to it is spent. `sampler`: independent probes. Default: the sphere, or
-    signs, by the smaller dimension.
+    **Arguments** (the others are in the guide's conventions): `operator`: B, p x n, square
+    or not. B* B w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p.
+    `sampler`: independent probes. Default: the sphere, or signs, by the smaller dimension.
 
     **Derivatives**: the sketch is frozen. A gradient costs 4k matvec-VJPs. **Cost**: k
     applications and k of the adjoint, in two batches; 3 blocks of n x k; about 8 n k^2

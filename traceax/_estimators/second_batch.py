@@ -203,10 +203,8 @@ def sketched_or_sampled_diagonal(
     scale, weights = sketched.scale, choice.weights
     first = independent(block.conj() * over(sketch, scale), scale, eps, hermitian)
     forms = independent(fresh * over(image, scale).conj(), scale, eps, hermitian)
-    (one, one_error), (other, other_error) = (
-        first.value_and_error(weights),
-        forms.value_and_error(),
-    )
+    one, one_error = first.value_and_error(weights)
+    other, other_error = forms.value_and_error()
     sampled = (one + other) / 2, jnp.hypot(one_error, other_error) / 2
     of_both = sketched.value_and_error(weights), sampled
     value, error = jax.tree.map(partial(jnp.where, choice.sketches), *of_both)

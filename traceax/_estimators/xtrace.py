@@ -73,8 +73,7 @@ def xtrace(
     `hutchinson_trace`, and better by orders of magnitude where singular values decay.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 2, or
-    n; the largest even number up to it is spent. `sampler`: independent probes. Default:
-    the sphere, resphered by c_i, or signs.
+    n. `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
     **Derivatives**: the sketch is frozen. A gradient costs one matvec-VJP for each
     application of the value. **Cost**: 2k applications, no adjoints, in two batches; 4
@@ -178,14 +177,13 @@ def xnystrace(
     probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
     estimators wherever it applies.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: tagged positive
-    or negative semidefinite. `num_matvecs`: at least 1. `sampler`: independent probes.
-    Default: the sphere, resphered by c_i, or signs.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
+    `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
-    **Returns** an `Estimate` of shape `()`, real. `standard_error` is the jackknife's,
-    conservative. If the operator is semidefinite only up to noise, it grows by n times the
-    modulus of the most negative eigenvalue found. If this modulus is above a hundredth of
-    the largest eigenvalue, the tag was wrong: both are NaN.
+    **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
+    `standard_error` grows by n times the modulus of the most negative eigenvalue found. If
+    this modulus is above a hundredth of the largest eigenvalue, the tag was wrong: both are
+    NaN.
 
     **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
     multiple of I, and for tangents that need not be semidefinite. A gradient costs 2k

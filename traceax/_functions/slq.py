@@ -297,12 +297,10 @@ def spectral_density(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian; tags are not needed.
-    - `grid`: where to evaluate it, a vector of real numbers, in the units of the
-      eigenvalues.
+    - `grid`: where to evaluate it, a vector of real numbers.
     - `num_matvecs`: the budget. Default 240.
-    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each. By
-      default about four times as many steps as probes: 7 and 34 of 240.
+    - `num_probes`, `num_steps`: by default about four times as many steps as probes: 7 and
+      34 of 240.
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
       Default: twice the span of the grid over `num_steps`, which half of the steps resolve;
       for smaller widths the error bar grows.
