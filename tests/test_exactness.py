@@ -85,7 +85,8 @@ def test_a_rank_below_the_sketch(entry: Entry, dtype: Any, name: str) -> None:
     truth = entry.truth(matrix)
     assert holds(estimate, truth, 1e-30)
     assert jnp.all(jnp.isfinite(gradient))
-    assert estimate.value.dtype == estimate.standard_error.dtype == jnp.finfo(dtype).dtype
+    assert estimate.standard_error.dtype == jnp.finfo(dtype).dtype
+    assert estimate.value.dtype in (dtype, jnp.finfo(dtype).dtype)
     assert gradient.dtype == dtype
     if entry.name.startswith("hutchinson") and name == "rank5":
         return
