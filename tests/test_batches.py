@@ -1,8 +1,9 @@
-"""`batch_size=`: the same numbers with less memory."""
+"""`batch_size=`: the same numbers with less memory; and `progress_meter=`."""
 
 from collections.abc import Callable
 from typing import Any
 
+import diffrax
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -31,29 +32,26 @@ def own(key: Any, structure: Any, num_probes: int) -> Any:
     return jax.random.normal(key, (num_probes, *structure.shape), structure.dtype)
 
 
-def calculus(name: str, fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    def estimate(matrix: Any, batch_size: Any) -> Any:
-        x = matrix[0].real
-        estimator = getattr(tx, name)
-        how_many = {"args": matrix.real, "batch_size": batch_size}
-        return estimator(fn, x, KEY, K, **how_many, **how)
+def calculus(
+    name: str, fn: Callable[..., Any], num_matvecs: int = K, **how: Any
+) -> Callable[..., Any]:
+    def estimate(matrix: Any, **batches: Any) -> Any:
+        x, args = matrix[0].real, matrix.real
+        return getattr(tx, name)(fn, x, KEY, num_matvecs, args=args, **batches, **how)
 
     return estimate
 
 
 def of(name: str, num_matvecs: int = K, **how: Any) -> Callable[..., Any]:
-    def estimate(matrix: Any, batch_size: Any) -> Any:
-        estimator = getattr(tx, name)
-        a = operator(matrix)
-        return estimator(a, KEY, num_matvecs, batch_size=batch_size, **how)
+    def estimate(matrix: Any, **batches: Any) -> Any:
+        return getattr(tx, name)(operator(matrix), KEY, num_matvecs, **batches, **how)
 
     return estimate
 
 
-def quadrature(fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    def estimate(matrix: Any, batch_size: Any) -> Any:
-        counts = {"num_probes": 11, "num_steps": 5}
-        return fn(operator(matrix), KEY, batch_size=batch_size, **counts, **how)
+def quadrature(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def estimate(matrix: Any, **batches: Any) -> Any:
+        return fn(operator(matrix), KEY, num_probes=11, num_steps=5, **batches)
 
     return estimate
 
@@ -78,6 +76,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "biharmonic": calculus("biharmonic", energy),
     "divergence": calculus("divergence", waves),
     "hessian_diagonal": calculus("hessian_diagonal", energy, sampler=tx.rademacher),
+    "laplacian, exact": calculus("laplacian", energy, num_matvecs=N),
 }
 
 
@@ -86,30 +85,44 @@ def matrix_of(dtype: Any) -> Any:
     return root @ root.conj().T / N + jnp.eye(N, dtype=dtype)
 
 
-def answer(name: str, batch_size: Any) -> Callable[[Any], Any]:
+def answer(name: str, **batches: Any) -> Callable[[Any], Any]:
     def loss(matrix: Any) -> tuple[Any, tx.Estimate]:
-        estimate = CASES[name](matrix, batch_size)
+        estimate = CASES[name](matrix, **batches)
         weights = jnp.cos(jnp.arange(estimate.value.size)).reshape(estimate.value.shape)
         return jnp.sum(weights * estimate.value), estimate
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize("name", cases(CASES, "trace", "diagonal, probing", "laplacian"))
+METER = diffrax.TextProgressMeter(minimum_increase=0.0)
+PROBES = {"diagonal, probing": 30, "slq_trace": 11, "spectral_density": 11}
+
+
+@pytest.mark.parametrize("name", cases(CASES, "trace", "diagonal, probing", "trace, exact"))
 @pytest.mark.parametrize(("dtype", "batch_size"), [(float, 5), slow(complex, 10)])
-def test_batches_change_no_number(name: str, dtype: Any, batch_size: int) -> None:
-    """Values, errors and gradients, whether batches divide the number of probes or not."""
+def test_batches_change_no_number_and_are_shown_once(
+    name: str, dtype: Any, batch_size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Values, errors and gradients, whether batches divide the number of probes or not. The
+    backward pass shows nothing."""
     if "probing" in name:  # at least one sample
         batch_size = 10
     matrix = matrix_of(dtype)
-    (_, whole), gradient = answer(name, None)(matrix)
-    (_, parts), other = answer(name, batch_size)(matrix)
+    (_, whole), gradient = answer(name)(matrix)
+    with leaks_checked():
+        found = answer(name, batch_size=batch_size, progress_meter=METER)(matrix)
+        (_, parts), other = jax.block_until_ready(found)
+    jax.effects_barrier()
     largest = float(jnp.max(jnp.abs(whole.value)))
     close(parts.value, whole.value, max(1e-13, DRAWN), largest)
     close(parts.standard_error, whole.standard_error, max(1e-11, 10 * DRAWN))
     largest = float(jnp.max(jnp.abs(gradient)))
     close(other, gradient, max(1e-12, 10 * DRAWN), largest)
     assert parts.num_matvecs == whole.num_matvecs
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith("%")]
+    count = PROBES.get(name, N if "exact" in name else K)
+    shares = [min(done / count, 1) for done in range(0, count + batch_size, batch_size)]
+    assert lines == [f"{100 * share:.2f}%" for share in shares]
 
 
 def test_batches_at_any_scale() -> None:
@@ -193,18 +206,13 @@ def test_batches_inside_loops() -> None:
         close(jax.jit(lambda: last(4))(), jax.jit(lambda: last(None))(), 1e-12)
 
 
-@pytest.mark.parametrize("factor", [0.0, slow(2.0)])
-def test_batches_of_pytrees(factor: float) -> None:
-    """With one probe, a few, and more than enough."""
-    leaves = {
-        "a": jax.ShapeDtypeStruct((3, 4), np.float32),
-        "b": jax.ShapeDtypeStruct((8,), np.float64),
-    }
-    scaled = lx.FunctionLinearOperator(
-        lambda v: jax.tree.map(lambda x: factor * x, v), leaves
-    )
-    for count in (1, 7, 10**6):
-        found = tx.hutchinson_diagonal(scaled @ scaled, KEY, count, batch_size=3)
-        for name, leaf in leaves.items():
-            assert found.value[name].dtype == leaf.dtype
-            close(found.value[name], jnp.full(leaf.shape, factor**2), 1e-6, 4.0)
+def test_without_batches_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    tx.hutchinson_trace(operator(matrix_of(float)), KEY, 7, progress_meter=METER)
+    jax.effects_barrier()
+    assert "%" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_meters(name: str) -> None:
+    with pytest.raises(TypeError, match=r"progress_meter=\.\.\.\) must be a progress"):
+        CASES[name](matrix_of(float), batch_size=10, progress_meter=print)

@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import pytest
 
 import traceax as tx
 from tests.helpers import ESTIMATORS, PSD, Entry, as_semidefinite, close, each
@@ -67,14 +66,6 @@ def suitable(data: st.DataObject, entry: Entry) -> Case:
 
 
 @each(ESTIMATORS, "xtrace")
-@hypothesis.given(data=st.data(), factor=st.sampled_from((1e-20, 0.25, 3.0, 1e20)))
-def test_linear_in_the_scale(entry: Entry, data: st.DataObject, factor: float) -> None:
-    case = suitable(data, entry)
-    plain, scaled = (case.estimate(entry, case.number(f)) for f in (1.0, factor))
-    close(scaled.value / factor, plain.value, case.tolerance, case.size)
-
-
-@each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data())
 def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
     case = suitable(data, entry)
@@ -125,16 +116,3 @@ def test_same_key_same_answer_and_within_budget(entry: Entry, data: st.DataObjec
     assert one.num_matvecs <= max(case.budget, entry.minimum)
     assert not jnp.isnan(one.value)
     assert one.standard_error >= 0
-
-
-@pytest.mark.slow
-@hypothesis.given(case=EITHER[False])
-def test_the_automatic_choice_is_exact_for_small_operators(case: Case) -> None:
-    def value(scale: Any) -> Any:
-        operator = scale.astype(case.dense.dtype) * case.operator
-        return tx.trace(operator, case.key, case.budget).value.real
-
-    estimate = tx.trace(case.operator, case.key, case.budget)
-    truth = jnp.trace(case.dense)
-    close(estimate.value, truth, case.tolerance, case.size)
-    close(jax.grad(value)(case.number(1.0)), truth.real, case.tolerance, case.size)

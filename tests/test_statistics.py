@@ -19,6 +19,7 @@ from tests.helpers import (
     function,
     general,
     hermitian,
+    slow,
 )
 from tests.helpers import spectrum as spectrum_of
 
@@ -49,22 +50,15 @@ def repeated(function: Any, repeats: int = REPEATS, key: Any = KEY) -> Any:
 
 def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
     """Of z* A z, from theory (the samplers' docstrings)."""
-    n = matrix.shape[0]
-    real = not np.iscomplexobj(matrix)
-    symmetric = (matrix + matrix.T) / 2
-    off = matrix - np.diag(np.diag(matrix))
-    trace = abs(np.trace(matrix)) ** 2
-    square = np.linalg.norm(symmetric if real else matrix) ** 2
+    n, real = len(matrix), not np.iscomplexobj(matrix)
+    seen = (matrix + matrix.T) / 2 if real else matrix
+    factor = 2 if real else 1
     if sampler in (tx.rademacher, tx.hadamard):
-        off_symmetric = symmetric - np.diag(np.diag(symmetric))
-        return float(
-            2 * np.linalg.norm(off_symmetric) ** 2 if real else np.linalg.norm(off) ** 2
-        )
+        return factor * float(np.linalg.norm(seen - np.diag(np.diag(seen)))) ** 2
+    square = float(np.linalg.norm(seen)) ** 2
     if sampler is tx.normal:
-        return float(2 * square if real else square)
-    if real:
-        return float(2 * n / (n + 2) * (square - trace / n))
-    return float(n / (n + 1) * (square - trace / n))
+        return factor * square
+    return factor * n / (n + factor) * (square - abs(np.trace(matrix)) ** 2 / n)
 
 
 @pytest.mark.slow
@@ -86,24 +80,29 @@ def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -
     )
 
 
-@pytest.mark.slow
-def test_orthogonal_probes_lower_the_variance() -> None:
-    n, k = 10, 5
+@pytest.mark.parametrize(
+    ("sampler", "of_one", "population"),
+    [slow(tx.orthogonal, tx.sphere, 13), (tx.hadamard, tx.rademacher, 16)],
+)
+def test_probes_without_replacement_lower_the_variance(
+    sampler: Any, of_one: Any, population: int
+) -> None:
+    """By the finite-population correction, and so is the standard error."""
+    n, k = 13, 6
     matrix = general(n)
     operator = function(matrix)
 
     def run(key: Any) -> tx.Estimate:
-        return tx.hutchinson_trace(operator, key, k, sampler=tx.orthogonal)
+        return tx.hutchinson_trace(operator, key, k, sampler=sampler)
 
     estimates = repeated(run)
-    one = variance_of_one_form(tx.sphere, np.asarray(matrix))
-    theory = one / k * (n - k) / (n - 1)
-    squares = np.abs(estimates.value - np.trace(matrix)) ** 2
-    assert mean_is(squares, theory, float(np.std(squares)))
-    assert mean_is(
-        estimates.standard_error**2, theory, float(np.std(estimates.standard_error**2))
-    )
-    assert not mean_is(squares, one / k, float(np.std(squares)))
+    uncorrected = variance_of_one_form(of_one, np.asarray(matrix)) / k
+    theory = uncorrected * (population - k) / (population - 1)
+    assert mean_is(estimates.value, np.trace(matrix), theory**0.5)
+    errors = np.abs(estimates.value - np.trace(matrix))
+    for squares in (errors**2, estimates.standard_error**2):
+        assert mean_is(squares, theory, float(np.std(squares)))
+        assert not mean_is(squares, uncorrected, float(np.std(squares)))
 
 
 @pytest.mark.slow
@@ -282,16 +281,3 @@ def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
 
     shares = jax.jit(lambda matrices: jax.lax.map(held, matrices))(jnp.stack(matrices))
     assert jnp.all(shares >= 0.9), shares
-
-
-@pytest.mark.slow
-def test_the_two_sided_form_is_more_accurate() -> None:
-    """XDiag of a symmetric operator with and without its tag, at equal matvecs."""
-    matrix = hermitian(spectrum_of("poly", 200))
-
-    def error(tags: Any) -> float:
-        operator = lx.TaggedLinearOperator(function(matrix), tags)
-        values = repeated(lambda key: tx.xdiag(operator, key, 40).value, repeats=40)
-        return float(np.linalg.norm(values - np.diag(matrix)))
-
-    assert error(lx.symmetric_tag) < 0.75 * error(())

@@ -2,10 +2,10 @@
 
 import typing as _typing
 
-from traceax._calculus.divergence import divergence as divergence
 from traceax._calculus.gauss_newton import empirical_fisher as empirical_fisher
 from traceax._calculus.gauss_newton import gauss_newton as gauss_newton
 from traceax._calculus.laplacian import biharmonic as biharmonic
+from traceax._calculus.laplacian import divergence as divergence
 from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._core.estimate import Estimate as Estimate

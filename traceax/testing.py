@@ -115,10 +115,8 @@ def operators(
         spectra = [name for name in spectra if name != "indefinite"]
     for name, got, every in (("kinds", kinds, known), ("spectra", spectra, [*_SPECTRA])):
         if not set(got) <= set(every) or set(got) <= set(_WRAPPERS):
-            must, cure = (
-                f"be names among {every}",
-                f"Not of wrappers alone: add {every[0]}.",
-            )
+            must = f"be names among {every}"
+            cure = f"Not of wrappers alone: add {every[0]}."
             raise invalid(ValueError, "testing.operators", name, must, [*got], cure)
     double = ("float64", "complex128") if jnp.result_type(float) == np.float64 else ()
     dtypes = dtypes or ("float32", "complex64", *double)
@@ -338,10 +336,8 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     quotient = (moved(zero + h) - moved(zero - h)) / (2 * h)
     bound = (10 * h + rtol) * jnp.max(jnp.abs(jnp.append(ax, slope)))
     yield "derivative = difference quotient", slope, quotient, bound
-    (reverse,), bound = (
-        jax.vjp(moved, zero)[1](y),
-        rtol * norm(y) * (norm(ax) + norm(slope)),
-    )
+    (reverse,) = jax.vjp(moved, zero)[1](y)
+    bound = rtol * norm(y) * (norm(ax) + norm(slope))
     yield "reverse derivative = forward derivative", reverse, jnp.sum(y * slope).real, bound
     if eqx.tree_equal(into, out) is True:
         yield from _tag_facts(operator, xs, rtol)

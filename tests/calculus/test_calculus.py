@@ -3,8 +3,6 @@
 from typing import Any
 
 import equinox as eqx
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -45,38 +43,12 @@ def dense(name: str, fn: Any, x: Any) -> Any:
     return jnp.trace(hessian, axis1=-2, axis2=-1)
 
 
-def network(name: str, n: int, activation: Any = jnp.tanh, depth: int = 1) -> Any:
+def network(name: str, n: int, depth: int = 1) -> Any:
     out = n if name == "divergence" else "scalar"
-    return eqx.nn.MLP(n, out, 7, depth, activation, key=jax.random.key(3), dtype=float)
+    return eqx.nn.MLP(n, out, 7, depth, jnp.tanh, key=jax.random.key(3), dtype=float)
 
 
 # --- agreement with dense derivatives ---------------------------------------------------
-
-ACTIVATIONS = {
-    "tanh": jnp.tanh,
-    "silu": jax.nn.silu,
-    "softplus": jax.nn.softplus,
-    "sin": jnp.sin,
-    "gelu": jax.nn.gelu,
-}
-
-
-@pytest.mark.slow
-@hypothesis.given(
-    name=st.sampled_from(sorted(CALCULUS)),
-    activation=st.sampled_from(sorted(ACTIVATIONS)),
-    depth=st.integers(0, 2),
-    n=st.sampled_from([1, 3]),
-    seed=st.integers(0, 2**30),
-)
-@hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
-def test_networks(name: str, activation: str, depth: int, n: int, seed: int) -> None:
-    fn = network(name, n, ACTIVATIONS[activation], depth)
-    x = jax.random.normal(jax.random.key(seed), (n,))
-    estimate = CALCULUS[name](lambda x, args: fn(x), x, KEY, n)
-    assert estimate.num_matvecs == n
-    close(estimate.value, dense(name, fn, x), 1e-12, 1 + float(jnp.sum(jnp.abs(x))))
-    assert not jnp.any(estimate.standard_error)
 
 
 def padded(array: Any, value: Any) -> Any:
@@ -243,7 +215,10 @@ def test_points_of_any_structure(name: str) -> None:
         leaves = jax.tree.leaves(mixed(point, single=float))
         return jnp.concatenate([leaf.ravel() for leaf in promoted(*leaves)])
 
-    got = CALCULUS[name](mixed, x, KEY, 4).value
+    estimate = CALCULUS[name](mixed, x, KEY, 4)
+    assert estimate.num_matvecs == 4
+    assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(estimate.standard_error))
+    got = estimate.value
     v = jnp.array([0.3, -0.2, 0.5, 2.0])
     scalar = flat if name == "divergence" else lambda v: flat(v)[0]
     if name == "hessian_diagonal":

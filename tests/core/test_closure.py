@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import lineax as lx
 import pytest
 
-import traceax as tx
 from tests.calls import CALLS, MATRIX, PSD, N, operator
 from tests.helpers import close, slow
 
@@ -58,19 +57,3 @@ def test_every_kind_of_closure(name: str) -> None:
     expected = jax.grad(loss_of(name, operator))(1.3)
     for make in (positional, keyword, of_a_function, nested, jacobian):
         close(jax.grad(loss_of(name, make))(1.3), expected, 1e-8)
-
-
-@pytest.mark.parametrize("name", ["laplacian", slow("divergence")])
-def test_fields_and_energies(name: str) -> None:
-    def slope(*, held: bool) -> Any:
-        def loss(scale: Any) -> Any:
-            def bent(x: Any, args: Any, scale: Any = scale) -> Any:
-                waves = jnp.sin(scale * x)
-                return waves if name == "divergence" else jnp.sum(waves)
-
-            fn = bent if held else lambda x, args: bent(x, args)
-            return jnp.sum(getattr(tx, name)(fn, jnp.ones(5), KEY, 3).value)
-
-        return jax.grad(loss)(1.3)
-
-    close(slope(held=True), slope(held=False), 1e-12)

@@ -120,20 +120,6 @@ def test_leave_one_out(name: str, dtype: Any, sampler: Any, k: int) -> None:
     close(got.standard_error, max(error, theory), 1e-9)
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_probes_are_exchangeable(name: str) -> None:
-    """A permutation of the probes changes nothing."""
-    estimate, _, cost = LOOPS[name]
-    operator = lx.MatrixLinearOperator(hermitian(spectrum("poly", 30)), PSD)
-    probes = tx.rademacher(KEY, operator.in_structure(), 7)
-    one, other = (
-        estimate(operator, KEY, 7 * cost, sampler=given(rows))
-        for rows in (probes, probes[::-1])
-    )
-    close(one.value, other.value, 1e-13)
-    close(one.standard_error, other.standard_error, 1e-9)
-
-
 # Diagonals: entry by entry; the error is the spread of the samples, times sqrt(2) for what
 # they share. Row norms: the jackknife.
 

@@ -21,7 +21,7 @@ KEY = jax.random.key(5)
 N = 24
 
 
-def exact(operator: Any, fn: Any, probes: int = N, steps: int = 1) -> tx.Estimate:
+def exact(operator: Any, fn: Any, probes: int = 5, steps: int = 5) -> tx.Estimate:
     return tx.arnoldi_trace(operator, fn, KEY, num_probes=probes, num_steps=steps)
 
 
@@ -63,23 +63,10 @@ def test_exact_from_n_applications(name: str) -> None:
         assert estimate.standard_error == 0
         assert estimate.num_matvecs == spent
     want, scale = jnp.trace(expm @ direction).real, float(jnp.linalg.norm(expm))
-    digits = (
-        1e-8 if name in ("triangular", "convection", "Jordan, 2", "Jordan, n") else 1e-13
-    )
+    defective = ("triangular", "convection", "Jordan, 2", "Jordan, n")
+    digits = 1e-8 if name in defective else 1e-13
     for slope in (jax.grad, jax.jacfwd):
         close(jax.jit(slope(lambda t: value(t)[0]))(0.0), want, digits, scale)
-
-
-@pytest.mark.slow
-def test_exact_or_not() -> None:
-    operator = function(MATRICES["general"])
-    for probes, steps in ((N, 1), (1, N), (5, 5), (1, N + 9)):
-        estimate = exact(operator, jnp.log, probes, steps)
-        close(estimate.value, np.linalg.slogdet(MATRICES["general"])[1], 1e-13)
-        assert estimate.num_matvecs == N
-    sampled = exact(operator, jnp.log, N - 1, 1)
-    assert sampled.standard_error == jnp.inf
-    assert exact(operator, jnp.log, 4, 5).num_matvecs == 20
 
 
 def test_what_fn_depends_on() -> None:

@@ -123,15 +123,6 @@ def test_arnoldi_is_unbiased_by_enumeration() -> None:
     close(slope, np.trace(np.linalg.solve(matrix, direction + np.eye(n))), 1e-11)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_second_derivative_of_a_scaled_logarithm(spread: float) -> None:
-    """-n/s^2; 0 if the vectors of the rule were frozen. At breakdown, and not."""
-    matrix = hermitian(1 + spread * (np.arange(N) / N) ** 3)
-    curvature = jax.jit(jax.hessian(lambda s: slq(function(s * matrix), jnp.log).value))
-    close(curvature(2.0), -N / 4, 1e-7)
-
-
 def test_second_derivatives_out_of_an_exhausted_space() -> None:
     """A multiple of I keeps every probe in one dimension; its derivative does not."""
     direction = hermitian(np.linspace(-1, 1, N))

@@ -1,6 +1,5 @@
 """Rows of a Hadamard matrix: signs without replacement."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -38,51 +37,6 @@ def test_the_sum_over_all_is_the_trace_whatever_the_signs(dtype: Any) -> None:
     close(jnp.mean(forms), jnp.trace(matrix), 1e-12)
     close(jnp.abs(probes), 1.0, 1e-12)
     assert len(np.unique(np.asarray(probes), axis=0)) == hadamard_order(n)
-
-
-def test_the_variance_has_the_finite_population_correction() -> None:
-    """Enumeration of all signs and all pairs of rows at n = 4: the mean is the trace, the
-    variance is (m - k)/(m - 1) of that of independent signs, and so is the mean square of
-    the standard error."""
-    n, k = 4, 2
-    matrix = np.asarray(general(n))
-    rows = np.asarray(tx.hadamard(KEY, column(n), n))  # any signs: all follow
-    values, squares = [], []
-    for signs in itertools.product([-1.0, 1.0], repeat=n):
-        for pair in itertools.combinations(range(n), k):
-            chosen = rows[list(pair)] * np.array(signs)
-            forms = np.einsum("ka,ab,kb->k", chosen, matrix, chosen)
-            values.append(forms.mean())
-            squares.append((1 - k / n) * forms.var(ddof=1) / k)
-    symmetric = (matrix + matrix.T) / 2
-    off = symmetric - np.diag(np.diag(symmetric))
-    theory = 2 * np.sum(off**2) / k * (n - k) / (n - 1)
-    assert np.mean(values) == pytest.approx(np.trace(matrix), rel=1e-12)
-    assert np.var(values) == pytest.approx(theory, rel=1e-12)
-    assert np.mean(squares) == pytest.approx(theory, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_draws_have_the_variance_and_the_bar_of_theory() -> None:
-    n, k = 13, 6
-    matrix = general(n)
-
-    def run(key: Any) -> tx.Estimate:
-        return tx.hutchinson_trace(function(matrix), key, k, sampler=tx.hadamard)
-
-    estimates = jax.jit(jax.vmap(run))(jax.random.split(KEY, 4000))
-    symmetric = np.asarray((matrix + matrix.T) / 2)
-    off = symmetric - np.diag(np.diag(symmetric))
-    m = hadamard_order(n)
-    theory = 2 * np.sum(off**2) / k * (m - k) / (m - 1)
-    errors = np.asarray(estimates.value) - np.trace(matrix)
-    assert abs(errors.mean()) < 5 * np.sqrt(theory / 4000)
-    for squares in (errors**2, np.asarray(estimates.standard_error) ** 2):
-        allowed = 5 * squares.std() / 4000**0.5
-        assert abs(squares.mean() - theory) < allowed
-        assert (
-            abs(squares.mean() - theory * (m - 1) / (m - k)) > allowed
-        )  # without the correction
 
 
 def test_pytrees_are_parts_of_one_draw() -> None:

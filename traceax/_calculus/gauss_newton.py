@@ -101,8 +101,7 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
     approximation, arXiv:1905.12558.
     """
     x = differentiable_point("empirical_fisher", fn, x)
-    check_returned(
-        "empirical_fisher", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers"
-    )
+    result = eqx.filter_eval_shape(fn, x, args)
+    check_returned("empirical_fisher", "fn", result, "real numbers")
     jacobian = lx.JacobianLinearOperator(fn, x, args)
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, lx.positive_semidefinite_tag)

@@ -118,7 +118,7 @@ def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
             return equation.params["jaxpr"]
         case "pad" if isinstance(equation.invars[1], Var):
             fill = partial(_fill, config=equation.params["padding_config"])
-            types = map(_type, equation.invars)
+            types: list[Any] = [atom.aval for atom in equation.invars]
             like = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
             inexact = jnp.issubdtype(like[0].dtype, jnp.inexact)
             return jax.make_jaxpr(fill)(*like) if inexact else None
@@ -164,15 +164,12 @@ def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
     ):
         return _push_linear
     pairs = zip(equation.invars, moves, strict=True)
-    moving = [_type(atom) for atom, moved in pairs if moved]
+    moving: list[Any] = [atom.aval for atom, moved in pairs if moved]
     # Of complex numbers not every entrywise operation is differentiable in one direction.
     alone = len(moving) == 1 and jnp.issubdtype(moving[0].dtype, jnp.floating)
-    alone = alone and all(_type(v).shape == moving[0].shape for v in equation.outvars)
+    results: list[Any] = [variable.aval for variable in equation.outvars]
+    alone = alone and all(result.shape == moving[0].shape for result in results)
     return _push_entrywise if alone and name in _ENTRYWISE else _push_any
-
-
-def _type(atom: Any) -> Any:
-    return atom.aval
 
 
 def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
@@ -207,7 +204,9 @@ def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
         return jax.jvp(slope_at, point, directions)
 
     first, seconds = _for_each(slope_and_second, moved)
-    return first, _add(_push_linear(along, moved)[1], [jnp.sum(b, axis=0) for b in seconds])
+    linear = _push_linear(along, moved)[1]
+    sums = [jnp.sum(second, axis=0) for second in seconds]
+    return first, [b if a is None else a + b for a, b in zip(linear, sums, strict=True)]
 
 
 def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
@@ -223,10 +222,6 @@ def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
     if jet.second is not None:
         second = second + slope * jet.second
     return [slope[None] * jet.first], [second]
-
-
-def _add(some: list[Any], others: list[Any]) -> list[Any]:
-    return [b if a is None else a + b for a, b in zip(some, others, strict=True)]
 
 
 def _operation(

@@ -19,7 +19,7 @@ A new thing has one place, and one of its kind stands there to look at:
 
     an estimator; a target of estimators   _estimators: `xtrace`; `_estimators.readouts`
     an estimator of f(A), a likelihood     _functions: `slq`
-    a differential operator                _calculus: `divergence`
+    a differential operator                _calculus: `laplacian`
     a sampler; its properties              `_probes.samplers`; `_probes.draw`
     a Krylov method for f(A)               _quadrature: `block_arnoldi`
     a factorisation, an error bar          _linalg: `nystrom`, `jackknife`

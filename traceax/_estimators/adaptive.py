@@ -82,9 +82,9 @@ def adaptive_trace(
     - `sampler`: independent probes. Default: the sphere, or signs.
     - `progress_meter`: shows how much of `max_matvecs` is spent.
 
-    **Returns** an `Estimate` of shape `()`. Its `converged` says whether the tolerance was
-    met. `num_matvecs` is an array, decided at run time. NaN ends at once and is never
-    converged; with a tolerance of 0 all of `max_matvecs` is spent.
+    **Returns** an `Estimate`. Its `converged` says whether the tolerance was met.
+    `num_matvecs` is an array, decided at run time. NaN ends at once and is never converged;
+    with a tolerance of 0 all of `max_matvecs` is spent.
 
     **Derivatives**: those of the estimator at the size that was reached. **Cost**:
     `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced program
@@ -121,7 +121,9 @@ def adaptive_trace(
     search = _Search(
         growing, linear_map, levels, max_matvecs, chosen, key, tolerances, meter
     )
-    reached, shown = search.from_level(0, None, meter.init())
+    empty = jnp.zeros((size(operator), 0), working_dtype(operator))
+    start = _Sketch(empty, empty, None, empty)
+    reached, shown = search.from_level(0, start, meter.init())
     meter.close(shown)
     outcome = run(_as_it_is, LinearMap(operator), reached)
     return Estimate(outcome.value, outcome.standard_error, *outcome.report)
@@ -155,12 +157,6 @@ def _levels(n: int, max_matvecs: int, matvecs_a_probe: int) -> _Levels:
     return _Levels((*(k for k in useful if k < largest), largest), exact=False)
 
 
-class _Report(NamedTuple):
-    num_matvecs: Int[Array, ""]
-    degrees_of_freedom: Float[Array, ""]
-    converged: Bool[Array, ""]
-
-
 Reached = tuple[Outcome, Any]
 
 
@@ -176,7 +172,7 @@ class _Search(NamedTuple):
     tolerances: tuple[Float[Array, ""], Float[Array, ""]]
     meter: ProgressMeter
 
-    def from_level(self, level: int, sketch: _Sketch | None, shown: Any) -> Reached:
+    def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """This level and, if need be, those above."""
         if level == len(self.levels.sizes):
             return self.complete(level, sketch, shown)
@@ -201,20 +197,18 @@ class _Search(NamedTuple):
 
         return stop() if level + 1 == self.levels.total else _either(ended, stop, go)
 
-    def enlarged(self, level: int, sketch: _Sketch | None) -> _Sketch:
-        have = 0 if sketch is None else sketch.probes.shape[1]
-        count = self.levels.sizes[level] - have
+    def enlarged(self, level: int, sketch: _Sketch) -> _Sketch:
+        count = self.levels.sizes[level] - sketch.probes.shape[1]
         key, operator = jax.random.fold_in(self.key, level), self.linear_map.operator
         probes = draw("adaptive_trace", self.sampler, key, operator, count)
         return compiled(_Growing.enlarge, self.growing, self.linear_map, sketch, probes)
 
-    def complete(self, level: int, sketch: _Sketch | None, shown: Any) -> Reached:
+    def complete(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         value, pairs, cost = compiled(
             _Growing.complete, self.growing, self.linear_map, sketch
         )
         error, n = jnp.zeros_like(value.real), size(self.linear_map.operator)
-        have = 0 if sketch is None else sketch.probes.shape[1]
-        spent = have * self.growing.matvecs_a_probe + cost
+        spent = sketch.probes.shape[1] * self.growing.matvecs_a_probe + cost
         report = _report(spent, n, ~jnp.isnan(value), error)
         outcome = Outcome(value, error, self.read_by(pairs, level), report)
         return outcome, self.meter.step(shown, jnp.asarray(1.0))
@@ -232,8 +226,9 @@ class _Search(NamedTuple):
 
 def _report(
     spent: int, degrees: int, converged: Bool[Array, ""], error: Float[Array, ""]
-) -> _Report:
-    return _Report(jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged)
+) -> tuple[Int[Array, ""], Float[Array, ""], Bool[Array, ""]]:
+    """The last three parts of an `Estimate`."""
+    return jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
 
 
 Result = TypeVar("Result")
@@ -249,12 +244,12 @@ def _either(
 
 
 class _Sketch(NamedTuple):
-    """Probes and their images; for XTrace a basis Q of these, and A Q."""
+    """Probes and their images; for XTrace a basis Q of these, if there are any, and A Q."""
 
     probes: Inexact[Array, "n k"]
     products: Inexact[Array, "n k"]
-    basis: Basis | None = None
-    images: Inexact[Array, "n k"] | None = None
+    basis: Basis | None
+    images: Inexact[Array, "n _"]
 
 
 class _Growing(NamedTuple):
@@ -270,34 +265,22 @@ class _Growing(NamedTuple):
         return 1 if self.semidefinite else 2
 
     def enlarge(
-        self, linear_map: LinearMap, sketch: _Sketch | None, probes: Inexact[Array, "n j"]
+        self, linear_map: LinearMap, sketch: _Sketch, probes: Inexact[Array, "n j"]
     ) -> _Sketch:
         products = self.sign * linear_map(probes)
-        if self.semidefinite:
-            if sketch is None:
-                return _Sketch(probes, products)
-            return _Sketch(
-                jnp.hstack([sketch.probes, probes]), jnp.hstack([sketch.products, products])
-            )
-        if sketch is None:
-            basis = orthonormalise(products)
-            return _Sketch(probes, products, basis, linear_map(basis.columns))
-        assert sketch.basis is not None
-        assert sketch.images is not None
-        basis = extend(sketch.basis, products, probes)
-        fresh = linear_map(basis.columns[:, sketch.probes.shape[1] :])
-        return _Sketch(
-            jnp.hstack([sketch.probes, probes]),
-            jnp.hstack([sketch.products, products]),
-            basis,
-            jnp.hstack([sketch.images, fresh]),
-        )
+        basis, images = sketch.basis, sketch.images
+        if not self.semidefinite:
+            known = images.shape[1]
+            basis = extend(basis, products, probes) if basis else orthonormalise(products)
+            images = jnp.hstack([images, linear_map(basis.columns[:, known:])])
+        every = jnp.hstack([sketch.probes, probes])
+        return _Sketch(every, jnp.hstack([sketch.products, products]), basis, images)
 
     def value_and_error(
         self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         eps, resphere = unit_roundoff(linear_map.operator), self.resphere
-        if sketch.basis is None or sketch.images is None:
+        if sketch.basis is None:
             of_sketch = xnystrace_of(sketch.products, sketch.probes, eps, resphere=resphere)
             return self.sign * of_sketch[0], of_sketch[1]
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
@@ -310,14 +293,14 @@ class _Growing(NamedTuple):
         return trace_pairs(loo)
 
     def complete(
-        self, linear_map: LinearMap, sketch: _Sketch | None
+        self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], Pairs, int]:
         """The exact trace, its blocks, and what it costs: where A Q is known, only the
         images of a basis of what is orthogonal to Q."""
         n = size(linear_map.operator)
         identity = jnp.eye(n, dtype=working_dtype(linear_map.operator))
         pairs = Pairs(identity, identity)
-        if sketch is None or sketch.basis is None or sketch.images is None:
+        if sketch.basis is None:
             value = pairs(linear_map)
             return (value.real if self.semidefinite else value), pairs, n
         q = sketch.basis.columns

@@ -141,9 +141,8 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
     budgets, plain probes. Unbiased. Exact where `trace` is, whose error bar is that of the
     sum over all leaves.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: if it is neither
-    Hermitian nor semidefinite, its transpose must exist. `num_matvecs`: the budget if n >
-    64, at least 1. Default 100.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget if
+    n > 64, at least 1. Default 100.
 
     **Returns** an `Estimate` with the operator's input structure, one number for each leaf.
 

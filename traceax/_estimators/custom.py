@@ -17,16 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
+from traceax._core import checks
 from traceax._core.canonical import Canonical, canonical
-from traceax._core.checks import (
-    check_applied,
-    check_block,
-    check_blocks,
-    check_callable,
-    check_function_request,
-    check_result,
-    check_value,
-)
 from traceax._core.estimate import Estimate
 from traceax._core.layout import inner_jaxprs
 from traceax._core.operator import LinearMap, Operator, size, working_dtype
@@ -94,8 +86,8 @@ def custom_trace(
     doi:10.1137/1.9781611976496.16; the rule is the library's own.
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
-    check_callable("custom_trace", "algorithm", algorithm, form, cure)
-    operator = check_function_request(
+    checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)
+    operator = checks.check_function_request(
         "custom_trace", operator, key, {"num_probes": num_probes}
     )
     probes = draw("custom_trace", sampler, key, operator, num_probes)
@@ -128,17 +120,18 @@ def _run(
     application = named(linear_map)
 
     def apply(block: Block) -> Block:
-        check_block(name, block, n)
+        checks.check_block(name, block, n)
         block = jnp.asarray(block)
         return application(promoted(block, probes)[0])
 
     answer: Any = algorithm(apply, probes)
-    check_result(name, answer)
+    checks.check_result(name, answer)
     value, error, left, right = map(jnp.asarray, (*answer[:2], *answer[2]))
     dtype = working_dtype(linear_map.operator)
-    check_value(name, "value", value, real=not jnp.issubdtype(dtype, jnp.complexfloating))
-    check_value(name, "standard_error", error, real=True)
-    check_blocks(name, left, right, n)
+    real = not jnp.issubdtype(dtype, jnp.complexfloating)
+    checks.check_value(name, "value", value, real=real)
+    checks.check_value(name, "standard_error", error, real=True)
+    checks.check_blocks(name, left, right, n)
     left, right = (promoted(block, probes)[0] for block in (left, right))
     error = error.astype(jnp.finfo(dtype).dtype)
     return Outcome(value.astype(dtype), error, Pairs(left, right))
@@ -148,7 +141,7 @@ def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
     entries = entries_applied(program, real=real)
     known = math.isfinite(entries)
-    check_applied("custom_trace", int(entries) // size(operator) if known else None)
+    checks.check_applied("custom_trace", int(entries) // size(operator) if known else None)
     return int(entries) // size(operator)
 
 

@@ -198,23 +198,10 @@ def _correct(
     linear_map: LinearMap,
     known: tuple[Inexact[Array, "n l"], Inexact[Array, "n l"], Tracked],
 ) -> Outcome:
-    probes, before, state = known
-    w = linear_map(probes)
-    eps = unit_roundoff(linear_map.operator)
-    value, error, size = _value_error_size(probes, before, w, state[:3], eps)
-    weight = Pairs(probes / probes.shape[1], probes)
-    return Outcome(value, error, weight, report=size)
-
-
-def _value_error_size(
-    probes: Inexact[Array, "n l"],
-    before: Inexact[Array, "n l"],
-    w: Inexact[Array, "n l"],
-    remembered: tuple[Inexact[Array, ""], Float[Array, ""], Float[Array, ""]],
-    eps: float,
-) -> tuple[Inexact[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """Value, standard error and size, from the images under both operators."""
-    old, error, size = remembered
+    """From fresh probes and their images under the previous operator; the report is the
+    size."""
+    probes, before, (old, error, size, *_) = known
+    w, eps = linear_map(probes), unit_roundoff(linear_map.operator)
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
     old, z = old.astype(w.dtype), jnp.where(usable, before, 0)
@@ -228,7 +215,8 @@ def _value_error_size(
     value = mean(b) * old + mean(column_dots(probes, w - b[None, :] * z))
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(w)))
     after = jnp.hypot(scale * after, 4 * eps * rounding)
-    return value, after, scale * jnp.sqrt(mean(column_norms_squared(off[1])))
+    size = scale * jnp.sqrt(mean(column_norms_squared(off[1])))
+    return Outcome(value, after, Pairs(probes / probes.shape[1], probes), report=size)
 
 
 def _damping(

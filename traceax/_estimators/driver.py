@@ -138,11 +138,7 @@ def one_block(
     cost: int, degrees: Callable[[int], float] = lambda k: max(k - 1, 1)
 ) -> InBlocks:
     """As many probes as there are for `cost` applications each."""
-    return InBlocks(partial(_at_cost, cost), (cost,), degrees)
-
-
-def _at_cost(cost: int, num_matvecs: int) -> tuple[int]:
-    return (num_matvecs // cost,)
+    return InBlocks(lambda num_matvecs: (num_matvecs // cost,), (cost,), degrees)
 
 
 class Streamed(eqx.Module):
@@ -160,12 +156,8 @@ class InBatches(NamedTuple):
     degrees: Callable[[SamplingDesign, bool], float]
 
     def __call__(self, request: Request) -> Drawn:
-        name, operator, key, num_matvecs, sampler, batch_size, meter = request
-        design, probes = design_and_draw(
-            name, operator, key, num_matvecs, sampler, batch_size
-        )
-        neighbourhood = neighbourhood_of(sampler)
-        streamed = Streamed(probes, neighbourhood, meter, design)
-        return Drawn(
-            streamed, design.num_probes, self.degrees(design, neighbourhood is not None)
-        )
+        design, probes = design_and_draw(*request[:-1])
+        neighbourhood = neighbourhood_of(request.sampler)
+        streamed = Streamed(probes, neighbourhood, request.meter, design)
+        degrees = self.degrees(design, neighbourhood is not None)
+        return Drawn(streamed, design.num_probes, degrees)

@@ -100,9 +100,8 @@ def na_hutchpp_trace(
     rank of A is at most r, or if `num_matvecs` reaches n. It is meant for operators that
     are streamed or reached in parallel; in sequence, `xtrace` is better.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: if it is not
-    Hermitian, its transpose must exist. `num_matvecs`: at least 4, or n; 2r of them are
-    applications of the adjoint. `sampler`: default `rademacher`.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 4, or
+    n; 2r of them are applications of the adjoint. `sampler`: default `rademacher`.
 
     **Derivatives**: those of Hutch++ on the same sketch, which is frozen: more accurate
     than the oblique projection of the value. A gradient costs r + l matvec-VJPs. **Cost**:
@@ -220,9 +219,8 @@ def diagpp(
     Exact (to rounding) if the rank of A is at most k, or if `num_matvecs` reaches n.
     `xdiag` is more accurate; here the samples of the remainder are independent.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: if it is not
-    Hermitian, its transpose must exist. `num_matvecs`: at least 3, or n. `sampler`: default
-    `rademacher`.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
+    n. `sampler`: default `rademacher`.
 
     **Derivatives**: by the two-sided form; the sketch is frozen. A gradient costs k + l
     matvec-VJPs for Hermitian operators, 2k + l (k of them of the adjoint) for others.

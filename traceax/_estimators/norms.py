@@ -25,14 +25,8 @@ from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target, leave_one_out
 from traceax._estimators.xtrace import XNYSTRACE
+from traceax._linalg import jackknife
 from traceax._linalg.columns import column_norms_squared, largest_modulus, mean, over
-from traceax._linalg.jackknife import (
-    independent_degrees_of_freedom,
-    jackknife_error,
-    pairs_of_probes,
-    row_norm_replicates,
-    standard_error,
-)
 from traceax._probes.samplers import Sampler, rademacher
 
 
@@ -56,10 +50,9 @@ def row_norms_squared(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any lineax operator, square or not; if it is not Hermitian, its transpose
-      must exist. Squared norms must be in the range of its dtype.
-    - `num_matvecs`: at least 3, or n or p. The largest multiple of 3 up to it is spent, of
-      2 if the operator is known to be Hermitian.
+    - `operator`: square or not. Squared norms must be in the range of its dtype.
+    - `num_matvecs`: at least 3, or n or p. A multiple of 3 is spent, of 2 if the operator
+      is known to be Hermitian.
     - `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
       entry.
 
@@ -103,11 +96,9 @@ def frobenius_norm_squared(
     `num_matvecs` reaches the smaller dimension of B. On flat spectra the mean of |B w|^2,
     which takes one application for each probe, has up to 1.5 times less error.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: any lineax
-    operator B, p x n, square or not; if it is not Hermitian, its transpose must exist. B* B
-    w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p; the largest
-    even number up to it is spent. `sampler`: independent probes. Default: the sphere, or
-    signs, by the smaller dimension.
+    **Arguments** (the others are in the guide's conventions): `operator`: B, p x n, square
+    or not. B* B w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p.
+    `sampler`: independent probes. Default: the sphere, or signs, by the smaller dimension.
 
     **Derivatives**: the sketch is frozen. A gradient costs 4k matvec-VJPs. **Cost**: k
     applications and k of the adjoint, in two batches; 3 blocks of n x k; about 8 n k^2
@@ -148,12 +139,12 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     rounding = 4 * unit_roundoff(linear_map.operator) * (sizes + mean(sizes))
     n, k = block.shape
     if k < 3:
-        error = standard_error(samples, rounding)
+        error = jackknife.standard_error(samples, rounding)
     else:
         w, lengths = q.conj().T @ block, column_norms_squared(loo.mu)
-        pairs = pairs_of_probes(s, w, lengths, n - k + 2 if resphere else None)
-        replicates = row_norm_replicates(pairs, known, image @ s, remainder)
-        error = jackknife_error(replicates, rounding)
+        pairs = jackknife.pairs_of_probes(s, w, lengths, n - k + 2 if resphere else None)
+        replicates = jackknife.row_norm_replicates(pairs, known, image @ s, remainder)
+        error = jackknife.jackknife_error(replicates, rounding)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
 
 
@@ -161,12 +152,12 @@ ROW_NORMS_OF_ANY = Method(
     "row_norms_squared",
     ROW_NORMS,
     _row_norms,
-    one_block(3, independent_degrees_of_freedom),
+    one_block(3, jackknife.independent_degrees_of_freedom),
     minimum=3,
     sampler=rademacher,
 )
 ROW_NORMS_OF_HERMITIAN = ROW_NORMS_OF_ANY._replace(
-    draw=one_block(2, independent_degrees_of_freedom), minimum=2
+    draw=one_block(2, jackknife.independent_degrees_of_freedom), minimum=2
 )
 FROBENIUS = XNYSTRACE._replace(
     name="frobenius_norm_squared",

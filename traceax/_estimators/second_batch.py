@@ -123,6 +123,7 @@ from traceax._estimators.readouts import (
 )
 from traceax._estimators.xdiag import xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
+from traceax._linalg import jackknife
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
@@ -131,11 +132,6 @@ from traceax._linalg.columns import (
     over,
     squared_modulus,
     times,
-)
-from traceax._linalg.jackknife import (
-    one_minus_squared_modulus,
-    root_design_effect,
-    standard_error,
 )
 from traceax._linalg.nystrom import Nystrom, nystrom
 from traceax._probes.draw import draw, is_rotation_invariant
@@ -186,7 +182,7 @@ def sketched_or_sampled(
     )
     first, first_error = _forms(block, sketch, eps)
     forms, error = _forms(probes.fresh, images, eps)
-    uneven = root_design_effect(weights)
+    uneven = jackknife.root_design_effect(weights)
     sampled = (jnp.sum(times(weights, first)) + mean(forms)) / 2
     sampled_error = jnp.hypot(uneven * first_error, error) / 2
     of_both = (sketched, uneven * sketched_error), (sampled, sampled_error)
@@ -207,10 +203,8 @@ def sketched_or_sampled_diagonal(
     scale, weights = sketched.scale, choice.weights
     first = independent(block.conj() * over(sketch, scale), scale, eps, hermitian)
     forms = independent(fresh * over(image, scale).conj(), scale, eps, hermitian)
-    (one, one_error), (other, other_error) = (
-        first.value_and_error(weights),
-        forms.value_and_error(),
-    )
+    one, one_error = first.value_and_error(weights)
+    other, other_error = forms.value_and_error()
     sampled = (one + other) / 2, jnp.hypot(one_error, other_error) / 2
     of_both = sketched.value_and_error(weights), sampled
     value, error = jax.tree.map(partial(jnp.where, choice.sketches), *of_both)
@@ -269,7 +263,7 @@ def missed_shares(
     r_ij* w_j = r_ij* mu_ij."""
     s, w = loo.directions, loo.probes
     overlap = s.conj().T @ s
-    inverse = 1 / one_minus_squared_modulus(overlap)
+    inverse = 1 / jackknife.one_minus_squared_modulus(overlap)
     sw = s.conj().T @ (loo.basis.columns.conj().T @ w)
     own = diagonal(sw)[None, :]
     # u_ij* Q* w_j and t_ij* Q* w_j, but for a.
@@ -301,7 +295,7 @@ def _forms(
     """Quadratic forms, and the standard error of their mean."""
     forms = column_dots(z, products)
     rounding = 4 * eps * mean(column_dots(jnp.abs(z), jnp.abs(products)))
-    return forms, standard_error(forms, rounding)
+    return forms, jackknife.standard_error(forms, rounding)
 
 
 def _pairs(choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]) -> Pairs:

@@ -80,9 +80,8 @@ def xdiag(
     diag(P_i A) + conj(w_i) o (I - P_i) A w_i, which needs the adjoint. Unbiased. Exact (to
     rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: if it is not
-    Hermitian, its transpose must exist. With `lx.symmetric_tag` the error is up to 3 times
-    smaller. `num_matvecs`: at least 2, or n; the largest even number up to it is spent.
+    **Arguments** (the others are in the guide's conventions): `operator`: with
+    `lx.symmetric_tag` the error is up to 3 times smaller. `num_matvecs`: at least 2, or n.
     `sampler`: independent probes. Default `rademacher`, which is exact for the diagonal
     part of the remainder.
 
@@ -179,14 +178,13 @@ def xnysdiag(
     n. Without knowledge of the operator's entries it is the most accurate estimator where
     eigenvalues decay; on flat spectra `hutchinson_diagonal` is, by up to 2 times.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: tagged positive
-    or negative semidefinite. `num_matvecs`: at least 1. `sampler`: independent probes.
-    Default `rademacher`, which is exact for the diagonal part of the remainder.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
+    `sampler`: independent probes. Default `rademacher`, which is exact for the diagonal
+    part of the remainder.
 
-    **Returns** an `Estimate` with the operator's input structure, real. `standard_error` is
-    conservative. If the operator is semidefinite only up to noise, it grows by the modulus
-    of the most negative eigenvalue found. If this is above a hundredth of the largest
-    eigenvalue, the tag was wrong: both are NaN.
+    **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
+    `standard_error` grows by the modulus of the most negative eigenvalue found. If this is
+    above a hundredth of the largest eigenvalue, the tag was wrong: both are NaN.
 
     **Derivatives**: by XDiag's rule on the same sketch, which is frozen, for tangents that
     need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k applications, no

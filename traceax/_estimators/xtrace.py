@@ -47,15 +47,8 @@ from traceax._estimators.readouts import (
     leave_one_out,
     trace_pairs,
 )
+from traceax._linalg import jackknife
 from traceax._linalg.columns import column_dots, column_norms_squared, mean, over, times
-from traceax._linalg.jackknife import (
-    jackknife_error,
-    no_less_than_theory,
-    pairs_of_probes,
-    standard_error,
-    xnystrace_replicates,
-    xtrace_replicates,
-)
 from traceax._linalg.nystrom import nystrom
 from traceax._probes.samplers import Sampler
 
@@ -80,8 +73,7 @@ def xtrace(
     `hutchinson_trace`, and better by orders of magnitude where singular values decay.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 2, or
-    n; the largest even number up to it is spent. `sampler`: independent probes. Default:
-    the sphere, resphered by c_i, or signs.
+    n. `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
     **Derivatives**: the sketch is frozen. A gradient costs one matvec-VJP for each
     application of the value. **Cost**: 2k applications, no adjoints, in two batches; 4
@@ -138,18 +130,19 @@ def xtrace_of(
     rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * rounding
     if k < 3:
-        error = standard_error(samples, rounding)
+        error = jackknife.standard_error(samples, rounding)
     else:
         w = q.conj().T @ loo.probes
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
         image = loo.basis.factor - h @ loo.x
         residual_rank = n - k + 2 if resphere else None
-        pairs = pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
-        replicates = xtrace_replicates(pairs, h, image, coimage, remainders)
-        error = jackknife_error(replicates, rounding)
+        pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
+        replicates = jackknife.xtrace_replicates(pairs, h, image, coimage, remainders)
+        error = jackknife.jackknife_error(replicates, rounding)
     if resphere and k > 1:
         missed = _missed(loo, over(sketch - images @ loo.x, scale), remainders)
-        error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
+        real = not jnp.iscomplexobj(sketch)
+        error = jackknife.no_less_than_theory(error, missed, real=real)
     value = mean(samples) if weights is None else jnp.sum(times(weights, samples))
     return times(scale, value), scale * error
 
@@ -184,14 +177,13 @@ def xnystrace(
     probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
     estimators wherever it applies.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: tagged positive
-    or negative semidefinite. `num_matvecs`: at least 1. `sampler`: independent probes.
-    Default: the sphere, resphered by c_i, or signs.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
+    `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
-    **Returns** an `Estimate` of shape `()`, real. `standard_error` is the jackknife's,
-    conservative. If the operator is semidefinite only up to noise, it grows by n times the
-    modulus of the most negative eigenvalue found. If this modulus is above a hundredth of
-    the largest eigenvalue, the tag was wrong: both are NaN.
+    **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
+    `standard_error` grows by n times the modulus of the most negative eigenvalue found. If
+    this modulus is above a hundredth of the largest eigenvalue, the tag was wrong: both are
+    NaN.
 
     **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
     multiple of I, and for tangents that need not be semidefinite. A gradient costs 2k
@@ -250,19 +242,20 @@ def xnystrace_of(
 
     rounding = 4 * eps * whole + n * factor.indefinite
     if k < 3:
-        error = standard_error(samples, rounding)
+        error = jackknife.standard_error(samples, rounding)
     else:
-        replicates = xnystrace_replicates(
+        replicates = jackknife.xnystrace_replicates(
             whole,
             right.conj().T @ right,
             removed.conj().T @ removed,
             test.conj().T @ test,
             n - k + 2 if resphere else None,
         )
-        error = jackknife_error(replicates, rounding)
+        error = jackknife.jackknife_error(replicates, rounding)
     if resphere and k > 1:
         missed = _missed_by_nystrom(removed, squares, test, probes, resphering)
-        error = no_less_than_theory(error, missed, real=not jnp.iscomplexobj(sketch))
+        real = not jnp.iscomplexobj(sketch)
+        error = jackknife.no_less_than_theory(error, missed, real=real)
     scale = factor.scale
     return scale * mean(samples), scale * error
 

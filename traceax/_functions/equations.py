@@ -100,7 +100,7 @@ def preconditioner(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian, positive definite together with `shift`. Tags are not needed.
+    - `operator`: Hermitian, positive definite together with `shift`.
     - `num_matvecs`: at least 1. Default 100.
     - `shift`: real: nu is the shift if it is positive and A positive semidefinite, else
       half the least Ritz value. Or an `lx.DiagonalLinearOperator` D of positive entries,

@@ -15,14 +15,7 @@ from equinox.internal import Static
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import (
-    check_batch_size,
-    check_count,
-    check_function_request,
-    check_grid,
-    check_positive,
-    check_request,
-)
+from traceax._core import checks
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -34,11 +27,7 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace
-from traceax._linalg.jackknife import (
-    independent_degrees_of_freedom,
-    quadrature_error,
-    standard_error,
-)
+from traceax._linalg import jackknife
 from traceax._linalg.krylov import by_levels, lanczos
 from traceax._probes.draw import check_independent
 from traceax._probes.samplers import Sampler, sphere
@@ -139,14 +128,14 @@ def checked_run(
     named = {"num_probes": num_probes, "num_steps": num_steps}
     named = {argument: count for argument, count in named.items() if count is not None}
     for argument, count in named.items():
-        check_count(name, argument, count, 1, "the fewest that can be used")
+        checks.check_count(name, argument, count, 1, "the fewest that can be used")
     if num_probes is None and num_steps is None:
         return choose(num_matvecs), num_matvecs
     if num_probes is not None and num_steps is not None:
         return Shape(num_probes, num_steps), num_probes * num_steps
     ((argument, count),) = named.items()
     least = count + tests if num_steps is None else count * (1 + tests)
-    check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
+    checks.check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
     if num_steps is None:
         return Shape(count, num_matvecs // (count + tests)), num_matvecs
     return Shape(num_matvecs // count - tests, count), num_matvecs
@@ -167,10 +156,10 @@ def _slq_trace(
 ) -> Estimate:
     """By the name of whom the user called."""
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = check_function_request(name, operator, key, counts)
+    operator = checks.check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
     fn, structure = scalar_function(name, fn, real_dtype(operator))
-    check_batch_size(name, batch_size, 1)
+    checks.check_batch_size(name, batch_size, 1)
     together, structure = combination(name, combine, fn, structure)
     if num_probes * num_steps >= size(operator) ** 2:
         return exact_function_trace(operator, fn, structure, together)
@@ -179,7 +168,7 @@ def _slq_trace(
     probes = stream(name, operator, key, num_probes, sampler, batch_size)
     how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
     algorithm = partial(_slq, meter=checked_meter(name, meter), **how)
-    degrees = independent_degrees_of_freedom(num_probes)
+    degrees = jackknife.independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
     return estimate(algorithm, subject, probes, spent, degrees, structure)
 
@@ -248,10 +237,10 @@ def _error(
 ) -> Float[Array, " p"]:
     """The rounding error is that of f at nodes known to within eps of the largest."""
     terms, values = levels[0], jnp.sum(levels, axis=-1)
-    quadrature = quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
+    quadrature = jackknife.quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
     inexact = largest * jnp.sum(slopes, axis=1)
     rounding = 4 * eps * (jnp.sum(sizes, axis=1) + inexact)
-    return jnp.hypot(standard_error(terms * terms.shape[1], rounding), quadrature)
+    return jnp.hypot(jackknife.standard_error(terms * terms.shape[1], rounding), quadrature)
 
 
 def sample(
@@ -271,21 +260,13 @@ def sample(
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
-    return _sampled(weights, whole, values, slopes), nodes
-
-
-def _sampled(
-    weights: Float[Array, "levels N m"],
-    eigen: Eigen,
-    values: Inexact[Array, "levels N m p"],
-    slopes: Inexact[Array, "N m p"],
-) -> Sampled:
-    return Sampled(
+    sampled = Sampled(
         weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
-        jnp.max(jnp.abs(eigen.values), axis=1),
+        jnp.max(jnp.abs(whole.values), axis=1),
     )
+    return sampled, nodes
 
 
 _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."
@@ -316,12 +297,10 @@ def spectral_density(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian; tags are not needed.
-    - `grid`: where to evaluate it, a vector of real numbers, in the units of the
-      eigenvalues.
+    - `grid`: where to evaluate it, a vector of real numbers.
     - `num_matvecs`: the budget. Default 240.
-    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each. By
-      default about four times as many steps as probes: 7 and 34 of 240.
+    - `num_probes`, `num_steps`: by default about four times as many steps as probes: 7 and
+      34 of 240.
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
       Default: twice the span of the grid over `num_steps`, which half of the steps resolve;
       for smaller widths the error bar grows.
@@ -345,12 +324,12 @@ def spectral_density(
     doi:10.1137/130934283.
     """
     name = "spectral_density"
-    operator = check_request(name, operator, key, num_matvecs)
-    check_grid(name, grid)
+    operator = checks.check_request(name, operator, key, num_matvecs)
+    checks.check_grid(name, grid)
     grid = jnp.asarray(grid, real_dtype(operator))
     shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
     spread = _resolved(grid, shape.depth) if width is None else width
-    check_positive(name, "width", spread, _WIDTHS)
+    checks.check_positive(name, "width", spread, _WIDTHS)
     scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * size(operator))
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:

@@ -155,7 +155,9 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     doi:10.1137/23M1548323.
     """
     n, dtype = space("sphere", key, structure, num_probes)
-    return unflatten_rows(_on_sphere(key, n, num_probes, dtype), structure)
+    rows = _gaussian(key, n, num_probes, dtype)
+    rows = times(rows, math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
+    return unflatten_rows(rows, structure)
 
 
 @_named
@@ -163,8 +165,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     """Probes that are sqrt(n) times orthonormal columns, uniformly distributed (Haar).
 
     Each is uniform on the sphere; because they are orthogonal, the variance of a Hutchinson
-    mean is multiplied by (n - num_probes)/(n - 1). They are dependent, so the leave-one-out
-    estimators raise an error.
+    mean is multiplied by (n - num_probes)/(n - 1). They are dependent.
 
     **Arguments**: see the guide's conventions; `num_probes` is at most n. **Cost**: one
     single-precision number an entry, and an orthonormal basis, 4 to 9 n num_probes^2 flops.
@@ -184,7 +185,11 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     if num_probes > n:
         must, cure = f"be at most {n}, the dimension", "Draw fewer, or use traceax.sphere."
         raise invalid(ValueError, "orthogonal", "num_probes", must, num_probes, cure)
-    return unflatten_rows(_orthogonal_rows(key, n, num_probes, dtype), structure)
+    basis = orthonormalise(_gaussian(key, n, num_probes, dtype).T)
+    turn, triangle = lapack.qr(basis.factor)
+    diagonal = jnp.diagonal(triangle)
+    turn = turn * over(math.sqrt(n) * diagonal, jnp.abs(diagonal))[None, :]
+    return unflatten_rows((basis.columns @ turn).T, structure)
 
 
 @_named
@@ -194,8 +199,7 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     For complex leaves the signs are random phases. The order m of the matrix is the least
     power of 2 from n on. The variance of a Hutchinson mean of signs is multiplied by
     (m - num_probes)/(m - 1), and like signs they are exact for diagonal operators. They
-    help if there are probes for a good part of the dimensions. They are dependent, so the
-    leave-one-out estimators raise an error.
+    help if there are probes for a good part of the dimensions. They are dependent.
 
     **Arguments**: see the guide's conventions; `num_probes` is at most m. **Cost**: one
     random bit a dimension, a random order of m rows, and a sign an entry.
@@ -214,11 +218,20 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     matrix, doi:10.1016/j.apnum.2007.01.003, for rows without random choice.
     """
     n, dtype = space("hadamard", key, structure, num_probes)
-    if num_probes > hadamard_order(n):
-        must = f"be at most {hadamard_order(n)}, the order of the matrix for {n} dimensions"
+    order = hadamard_order(n)
+    if num_probes > order:
+        must = f"be at most {order}, the order of the matrix for {n} dimensions"
         cure = "Draw fewer, or use traceax.rademacher."
         raise invalid(ValueError, "hadamard", "num_probes", must, num_probes, cure)
-    return unflatten_rows(_hadamard_rows(key, n, num_probes, dtype), structure)
+    rows_key, signs_key = jax.random.split(key)
+    rows = jax.random.permutation(rows_key, order)[:num_probes]
+    common = rows[:, None] & jnp.arange(n)[None, :]
+    signs = (1 - 2 * (jax.lax.population_count(common) & 1)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        flips = _phases(signs_key, (1, n), dtype)
+    else:
+        flips = jax.random.rademacher(signs_key, (n,), dtype)[None, :]
+    return unflatten_rows(signs * flips, structure)
 
 
 def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
@@ -261,35 +274,6 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
     return one(key).astype(dtype)
 
 
-def _on_sphere(
-    key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
-) -> Inexact[Array, "k n"]:
-    rows = _gaussian(key, n, k, dtype)
-    return times(rows, math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
-
-
-def _orthogonal_rows(
-    key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
-) -> Inexact[Array, "k n"]:
-    basis = orthonormalise(_gaussian(key, n, k, dtype).T)
-    turn, triangle = lapack.qr(basis.factor)
-    diagonal = jnp.diagonal(triangle)
-    turn = turn * over(math.sqrt(n) * diagonal, jnp.abs(diagonal))[None, :]
-    return (basis.columns @ turn).T
-
-
 def hadamard_order(n: int) -> int:
     """The order of the Hadamard matrix for n dimensions."""
     return 1 << (n - 1).bit_length()
-
-
-def _hadamard_rows(
-    key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype
-) -> Inexact[Array, "k n"]:
-    rows_key, signs_key = jax.random.split(key)
-    rows = jax.random.permutation(rows_key, hadamard_order(n))[:k]
-    common = rows[:, None] & jnp.arange(n)[None, :]
-    signs = (1 - 2 * (jax.lax.population_count(common) & 1)).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return signs * _phases(signs_key, (1, n), dtype)
-    return signs * jax.random.rademacher(signs_key, (n,), dtype)[None, :]

@@ -24,11 +24,8 @@ from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_batch_size, check_samples, invalid
 from traceax._core.operator import Operator, size
+from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
-from traceax._linalg.jackknife import (
-    independent_degrees_of_freedom,
-    standard_error_of_parts,
-)
 from traceax._probes.draw import (
     Samples,
     draw,
@@ -194,7 +191,7 @@ class SamplingDesign(NamedTuple):
     @property
     def degrees_of_freedom(self) -> float:
         """Those of the interval of a mean of quadratic forms."""
-        return self.group * independent_degrees_of_freedom(self.num_samples)
+        return self.group * jackknife.independent_degrees_of_freedom(self.num_samples)
 
     def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
         return jnp.sum(self._by_sample(by_probe), axis=-1)
@@ -206,7 +203,7 @@ class SamplingDesign(NamedTuple):
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
         samples = self.correction * self._by_sample(by_probe / self.group)
-        return mean(by_probe), standard_error_of_parts(samples, rounding)
+        return mean(by_probe), jackknife.standard_error_of_parts(samples, rounding)
 
 
 def design_and_draw(

@@ -189,11 +189,8 @@ class Rule(eqx.Module):
             levels = jnp.where(crossed, jnp.nan, levels.real)
         means = mean(levels)
         changes = jnp.abs(means[:-1] - means[1:])
-        return (
-            levels[0],
-            4 * mean(sizes),
-            jackknife.quadrature_error(changes, self.unresolved),
-        )
+        gap = jackknife.quadrature_error(changes, self.unresolved)
+        return levels[0], 4 * mean(sizes), gap
 
     def _half_jackknife(
         self, values: Inexact[Array, "p m"], samples: Inexact[Array, "p k"]

@@ -30,7 +30,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from traceax._core.canonical import canonical
-from traceax._core.checks import check_callable, check_returned
+from traceax._core.checks import check_callable, check_returned, invalid
 from traceax._core.operator import LinearMap, Structure, as_result
 from traceax._core.rule import Outcome, Readout
 from traceax._linalg.columns import mean, over, promoted
@@ -59,20 +59,15 @@ def scalar_function(
     name: str, fn: Callable[[Scalar], PyTree[Array]], dtype: jnp.dtype
 ) -> tuple[ScalarFunction, Structure]:
     """`fn` as a `ScalarFunction`, and the structure of its result."""
-    if not callable(fn):
-        raise TypeError(
-            f"traceax.{name}(fn=...) must be a function of a scalar, because it is "
-            f"evaluated at eigenvalues, but got {type(fn).__name__}. Pass jax.numpy.log, "
-            "say, or a function of your own."
-        )
+    form = "of a scalar, because it is evaluated at eigenvalues"
+    cure = "Pass jax.numpy.log, say, or a function of your own."
+    check_callable(name, "fn", fn, form, cure)
     point = jax.ShapeDtypeStruct((), dtype)
     result = eqx.filter_eval_shape(fn, point)
     leaves = jax.tree.leaves(result)
     if not leaves or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise TypeError(
-            f"traceax.{name}(fn=...) must return an array, or a pytree of arrays, because "
-            f"that is what is traced, but it returned {result!r}. Leave out the rest."
-        )
+        must = "return an array, or a pytree of arrays, because that is what is traced"
+        raise invalid(TypeError, name, "fn", must, repr(result), "Leave out the rest.")
     return ScalarFunction(canonical(fn, point), point), _inexact(result, dtype)
 
 
