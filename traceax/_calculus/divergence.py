@@ -64,4 +64,5 @@ def divergence(
     check_same_structure("divergence", operator.in_structure(), operator.out_structure())
     sampler = for_mean(sampler, operator, num_matvecs)
     how = sampler, batch_size, progress_meter
-    return estimate(HUTCHINSON_TRACE, operator, key, num_matvecs, *how, name="divergence")
+    method = HUTCHINSON_TRACE._replace(name="divergence")
+    return estimate(method, operator, key, num_matvecs, *how)

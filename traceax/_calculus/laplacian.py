@@ -156,7 +156,8 @@ def sketched_laplacian(
     correction = (1 - rest / (size(space) - width)) ** 0.5
     algorithm = partial(_sketched, design=SamplingDesign(rest, rest, correction))
     degrees = independent_degrees_of_freedom(rest)
-    return rule.estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
+    how = num_matvecs, degrees, subject.result
+    return rule.estimate(algorithm, subject, probes, *how, method=name)
 
 
 def _width(num_matvecs: int) -> int:

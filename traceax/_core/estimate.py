@@ -15,6 +15,7 @@ value is seen. The variance is the larger of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -34,7 +35,7 @@ _MOST_SHOWN = 10
 
 
 def in_words(estimate: Any) -> str:
-    """`96.6 ± 3.1 (50 matvecs)`, or a line for each leaf."""
+    """`96.6 ± 3.1 (50 matvecs, xtrace)`, or a line for each leaf."""
     if not is_readable(estimate):
         return eqx.tree_pformat(estimate)
     values = jax.tree.leaves_with_path(estimate.value)
@@ -45,7 +46,8 @@ def in_words(estimate: Any) -> str:
         words = _array_in_words(np.asarray(value), np.asarray(error))
         lines.append(f"{name}: {words}" if path else words)
     total = int(np.sum(np.asarray(estimate.num_matvecs)))  # the sum over a batch
-    cost = f"({total} matvec{'s' if total != 1 else ''})"
+    cost = f"({total} matvec{'s' if total != 1 else ''}"
+    cost += f", {estimate.method})" if estimate.method else ")"
     return f"{lines[0]} {cost}" if len(lines) == 1 else "\n".join([*lines, cost])
 
 
@@ -116,12 +118,35 @@ def _fixed_point(value: float | complex, error: float) -> str:
     return f"{shown} ± {error:.1e}" if decimals > 6 else f"{shown} ± {error:.{decimals}f}"
 
 
+class Name(str):
+    """A string that is a pytree without leaves. To JAX all names are equal, so that
+    estimates of different methods have one structure, which conditionals and loops need."""
+
+
+@dataclass(frozen=True)
+class _Any:
+    """A name in the structure of a pytree, equal to all others."""
+
+    name: str = field(compare=False)
+
+
+jax.tree_util.register_pytree_node(
+    Name, lambda name: ((), _Any(name)), lambda structure, _: Name(structure.name)
+)
+export.register_pytree_node_serialization(
+    Name,
+    serialized_name="traceax.Name",
+    serialize_auxdata=lambda structure: structure.name.encode(),
+    deserialize_auxdata=lambda name: _Any(name.decode()),
+)
+
+
 class Estimate(eqx.Module):
     """An estimate, its standard error, and what it cost.
 
     It is a pytree: return it from `jax.jit`, batch it with `jax.vmap`, stack it with
     `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits of its
-    error, `96.6 ± 3.1 (50 matvecs)`, and formats like `f"{estimate:.3f}"` work.
+    error, `96.6 ± 3.1 (50 matvecs, xtrace)`; formats like `f"{estimate:.3f}"` work.
 
     **Attributes** (more on error bars is in the guide's conventions)
 
@@ -136,6 +161,11 @@ class Estimate(eqx.Module):
     - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
       `standard_error`. At most their number less one, and fewer where samples are skewed.
     - `converged`: of `adaptive_trace`, whether the tolerance was met. `None` of others.
+    - `method`: a string, `"exact"` or the function that made it, which may have been chosen
+      automatically: `"hutchinson_trace, 36 colours"`, say. It is static, and estimates of
+      all methods have one structure: where two meet, in `jnp.where`, `jax.lax.cond` or a
+      loop, the result names one of them. An estimate that is an *argument* of your own
+      `jax.jit` leaves it with the method of the first call.
 
     **Example**
 
@@ -152,6 +182,7 @@ class Estimate(eqx.Module):
     num_matvecs: int | Int[Array | np.ndarray, "..."]
     degrees_of_freedom: float | Float[Array, "..."] = 1e6
     converged: Bool[Array, ""] | bool | None = None
+    method: str = eqx.field(converter=Name, default="")
 
     def __str__(self) -> str:
         return in_words(self)
@@ -471,6 +502,7 @@ def _square(both: Estimate) -> Estimate:
         standard_error=jax.tree.map(error, both.value, own),
         num_matvecs=_total(both.num_matvecs),
         degrees_of_freedom=_at_least_one(_total(both.degrees_of_freedom)),
+        method=both.method,
     )
 
 

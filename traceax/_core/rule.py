@@ -120,13 +120,15 @@ def estimate(
     num_matvecs: int,
     degrees_of_freedom: float,
     structure: Structure | None = None,
+    *,
+    method: str,
 ) -> Estimate:
     """Run an algorithm under the rule. A `structure` splits its results into leaves."""
     outcome = run(algorithm, subject, probes)
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
-    return Estimate(value, error, num_matvecs, float(degrees_of_freedom))
+    return Estimate(value, error, num_matvecs, float(degrees_of_freedom), method=method)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

@@ -120,14 +120,16 @@ def exact_function_trace(
     if known is None:
         subject = MatrixFunction(LinearMap(operator), fn, combine)
         degrees = float(size(operator))
-        return estimate(_exact, subject, None, price(operator), degrees, structure)
+        how = price(operator), degrees, structure
+        return estimate(_exact, subject, None, *how, method="exact")
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
     return exact_estimate(as_result(total, structure), known.spent)
 
 
 def exact_estimate(value: PyTree[Inexact[Array, "..."]], spent: int) -> Estimate:
-    return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)
+    error = jax.tree.map(lambda x: jnp.zeros_like(x.real), value)
+    return Estimate(value, error, spent, method="exact")
 
 
 def _exact(subject: MatrixFunction, _: None) -> Outcome:
@@ -151,7 +153,8 @@ def exact_general_trace(
     """`real`: the value is meant to be."""
     subject = MatrixFunction(LinearMap(operator), fn)
     algorithm, degrees = partial(_exact_general, real=real), float(size(operator))
-    return estimate(algorithm, subject, None, price(operator), degrees, structure)
+    how = price(operator), degrees, structure
+    return estimate(algorithm, subject, None, *how, method="exact")
 
 
 def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:

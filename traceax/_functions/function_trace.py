@@ -142,7 +142,8 @@ def block_trace(
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth)
     degrees = shared_degrees_of_freedom(shape.width)
-    return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, structure)
+    how = shape.num_matvecs, degrees, structure
+    return estimate(algorithm, subject, probes, *how, method=name)
 
 
 def logdet(
@@ -298,11 +299,11 @@ def schatten_norm(
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
     rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
-    return Estimate(
-        unit * traced.value ** (1 / p),
-        unit * (traced.standard_error * rate),
-        traced.num_matvecs * cost + 1,
-        traced.degrees_of_freedom,
+    return dataclasses.replace(
+        traced,
+        value=unit * traced.value ** (1 / p),
+        standard_error=unit * (traced.standard_error * rate),
+        num_matvecs=traced.num_matvecs * cost + 1,
     )
 
 
@@ -408,4 +409,4 @@ def arnoldi_trace(
     algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = shared_degrees_of_freedom(num_probes)
-    return estimate(algorithm, subject, probes, spent, degrees, structure)
+    return estimate(algorithm, subject, probes, spent, degrees, structure, method=name)

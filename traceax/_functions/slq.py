@@ -181,7 +181,7 @@ def _slq_trace(
     algorithm = partial(_slq, meter=checked_meter(name, meter), **how)
     degrees = independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
-    return estimate(algorithm, subject, probes, spent, degrees, structure)
+    return estimate(algorithm, subject, probes, spent, degrees, structure, method=name)
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
