@@ -1,9 +1,9 @@
 """What every estimator returns: an estimate with its error, how it prints, and how several
 estimates of one quantity become one.
 
-A number prints to two digits of its standard error, an exact one as it is. An array of more
-than ten numbers prints as its shape and the norm of its errors, relative to that of its
-values. Values that cannot be read here (traced, abstract, on other machines) print as
+A number prints to two digits of its standard error, an exact one as it is, one whose error
+is rounding as the shortest number within it. An array of more than ten numbers prints as
+its shape and the norm of its errors, relative to that of its values. Values that cannot be read here (traced, abstract, on other machines) print as
 Equinox prints any module.
 
 `pool` has weights w_j, the shares of the applications spent. They are fixed before any
@@ -83,8 +83,9 @@ def is_readable(estimate: Any) -> bool:
 def _array_in_words(value: np.ndarray, error: np.ndarray) -> str:
     if value.size <= _MOST_SHOWN:
         pairs = zip(value.ravel(), error.ravel(), strict=True)
-        return ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
-    if not np.any(error):
+        words = ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
+        return f"[{words}]" if value.ndim else words
+    if not np.any(error) and np.all(np.isfinite(value)):
         return f"{value.shape} exact"
     with np.errstate(all="ignore"):
         largest = np.max(np.abs(value))
@@ -114,6 +115,9 @@ def _fixed_point(value: float | complex, error: float) -> str:
     # 1e-6 makes up for single precision, in which 0.1 may be a little less.
     decimals = max(0, 1 - int(np.floor(np.log10(error) + 1e-6)))
     shown = f"{value:.{min(decimals, 16)}f}"
+    if decimals > 9:
+        shorter = (f"{value:.{d}f}" for d in range(17))
+        shown = next((s for s in shorter if abs(complex(s) - value) <= error), shown)
     shown = f"({shown})" if isinstance(value, complex) else shown
     return f"{shown} ± {error:.1e}" if decimals > 6 else f"{shown} ± {error:.{decimals}f}"
 
