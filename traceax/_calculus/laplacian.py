@@ -156,8 +156,8 @@ def sketched_laplacian(
     correction = (1 - rest / (size(space) - width)) ** 0.5
     algorithm = partial(_sketched, design=SamplingDesign(rest, rest, correction))
     degrees = independent_degrees_of_freedom(rest)
-    how = num_matvecs, degrees, subject.result
-    return rule.estimate(algorithm, subject, probes, *how, method=name)
+    how = name, num_matvecs, degrees, subject.result
+    return rule.estimate(algorithm, subject, probes, *how)
 
 
 def _width(num_matvecs: int) -> int:

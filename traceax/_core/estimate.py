@@ -3,8 +3,8 @@ estimates of one quantity become one.
 
 A number prints to two digits of its standard error, an exact one as it is, one whose error
 is rounding as the shortest number within it. An array of more than ten numbers prints as
-its shape and the norm of its errors, relative to that of its values. Values that cannot be read here (traced, abstract, on other machines) print as
-Equinox prints any module.
+its shape and the norm of its errors, relative to that of its values. Values that cannot be
+read here (traced, abstract, on other machines) print as Equinox prints any module.
 
 `pool` has weights w_j, the shares of the applications spent. They are fixed before any
 value is seen. The variance is the larger of
@@ -155,7 +155,8 @@ class Estimate(eqx.Module):
     **Attributes** (more on error bars is in the guide's conventions)
 
     - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
-      operator's input structure.
+      operator's input structure. NaN if the operator is found not to be what the function
+      needs, Hermitian or definite, say: the conventions tell which, and the way out.
     - `standard_error`: real, with the structure of `value`: the standard deviation of
       `value`, estimated from the same probes, at least the rounding error of the operator's
       dtype. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
@@ -165,11 +166,11 @@ class Estimate(eqx.Module):
     - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
       `standard_error`. At most their number less one, and fewer where samples are skewed.
     - `converged`: of `adaptive_trace`, whether the tolerance was met. `None` of others.
-    - `method`: a string, `"exact"` or the function that made it, which may have been chosen
-      automatically: `"hutchinson_trace, 36 colours"`, say. It is static, and estimates of
-      all methods have one structure: where two meet, in `jnp.where`, `jax.lax.cond` or a
-      loop, the result names one of them. An estimate that is an *argument* of your own
-      `jax.jit` leaves it with the method of the first call.
+    - `grid`: of `spectral_density`, the points of its value. `None` of others.
+    - `method`: a static string: `"exact"`, or the function that made it, maybe by automatic
+      choice: `"hutchinson_trace, 36 colours"`. Where estimates of two methods meet, in
+      `jnp.where`, `jax.lax.cond` or a loop, the result names one of them; what goes through
+      your own `jax.jit` as an *argument* has the method of the first call after it.
 
     **Example**
 
@@ -186,6 +187,7 @@ class Estimate(eqx.Module):
     num_matvecs: int | Int[Array | np.ndarray, "..."]
     degrees_of_freedom: float | Float[Array, "..."] = 1e6
     converged: Bool[Array, ""] | bool | None = None
+    grid: Float[Array | np.ndarray, "*batch points"] | None = None
     method: str = eqx.field(converter=Name, default="")
 
     def __str__(self) -> str:
@@ -255,6 +257,11 @@ def exportable(example: eqx.Module) -> None:
 
 
 exportable(Estimate(None, None, 0))
+
+
+def exact_estimate(value: PyTree[Inexact[Array, "..."]], spent: int) -> Estimate:
+    error = jax.tree.map(lambda x: jnp.zeros_like(x.real), value)
+    return Estimate(value, error, spent, method="exact")
 
 
 @eqx.filter_custom_jvp

@@ -117,11 +117,10 @@ def estimate(
     algorithm: Algorithm,
     subject: Subject,
     probes: PyTree,
+    method: str,
     num_matvecs: int,
     degrees_of_freedom: float,
     structure: Structure | None = None,
-    *,
-    method: str,
 ) -> Estimate:
     """Run an algorithm under the rule. A `structure` splits its results into leaves."""
     outcome = run(algorithm, subject, probes)

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_request
-from traceax._core.estimate import Estimate
+from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
@@ -72,11 +70,8 @@ def trace(
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
       the operator has entries or, if it is the inverse or another function of a sparse
       matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
-      decay within the steps that colours keep apart, sketches are better. It is not used if
-      the value is exact or the colours are too many. Default `None`.
-
-    **Returns** an `Estimate` of shape `()`; its `method`, which is printed, is the choice:
-    `"hutchinson_trace, 36 colours"`, if the pattern was used, `"exact"`, `"xtrace"`, ...
+      decay within the steps that colours keep apart, sketches are better. It is used by 3.
+      only: then the `method` of the estimate, which is printed, names colours.
 
     **Cost**: that of the estimator chosen. A pattern is coloured at each call, under
     `jax.jit` when it is compiled; for many calls make the sampler once, by `probing`.
@@ -112,10 +107,7 @@ def diagonal(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `num_matvecs`, `pattern`: as in `trace`, also when it is used.
-
-    **Returns** an `Estimate` with the operator's input structure, of which `method` is the
-    choice.
+    - `num_matvecs`, `pattern`: as in `trace`.
 
     **Cost**: that of the estimator chosen.
 
@@ -236,5 +228,4 @@ def _known(target: Target, operator: Operator, diagonal: Any, spent: int) -> Est
     diagonal = diagonal.real if is_hermitian(operator) else diagonal
     value, structure = target.of(diagonal, LinearMap(operator)), target.structure(operator)
     value = value if structure is None else as_result(value, structure)
-    error = jax.tree.map(lambda x: jnp.zeros_like(x.real), value)
-    return Estimate(value, error, spent, method="exact")
+    return exact_estimate(value, spent)

@@ -183,8 +183,7 @@ def _update(
     )
     outcome = run(_correct, LinearMap(operator), frozen)
     value, error = outcome.value, outcome.standard_error
-    spent, degrees = 2 * num_probes, float(num_probes)
-    result = Estimate(value, error, spent, degrees, method="deltashift")
+    result = Estimate(value, error, 2 * num_probes, float(num_probes), method="deltashift")
     return result, _state(result, code, outcome.report)
 
 

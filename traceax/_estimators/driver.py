@@ -109,10 +109,8 @@ def estimate(
     request = Request(name, acted, key, num_matvecs, chosen, batch_size, meter)
     probes, spent, degrees = method.draw(request)
     algorithm = partial(method.run, target=target)
-    structure = target.structure(operator)
-    how = coloured(method.name, chosen)
-    made = LinearMap(acted), probes, spent, degrees, structure
-    return rule.estimate(algorithm, *made, method=how)
+    how = coloured(method.name, chosen), spent, degrees, target.structure(operator)
+    return rule.estimate(algorithm, LinearMap(acted), probes, *how)
 
 
 class Probes(eqx.Module):

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact
 
-from traceax._core.estimate import Estimate
+from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
@@ -120,16 +120,10 @@ def exact_function_trace(
     if known is None:
         subject = MatrixFunction(LinearMap(operator), fn, combine)
         degrees = float(size(operator))
-        how = price(operator), degrees, structure
-        return estimate(_exact, subject, None, *how, method="exact")
+        return estimate(_exact, subject, None, "exact", price(operator), degrees, structure)
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
     return exact_estimate(as_result(total, structure), known.spent)
-
-
-def exact_estimate(value: PyTree[Inexact[Array, "..."]], spent: int) -> Estimate:
-    error = jax.tree.map(lambda x: jnp.zeros_like(x.real), value)
-    return Estimate(value, error, spent, method="exact")
 
 
 def _exact(subject: MatrixFunction, _: None) -> Outcome:
@@ -153,8 +147,7 @@ def exact_general_trace(
     """`real`: the value is meant to be."""
     subject = MatrixFunction(LinearMap(operator), fn)
     algorithm, degrees = partial(_exact_general, real=real), float(size(operator))
-    how = price(operator), degrees, structure
-    return estimate(algorithm, subject, None, *how, method="exact")
+    return estimate(algorithm, subject, None, "exact", price(operator), degrees, structure)
 
 
 def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:

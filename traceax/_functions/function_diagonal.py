@@ -155,8 +155,7 @@ def function_diagonal(
     subject = MatrixFunction(LinearMap(operator), converted)
     algorithm = partial(block_diagonal, depth=shape.depth)
     degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
-    how = shape.num_matvecs, degrees, leaves
-    return estimate(algorithm, subject, probes, *how, method=name)
+    return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, leaves)
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:

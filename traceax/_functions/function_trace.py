@@ -142,8 +142,7 @@ def block_trace(
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth)
     degrees = shared_degrees_of_freedom(shape.width)
-    how = shape.num_matvecs, degrees, structure
-    return estimate(algorithm, subject, probes, *how, method=name)
+    return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, structure)
 
 
 def logdet(
@@ -409,4 +408,4 @@ def arnoldi_trace(
     algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = shared_degrees_of_freedom(num_probes)
-    return estimate(algorithm, subject, probes, spent, degrees, structure, method=name)
+    return estimate(algorithm, subject, probes, name, spent, degrees, structure)
