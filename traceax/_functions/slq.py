@@ -329,7 +329,8 @@ def spectral_density(
     - `operator`: Hermitian; tags are not needed.
     - `grid`: where to evaluate it, a vector of real numbers, in the units of the
       eigenvalues. `None` means 200 points from three widths below the least to three widths
-      above the largest eigenvalue that the run sees, without `batch_size`.
+      above the largest eigenvalue that the run sees, constants, without `batch_size`. To
+      `pool` several runs, give all of them the grid of the first.
     - `num_matvecs`: the budget. Default 240.
     - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each. By
       default about four times as many steps as probes: 7 and 34 of 240.
@@ -338,12 +339,10 @@ def spectral_density(
       `num_steps`, which half of the steps resolve; for smaller widths the error bar grows.
     - `sampler`, `reorthogonalise`: as in `slq_trace`; a density hardly needs the latter.
 
-    **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it; its
-    `grid` has the points.
+    **Returns** an `Estimate` with a value of the shape of its `grid`, per unit of it.
 
     **Derivatives**: as those of `slq_trace`: one matvec-VJP for each probe and point of the
-    grid, so use coarse grids; not in the grid. **Cost**: at most `num_matvecs`
-    applications.
+    grid, so use coarse grids. **Cost**: at most `num_matvecs` applications.
 
     **Example**
 
@@ -360,8 +359,7 @@ def spectral_density(
     operator = check_request(name, operator, key, num_matvecs)
     shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
     spent, krylov = 0, None
-    if width is not None:
-        check_positive(name, "width", width, _WIDTHS)
+    check_positive(name, "width", 1.0 if width is None else width, _WIDTHS)
     if grid is not None:
         check_grid(name, grid)
         points = jnp.asarray(grid, real_dtype(operator))
