@@ -46,6 +46,10 @@ def test_the_method_is_the_function_that_made_it(name: str) -> None:
             lambda: tx.trace(GENERAL, KEY, 20, pattern=RING),
             r"hutchinson_trace, \d+ colours",
         ),
+        (
+            lambda: tx.trace(GENERAL, KEY, 20, pattern=np.eye(200)),
+            "hutchinson_trace, 1 colour",
+        ),
         (lambda: tx.trace(TAGGED, KEY, 20, pattern=ALL), "xnystrace"),
         (lambda: tx.diagonal(GENERAL, KEY, 4, pattern=ALL), "hutchinson_diagonal"),
         (lambda: tx.leaf_traces(TAGGED, KEY, 20), "xnysdiag"),

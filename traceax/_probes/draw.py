@@ -100,8 +100,8 @@ def probes_per_sample(sampler: Any) -> int:
 
 def coloured(method: str, sampler: Any) -> str:
     """`hutchinson_trace, 36 colours`: the method, with the colours that it uses."""
-    colours = probes_per_sample(sampler)
-    return f"{method}, {colours} colours" if colours > 1 else method
+    colours = getattr(_innermost(sampler), "num_colours", 0)
+    return f"{method}, {colours} colour{'s' * (colours > 1)}" if colours else method
 
 
 def has_independent_samples(sampler: Any) -> bool:
