@@ -11,9 +11,9 @@ import lineax as lx
 import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
+from scipy.sparse import csr_array, csr_matrix
 
 import traceax
-from tests.helpers import close
 
 KEY = jax.random.key(3)
 N = 300
@@ -66,6 +66,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: density(grid=jnp.linspace(0, 3, 5), width=-1.0),
         ValueError,
         r"spectral_density\(width=.*positive",
+    ),
+    "width, own grid": (
+        lambda: density(grid=None, width=0.0),
+        ValueError,
+        r"spectral_density\(width=.*positive",
+    ),
+    "own grid in batches": (
+        lambda: density(grid=None, batch_size=2),
+        ValueError,
+        r"spectral_density\(grid=.*because no batch sees.*Pass jax\.numpy\.linspace",
     ),
     "no width": (lambda: density(grid=jnp.ones(1)), ValueError, r"width=.*None"),
     "density's batches": (
@@ -149,20 +159,48 @@ def test_wrong_arguments(case: str) -> None:
 DENSE = jnp.diag(jnp.arange(1.0, 71.0), 0).at[0, 3].set(2.0)
 
 
+class Tensor:
+    """What the message needs of PyTorch's."""
+
+    __module__, shape = "torch", (70, 70)
+
+    def numpy(self, force: bool) -> np.ndarray:
+        assert force
+        return np.asarray(DENSE)
+
+
 @pytest.mark.parametrize(
-    ("matrix", "pattern"),
+    "matrix",
     [
-        (DENSE, r"a matrix as (lx\..+?),"),
-        (BCOO.fromdense(DENSE), r"matrix as (lx\.F.+)\.$"),
+        np.asarray(DENSE),
+        DENSE,
+        np.asarray(DENSE).tolist(),
+        csr_array(np.asarray(DENSE)),
+        csr_matrix(np.asarray(DENSE)),
+        BCOO.fromdense(DENSE),
+        Tensor(),
+        lambda v: DENSE.astype(v.dtype) @ v,
     ],
-    ids=["dense", "sparse"],
+    ids=["NumPy", "JAX", "list", "SciPy", "SciPy's matrix", "BCOO", "PyTorch", "function"],
 )
-def test_the_wrapper_that_a_message_advises_works(matrix: Any, pattern: str) -> None:
-    with pytest.raises(TypeError) as caught:
+def test_the_wrapper_that_a_message_advises_works(matrix: Any) -> None:
+    """As it stands, imports included."""
+    with pytest.raises(TypeError, match="must be a lineax operator, but got") as caught:
         tx.trace(matrix, KEY)
-    (advice,) = re.findall(pattern, str(caught.value))
-    wrapped = eval(advice, {"lx": lx, "jax": jax, "matrix": matrix})
-    close(tx.trace(wrapped, KEY, 70).value, jnp.trace(DENSE), 1e-14)
+    (advice,) = re.findall(r"Wrap it: (.*)\.$", str(caught.value))
+    *imports, call = advice.split("; ")
+    scope: dict[str, Any] = {"a": matrix, "function": matrix, "n": 70}
+    exec("\n".join(imports), scope)
+    value = tx.trace(eval(call, scope), KEY, 70).value
+    assert float(value) == pytest.approx(float(jnp.trace(DENSE)), rel=1e-5)
+
+
+@pytest.mark.parametrize("shift", [None, [0.1], "0.1"])
+def test_shifts_that_are_no_numbers(shift: Any) -> None:
+    for call in (tx.logdet, tx.preconditioner, partial(likelihood.func, *likelihood.args)):
+        arguments = () if isinstance(call, partial) else (a, KEY)
+        with pytest.raises(TypeError, match=r"\(shift=.*must be real.*Pass 0\.0 for none"):
+            call(*arguments, shift=shift)
 
 
 @pytest.mark.parametrize("throw", [True, False])

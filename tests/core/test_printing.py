@@ -27,7 +27,10 @@ def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
         (1.2348e30, 6.7e28, "(1.235 ± 0.067)e+30"),
         (-12345678.0, 91000.0, "(-1.2346 ± 0.0091)e+07"),
         (0.0, 2e-12, "(0.0 ± 2.0)e-12"),
-        (96.5999999999123, 3.1e-12, "96.5999999999123 ± 3.1e-12"),
+        (96.5999999999123, 3.1e-12, "96.59999999991 ± 3.1e-12"),
+        (52.999999999999993, 4.7e-14, "53 ± 4.7e-14"),
+        (3 - 1j + 1e-14, 2e-14, "(3-1j) ± 2.0e-14"),
+        (1.0000004, 2e-7, "1.00000040 ± 2.0e-07"),
         (3.21 + 1.12j, 0.43, "(3.21+1.12j) ± 0.43"),
         (np.float32(2e38), np.float32(1e37), "(2.00 ± 0.10)e+38"),
     ],
@@ -57,7 +60,7 @@ def test_formats_are_for_both_numbers() -> None:
 
 def test_up_to_ten_numbers_are_shown() -> None:
     values, errors = np.array([[1.0, -2.0], [4.0, 0.0]]), np.array([[0.1, 0.1], [0.0, 3.0]])
-    words = "1.00 ± 0.10, -2.00 ± 0.10, 4.0, 0.0 ± 3.0"
+    words = "[1.00 ± 0.10, -2.00 ± 0.10, 4.0, 0.0 ± 3.0]"
     assert str(estimate(values, errors)) == f"{words} (50 matvecs)"
     tree = estimate({"w": values, "b": np.array(3.0)}, {"w": errors, "b": np.array(0.5)})
     assert str(tree).splitlines() == ["b: 3.00 ± 0.50", f"w: {words}", "(50 matvecs)"]
@@ -70,6 +73,9 @@ def test_more_numbers_show_their_relative_error(scale: float) -> None:
     shown = str(estimate(values, errors))
     assert shown == "(2, 8) ± 2.8 % in norm (50 matvecs)"
     assert str(estimate(values, 0 * errors)) == "(2, 8) exact (50 matvecs)"
+    assert (
+        str(estimate(values + np.nan, 0 * errors)) == "(2, 8) ± nan % in norm (50 matvecs)"
+    )
     assert str(estimate(values, np.inf + errors)) == "(2, 8) ± inf % in norm (50 matvecs)"
 
 

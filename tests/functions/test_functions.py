@@ -297,6 +297,36 @@ def test_plain_quadrature_is_exact_from_n_steps_of_n_probes() -> None:
     assert jnp.all(density.standard_error == 0)
 
 
+@pytest.mark.parametrize("n", [10, 300])
+def test_the_density_s_own_grid(n: int) -> None:
+    """It spans the eigenvalues that the run sees, and costs no more than a given one."""
+    spectrum = jnp.linspace(-1.0, 3.0, n)
+    basis = jnp.linalg.qr(jax.random.normal(KEY, (n, n)))[0]
+
+    def density(scale: Any, grid: Any, **how: Any) -> tx.Estimate:
+        operator = function(scale * (basis * spectrum[None]) @ basis.T)
+        return tx.spectral_density(operator, grid, KEY, **how)
+
+    own = density(1.0, None)
+    assert isinstance(own.grid, jax.Array)
+    width = 2 * 4 / 34
+    ends = jnp.asarray([-1 - 3 * width, 3 + 3 * width])
+    close(own.grid[jnp.asarray([0, -1])], ends, 1e-2)
+    close(jnp.trapezoid(own.value, own.grid), 1.0, 1e-2)
+    assert own.num_matvecs == {10: 20, 300: 7 * 34}[n]
+    traced = jax.jit(lambda: density(1.0, None))()
+    close((traced.value, traced.grid), (own.value, own.grid), 1e-10)
+    same = density(1.0, own.grid, width=(own.grid[-1] - own.grid[0]) / (17 + 6))
+    close(same.value, own.value, 1e-8)
+    close(same.grid, own.grid, 0)
+    grid = density(1.0, None, width=0.3).grid
+
+    def slope(grid: Any) -> Any:
+        return jax.grad(lambda s: density(s, grid, width=0.3).value[90])(1.0)
+
+    close(slope(None), slope(grid), 1e-8)
+
+
 def test_spectral_density_of_a_known_spectrum() -> None:
     """A semicircle and two outliers: the distance of Wasserstein is below 2 % of the
     range; Gaussians alone make 0.3 %."""

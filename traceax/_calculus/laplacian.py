@@ -127,7 +127,8 @@ def divergence(
     check_same_structure("divergence", operator.in_structure(), operator.out_structure())
     sampler = for_mean(sampler, operator, num_matvecs)
     how = sampler, batch_size, progress_meter
-    return estimate(HUTCHINSON_TRACE, operator, key, num_matvecs, *how, name="divergence")
+    method = HUTCHINSON_TRACE._replace(name="divergence")
+    return estimate(method, operator, key, num_matvecs, *how)
 
 
 def laplacian(
@@ -209,7 +210,8 @@ def _sketched_laplacian(
     correction = (1 - rest / (size(space) - width)) ** 0.5
     algorithm = partial(_sketched, design=SamplingDesign(rest, rest, correction))
     degrees = independent_degrees_of_freedom(rest)
-    return rule.estimate(algorithm, subject, probes, num_matvecs, degrees, subject.result)
+    how = "laplacian", num_matvecs, degrees, subject.result
+    return rule.estimate(algorithm, subject, probes, *how)
 
 
 def _sketched(

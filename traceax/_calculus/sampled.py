@@ -146,7 +146,7 @@ def sampled_mean(
     readout = Batches(probes, jnp.asarray(design.num_probes, dtype), along)
     algorithm = partial(_mean, design=design, meter=meter)
     degrees, spent = design.degrees_of_freedom, design.num_probes
-    return estimate(algorithm, subject, readout, spent, degrees, result)
+    return estimate(algorithm, subject, readout, name, spent, degrees, result)
 
 
 def _mean(

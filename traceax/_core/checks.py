@@ -79,12 +79,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, Operator):
         must, got = "be a lineax operator", type(operator).__name__
-        cure = (
-            "Wrap a matrix as lx.MatrixLinearOperator(matrix), SciPy's sparse ones first as"
-            " BCOO.from_scipy_sparse(matrix), a sparse matrix as lx.FunctionLinearOperator("
-            "lambda v: matrix @ v, jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype))."
-        )
-        raise invalid(TypeError, name, "operator", must, got, cure)
+        raise invalid(TypeError, name, "operator", must, got, _wrapper(operator))
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and eqx.tree_equal(into, out) is not True:
@@ -102,6 +97,26 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
         cure = "An empty operator adds nothing: leave it out."
         raise invalid(ValueError, name, "operator", must, show(into), cure)
     return operator
+
+
+def _wrapper(operator: object) -> str:
+    """How to make an operator of what else people have, by the library that it is from."""
+    library, wrap = (
+        type(operator).__module__.split("."),
+        "Wrap it: import jax, lineax as lx;",
+    )
+    if callable(operator):
+        space = "jax.ShapeDtypeStruct((n,), jax.numpy.float32)"
+        return f"{wrap} lx.FunctionLinearOperator(function, {space})."
+    if "sparse" in library:
+        convert = (
+            " from jax.experimental.sparse import BCOO; a = BCOO.from_scipy_sparse(a);"
+        )
+        convert = convert if library[0] == "scipy" else ""
+        space = "jax.ShapeDtypeStruct(a.shape[1:], a.dtype)"
+        return f"{wrap}{convert} lx.FunctionLinearOperator(lambda v: a @ v, {space})."
+    array = "a.numpy(force=True)" if library[0] == "torch" else "a"
+    return f"{wrap} lx.MatrixLinearOperator(jax.numpy.asarray({array}))."
 
 
 def check_key(name: str, key: object) -> None:
@@ -240,7 +255,7 @@ def check_shift(
     if not all(map(_is_real, numbers)):
         kinds = "a number, an array of them" if several else "a number"
         must = f"be real, {kinds} or an lx.DiagonalLinearOperator"
-        cure = "Take the real part of a complex number, make an array of a list."
+        cure = "Pass 0.0 for none, a complex number's real part, or a list as an array."
         raise invalid(TypeError, name, "shift", must, repr(shift), cure)
     space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
     expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)

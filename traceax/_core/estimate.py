@@ -1,10 +1,10 @@
 """What every estimator returns: an estimate with its error, how it prints, and how several
 estimates of one quantity become one.
 
-A number prints to two digits of its standard error, an exact one as it is. An array of more
-than ten numbers prints as its shape and the norm of its errors, relative to that of its
-values. Values that cannot be read here (traced, abstract, on other machines) print as
-Equinox prints any module.
+A number prints to two digits of its standard error, an exact one as it is, one whose error
+is rounding as the shortest number within it. An array of more than ten numbers prints as
+its shape and the norm of its errors, relative to that of its values. Values that cannot be
+read here (traced, abstract, on other machines) print as Equinox prints any module.
 
 `pool` has weights w_j, the shares of the applications spent. They are fixed before any
 value is seen. The variance is the larger of
@@ -20,6 +20,7 @@ than the distance of x_j from the mean of the known parts, which matters if they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -39,7 +40,7 @@ _MOST_SHOWN = 10
 
 
 def in_words(estimate: Any) -> str:
-    """`96.6 ± 3.1 (50 matvecs)`, or a line for each leaf."""
+    """`96.6 ± 3.1 (50 matvecs, xtrace)`, or a line for each leaf."""
     if not is_readable(estimate):
         return eqx.tree_pformat(estimate)
     values = jax.tree.leaves_with_path(estimate.value)
@@ -50,7 +51,8 @@ def in_words(estimate: Any) -> str:
         words = _array_in_words(np.asarray(value), np.asarray(error))
         lines.append(f"{name}: {words}" if path else words)
     total = int(np.sum(np.asarray(estimate.num_matvecs)))  # the sum over a batch
-    cost = f"({total} matvec{'s' if total != 1 else ''})"
+    cost = f"({total} matvec{'s' if total != 1 else ''}"
+    cost += f", {estimate.method})" if estimate.method else ")"
     return f"{lines[0]} {cost}" if len(lines) == 1 else "\n".join([*lines, cost])
 
 
@@ -86,8 +88,9 @@ def is_readable(estimate: Any) -> bool:
 def _array_in_words(value: np.ndarray, error: np.ndarray) -> str:
     if value.size <= _MOST_SHOWN:
         pairs = zip(value.ravel(), error.ravel(), strict=True)
-        return ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
-    if not np.any(error):
+        words = ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
+        return f"[{words}]" if value.ndim else words
+    if not np.any(error) and np.all(np.isfinite(value)):
         return f"{value.shape} exact"
     with np.errstate(all="ignore"):
         largest = np.max(np.abs(value))
@@ -117,8 +120,34 @@ def _fixed_point(value: float | complex, error: float) -> str:
     # 1e-6 makes up for single precision, in which 0.1 may be a little less.
     decimals = max(0, 1 - int(np.floor(np.log10(error) + 1e-6)))
     shown = f"{value:.{min(decimals, 16)}f}"
+    if decimals > 9:
+        shorter = (f"{value:.{d}f}" for d in range(17))
+        shown = next((s for s in shorter if abs(complex(s) - value) <= error), shown)
     shown = f"({shown})" if isinstance(value, complex) else shown
     return f"{shown} ± {error:.1e}" if decimals > 6 else f"{shown} ± {error:.{decimals}f}"
+
+
+class Name(str):
+    """A string that is a pytree without leaves. To JAX all names are equal, so that
+    estimates of different methods have one structure, which conditionals and loops need."""
+
+
+@dataclass(frozen=True)
+class _Any:
+    """A name in the structure of a pytree, equal to all others."""
+
+    name: str = field(compare=False)
+
+
+jax.tree_util.register_pytree_node(
+    Name, lambda name: ((), _Any(name)), lambda structure, _: Name(structure.name)
+)
+export.register_pytree_node_serialization(
+    Name,
+    serialized_name="traceax.Name",
+    serialize_auxdata=lambda structure: structure.name.encode(),
+    deserialize_auxdata=lambda name: _Any(name.decode()),
+)
 
 
 class Estimate(eqx.Module):
@@ -126,12 +155,13 @@ class Estimate(eqx.Module):
 
     It is a pytree: return it from `jax.jit`, batch it with `jax.vmap`, stack it with
     `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits of its
-    error, `96.6 ± 3.1 (50 matvecs)`, and formats like `f"{estimate:.3f}"` work.
+    error, `96.6 ± 3.1 (50 matvecs, xtrace)`; formats like `f"{estimate:.3f}"` work.
 
     **Attributes** (more on error bars is in the guide's conventions)
 
     - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
-      operator's input structure.
+      operator's input structure. NaN if the operator is found not to be what the function
+      needs, Hermitian or definite, say: the conventions tell which, and the way out.
     - `standard_error`: real, with the structure of `value`: the standard deviation of
       `value`, estimated from the same probes, at least the rounding error of the operator's
       dtype. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
@@ -141,6 +171,11 @@ class Estimate(eqx.Module):
     - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
       `standard_error`. At most their number less one, and fewer where samples are skewed.
     - `converged`: of `adaptive_trace`, whether the tolerance was met. `None` of others.
+    - `grid`: of `spectral_density`, the points of its value. `None` of others.
+    - `method`: a static string: `"exact"`, or the function that made it, maybe by automatic
+      choice: `"hutchinson_trace, 36 colours"`. Where estimates of two methods meet, in
+      `jnp.where`, `jax.lax.cond` or a loop, the result names one of them; what goes through
+      your own `jax.jit` as an *argument* has the method of the first call after it.
 
     **Example**
 
@@ -157,6 +192,8 @@ class Estimate(eqx.Module):
     num_matvecs: int | Int[Array | np.ndarray, "..."]
     degrees_of_freedom: float | Float[Array, "..."] = 1e6
     converged: Bool[Array, ""] | bool | None = None
+    grid: Float[Array | np.ndarray, "*batch points"] | None = None
+    method: str = eqx.field(converter=Name, default="")
 
     def __str__(self) -> str:
         return in_words(self)
@@ -225,6 +262,18 @@ def exportable(example: eqx.Module) -> None:
 
 
 exportable(Estimate(None, None, 0))
+
+
+def exact_estimate(
+    value: PyTree[Inexact[Array, "..."]], spent: int, error: Array | float = 0.0
+) -> Estimate:
+    """NaN has no error."""
+
+    def of(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
+        return jnp.where(jnp.isnan(x), jnp.nan, error).astype(x.real.dtype)
+
+    errors = jax.tree.map(of, jax.lax.stop_gradient(value))
+    return Estimate(value, errors, spent, method="exact")
 
 
 @eqx.filter_custom_jvp
@@ -488,6 +537,7 @@ def _square(both: Estimate) -> Estimate:
         standard_error=jax.tree.map(error, both.value, own),
         num_matvecs=_total(both.num_matvecs),
         degrees_of_freedom=_at_least_one(_total(both.degrees_of_freedom)),
+        method=both.method,
     )
 
 

@@ -117,6 +117,7 @@ def estimate(
     algorithm: Algorithm,
     subject: Subject,
     probes: PyTree,
+    method: str,
     num_matvecs: int,
     degrees_of_freedom: float,
     structure: Structure | None = None,
@@ -126,7 +127,7 @@ def estimate(
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
-    return Estimate(value, error, num_matvecs, float(degrees_of_freedom))
+    return Estimate(value, error, num_matvecs, float(degrees_of_freedom), method=method)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

@@ -126,7 +126,7 @@ def adaptive_trace(
     reached, shown = search.from_level(0, start, meter.init())
     meter.close(shown)
     outcome = run(_as_it_is, LinearMap(operator), reached)
-    return Estimate(outcome.value, outcome.standard_error, *outcome.report)
+    return Estimate(outcome.value, outcome.standard_error, *outcome.report, method=name)
 
 
 def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:

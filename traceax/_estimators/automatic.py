@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_request
-from traceax._core.estimate import Estimate
+from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
@@ -72,7 +70,8 @@ def trace(
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
       the operator has entries or, if it is the inverse or another function of a sparse
       matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
-      decay within the steps that colours keep apart, sketches are better. Default `None`.
+      decay within the steps that colours keep apart, sketches are better. It is used by 3.
+      only: then the `method` of the estimate, which is printed, names colours.
 
     **Cost**: that of the estimator chosen. A pattern is coloured at each call, under
     `jax.jit` when it is compiled; for many calls make the sampler once, by `probing`.
@@ -228,4 +227,4 @@ def _known(target: Target, operator: Operator, diagonal: Any, spent: int) -> Est
     diagonal = diagonal.real if is_hermitian(operator) else diagonal
     value, structure = target.of(diagonal, LinearMap(operator)), target.structure(operator)
     value = value if structure is None else as_result(value, structure)
-    return Estimate(value, jax.tree.map(lambda x: jnp.zeros_like(x.real), value), spent)
+    return exact_estimate(value, spent)

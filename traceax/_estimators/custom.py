@@ -100,7 +100,7 @@ def custom_trace(
     num_matvecs = _num_matvecs(jax.make_jaxpr(run)(arrays, probes).jaxpr, operator)
     program = _Program(canonical(run, arrays, probes))
     degrees = max(num_probes - 1, 1)
-    return estimate(program, linear_map, probes, num_matvecs, degrees)
+    return estimate(program, linear_map, probes, "custom_trace", num_matvecs, degrees)
 
 
 class _Program(eqx.Module):

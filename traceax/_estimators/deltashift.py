@@ -183,7 +183,7 @@ def _update(
     )
     outcome = run(_correct, LinearMap(operator), frozen)
     value, error = outcome.value, outcome.standard_error
-    result = Estimate(value, error, 2 * num_probes, float(num_probes))
+    result = Estimate(value, error, 2 * num_probes, float(num_probes), method="deltashift")
     return result, _state(result, code, outcome.report)
 
 

@@ -22,7 +22,13 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.readouts import Target, cost_of_exact
-from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
+from traceax._probes.draw import (
+    check_independent,
+    coloured,
+    draw,
+    for_sketch,
+    is_rotation_invariant,
+)
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import (
@@ -103,8 +109,8 @@ def estimate(
     request = Request(name, acted, key, num_matvecs, chosen, batch_size, meter)
     probes, spent, degrees = method.draw(request)
     algorithm = partial(method.run, target=target)
-    structure = target.structure(operator)
-    return rule.estimate(algorithm, LinearMap(acted), probes, spent, degrees, structure)
+    how = coloured(method.name, chosen), spent, degrees, target.structure(operator)
+    return rule.estimate(algorithm, LinearMap(acted), probes, *how)
 
 
 class Probes(eqx.Module):

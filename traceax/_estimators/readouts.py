@@ -184,7 +184,7 @@ def exactly(
 ) -> Estimate:
     """The sum over probes of which nothing is random."""
     algorithm, degrees = partial(_exactly, meter=meter), float(num_matvecs)
-    return estimate(algorithm, subject, readout, num_matvecs, degrees, structure)
+    return estimate(algorithm, subject, readout, "exact", num_matvecs, degrees, structure)
 
 
 def _exactly(subject: Any, readout: Batches, *, meter: ProgressMeter) -> Outcome:

@@ -211,9 +211,11 @@ def sketched_or_sampled_diagonal(
     return Outcome(value, error, _either(target, choice, loo, fresh))
 
 
-EITHER_TRACE = Method("trace", TRACE, sketched_or_sampled, _drawn, minimum=2)
+EITHER_TRACE = Method(
+    "xtrace or hutchinson_trace", TRACE, sketched_or_sampled, _drawn, minimum=2
+)
 EITHER_DIAGONAL = Method(
-    "diagonal",
+    "xdiag or hutchinson_diagonal",
     DIAGONAL,
     sketched_or_sampled_diagonal,
     _drawn,
@@ -347,7 +349,12 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
 
 
 MIXED_DIAGONAL = Method(
-    "diagonal", DIAGONAL, mixed, one_block(1), sampler=rademacher, instead="xdiag"
+    "xnysdiag or hutchinson_diagonal",
+    DIAGONAL,
+    mixed,
+    one_block(1),
+    sampler=rademacher,
+    instead="xdiag",
 )
 
 

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact
 
-from traceax._core.estimate import Estimate
+from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
@@ -120,21 +120,10 @@ def exact_function_trace(
     if known is None:
         subject = MatrixFunction(LinearMap(operator), fn, combine)
         degrees = float(size(operator))
-        return estimate(_exact, subject, None, price(operator), degrees, structure)
+        return estimate(_exact, subject, None, "exact", price(operator), degrees, structure)
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
     return exact_estimate(as_result(total, structure), known.spent)
-
-
-def exact_estimate(
-    value: PyTree[Inexact[Array, "..."]], spent: int, error: Array | float = 0.0
-) -> Estimate:
-    """NaN has no error."""
-
-    def of(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.where(jnp.isnan(x), jnp.nan, error).astype(x.real.dtype)
-
-    return Estimate(value, jax.tree.map(of, jax.lax.stop_gradient(value)), spent)
 
 
 def _exact(subject: MatrixFunction, _: None) -> Outcome:
@@ -158,7 +147,7 @@ def exact_general_trace(
     """`real`: the value is meant to be."""
     subject = MatrixFunction(LinearMap(operator), fn)
     algorithm, degrees = partial(_exact_general, real=real), float(size(operator))
-    return estimate(algorithm, subject, None, price(operator), degrees, structure)
+    return estimate(algorithm, subject, None, "exact", price(operator), degrees, structure)
 
 
 def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:

@@ -60,7 +60,7 @@ from traceax._functions.slq import Function, checked_run, real_dtype
 from traceax._linalg.columns import largest_modulus, mean, row_dots, squared_modulus, times
 from traceax._linalg.jackknife import quadrature_error, shared_error
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
-from traceax._probes.draw import check_independent, draw, probes_per_sample
+from traceax._probes.draw import check_independent, coloured, draw, probes_per_sample
 from traceax._probes.samplers import Sampler, rademacher
 from traceax._quadrature.block_quadrature import (
     Shape,
@@ -155,7 +155,7 @@ def function_diagonal(
     subject = MatrixFunction(LinearMap(operator), converted)
     algorithm = partial(block_diagonal, depth=shape.depth)
     degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
-    return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, leaves)
+    return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, leaves)
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
@@ -186,6 +186,7 @@ def _probed(
         jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
         estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
+        method=coloured("function_diagonal", sampler),
     )
 
 

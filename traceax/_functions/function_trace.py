@@ -92,8 +92,9 @@ def function_trace(
       pytree of arrays: each entry is another trace from the same run.
     - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
     - `num_probes`, `num_steps`: the width k and the depth of the run. More steps help for
-      functions that are not smooth and for gradients, more probes if many eigenvalues
-      contribute alike. Default: about 1.5 times the root of `num_matvecs` probes.
+      functions that are not smooth, and for gradients of ill-conditioned logarithms (those
+      in `shift` most); more probes if many eigenvalues contribute alike. Default: as many
+      steps as probes.
     - `combine`: a function of the traces that returns an array or a pytree of arrays: an
       energy tr(A e^-bA) / tr(e^-bA), say. Value, error bar (with the covariances of the
       traces) and derivatives are those of the combination. Default `None`, the traces.
@@ -142,7 +143,7 @@ def block_trace(
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth)
     degrees = shared_degrees_of_freedom(shape.width)
-    return estimate(algorithm, subject, probes, shape.num_matvecs, degrees, structure)
+    return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, structure)
 
 
 def logdet(
@@ -316,11 +317,11 @@ def schatten_norm(
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
     rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
-    return Estimate(
-        unit * traced.value ** (1 / p),
-        unit * (traced.standard_error * rate),
-        traced.num_matvecs * cost + 1,
-        traced.degrees_of_freedom,
+    return dataclasses.replace(
+        traced,
+        value=unit * traced.value ** (1 / p),
+        standard_error=unit * (traced.standard_error * rate),
+        num_matvecs=traced.num_matvecs * cost + 1,
     )
 
 
@@ -426,4 +427,4 @@ def arnoldi_trace(
     algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)
     # Less skewed than samples of plain quadrature, of which a third count.
     degrees = shared_degrees_of_freedom(num_probes)
-    return estimate(algorithm, subject, probes, spent, degrees, structure)
+    return estimate(algorithm, subject, probes, name, spent, degrees, structure)

@@ -119,9 +119,9 @@ def inv_quad_logdet(
     `inv_quad.standard_error` comes from the residual of the solution, so it also shows a
     solve that does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
     and the shift positive (as far as the run can see), the value is at most this much below
-    the truth; else the least eigenvalue is estimated on the way. It is infinite if that is 0
-    to rounding: a singular matrix has no finite value. `inv_quad.num_matvecs` counts run
-    and solve. NaN if A + shift I is found not to be positive definite.
+    the truth; else the solve estimates the least eigenvalue. If that is 0 to rounding, the
+    error is infinite. `inv_quad.num_matvecs` counts run and solve. NaN if A + shift I is
+    found not to be positive definite.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
     another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one for
@@ -197,8 +197,9 @@ def _estimated(
     outcome = run(partial(likelihood, shape=shape, kept=kept, **how), subject, probes)
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
-    logdet = Estimate(logs + rest, error, spent, shared_degrees_of_freedom(width))
-    form = Estimate(form, bound, spent + t * (report.num_steps + 1))
+    degrees, method = shared_degrees_of_freedom(width), "inv_quad_logdet"
+    logdet = Estimate(logs + rest, error, spent, degrees, method=method)
+    form = Estimate(form, bound, spent + t * (report.num_steps + 1), method=method)
     return form, logdet, report.solution(subject)
 
 

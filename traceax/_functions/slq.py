@@ -4,6 +4,7 @@ density, which is made of it; and how a budget becomes probes and steps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core import checks
+from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -26,9 +28,10 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._core.rule import Outcome, Readout, estimate
-from traceax._functions.exact_functions import exact_function_trace
+from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
-from traceax._linalg.krylov import by_levels, lanczos
+from traceax._linalg.columns import largest_modulus
+from traceax._linalg.krylov import Krylov, by_levels, lanczos
 from traceax._probes.draw import check_independent
 from traceax._probes.samplers import Sampler, sphere
 from traceax._probes.stream import ProgressMeter, Stream, checked_meter, stream
@@ -153,8 +156,9 @@ def _slq_trace(
     batch_size: int | None,
     meter: ProgressMeter | None,
     combine: Callable | None = None,
+    krylov: Krylov | None = None,
 ) -> Estimate:
-    """By the name of whom the user called."""
+    """By the name of whom the user called, who may have made the run already."""
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     operator = checks.check_function_request(name, operator, key, counts)
     check_independent(name, sampler)
@@ -165,12 +169,12 @@ def _slq_trace(
         return exact_function_trace(operator, fn, structure, together)
     subject = MatrixFunction(LinearMap(operator), fn, together)
     num_steps = min(num_steps, size(operator))
-    probes = stream(name, operator, key, num_probes, sampler, batch_size)
+    probes = krylov or stream(name, operator, key, num_probes, sampler, batch_size)
     how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
     algorithm = partial(_slq, meter=checked_meter(name, meter), **how)
     degrees = jackknife.independent_degrees_of_freedom(num_probes)
     spent = num_probes * num_steps
-    return estimate(algorithm, subject, probes, spent, degrees, structure)
+    return estimate(algorithm, subject, probes, name, spent, degrees, structure)
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
@@ -179,13 +183,17 @@ def real_dtype(operator: Operator) -> jnp.dtype:
 
 def _slq(
     subject: MatrixFunction,
-    probes: Stream,
+    probes: Stream | Krylov,
     *,
     num_steps: int,
     reorthogonalise: bool,
     meter: ProgressMeter,
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
+    if isinstance(probes, Krylov):
+        how = len(probes.length), num_steps, reorthogonalise
+        samples, readout = sample(subject, probes, *how)
+        return samples.outcome(subject, num_steps, readout)
     how = probes.num_probes, num_steps, reorthogonalise
     if probes.is_whole:
         samples, readout = sample(subject, probes.source, *how)
@@ -245,14 +253,15 @@ def _error(
 
 def sample(
     subject: MatrixFunction,
-    probes: Inexact[Array, "n b"],
+    probes: Inexact[Array, "n b"] | Krylov,
     num_probes: int,
     num_steps: int,
     reorthogonalise: bool,
 ) -> tuple[Sampled, Nodes]:
     """v* f(A) v / num_probes by quadrature of each of some probes v."""
-    starts = probes.T
-    krylov = lanczos(subject.linear_map, starts, num_steps, reorthogonalise=reorthogonalise)
+    krylov, how = probes, {"reorthogonalise": reorthogonalise}
+    if not isinstance(krylov, Krylov):
+        krylov = lanczos(subject.linear_map, krylov.T, num_steps, **how)
     eigen = decompose(by_levels(krylov.projection))
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
@@ -274,7 +283,7 @@ _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or mor
 
 def spectral_density(
     operator: Operator,
-    grid: Float[Array, " points"],
+    grid: Float[Array, " points"] | None,
     key: PRNGKeyArray,
     num_matvecs: int = 240,
     *,
@@ -297,16 +306,20 @@ def spectral_density(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `grid`: where to evaluate it, a vector of real numbers.
+    - `operator`: Hermitian; tags are not needed.
+    - `grid`: where to evaluate it, a vector of real numbers, in the units of the
+      eigenvalues. `None` means 200 points from three widths below the least to three widths
+      above the largest eigenvalue that the run sees, constants, without `batch_size`. To
+      `pool` several runs, give all of them the grid of the first.
     - `num_matvecs`: the budget. Default 240.
     - `num_probes`, `num_steps`: by default about four times as many steps as probes: 7 and
       34 of 240.
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
-      Default: twice the span of the grid over `num_steps`, which half of the steps resolve;
-      for smaller widths the error bar grows.
+      Default: twice the span of the grid (if that is `None`, of the eigenvalues seen) over
+      `num_steps`, which half of the steps resolve; for smaller widths the error bar grows.
     - `sampler`, `reorthogonalise`: as in `slq_trace`; a density hardly needs the latter.
 
-    **Returns** an `Estimate` with a value of the shape of `grid`, per unit of it.
+    **Returns** an `Estimate` with a value of the shape of its `grid`, per unit of it.
 
     **Derivatives**: as those of `slq_trace`: one matvec-VJP for each probe and point of the
     grid, so use coarse grids. **Cost**: at most `num_matvecs` applications.
@@ -315,9 +328,8 @@ def spectral_density(
 
         >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
         >>> operator = lx.DiagonalLinearOperator(jnp.linspace(0.0, 1.0, 400))
-        >>> grid = jnp.linspace(-0.5, 1.5, 201)
-        >>> density = tx.spectral_density(operator, grid, jax.random.key(0))
-        >>> bool(abs(density.value.sum() * 0.01 - 1) < 1e-3)
+        >>> density = tx.spectral_density(operator, None, jax.random.key(0))
+        >>> bool(abs(jnp.trapezoid(density.value, density.grid) - 1) < 1e-2)
         True
 
     **Reference**: Lin, Saad and Yang (2016), Approximating spectral densities,
@@ -325,18 +337,51 @@ def spectral_density(
     """
     name = "spectral_density"
     operator = checks.check_request(name, operator, key, num_matvecs)
-    checks.check_grid(name, grid)
-    grid = jnp.asarray(grid, real_dtype(operator))
     shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
-    spread = _resolved(grid, shape.depth) if width is None else width
-    checks.check_positive(name, "width", spread, _WIDTHS)
+    spent, krylov = 0, None
+    checks.check_positive(name, "width", 1.0 if width is None else width, _WIDTHS)
+    if grid is not None:
+        checks.check_grid(name, grid)
+        points = jnp.asarray(grid, real_dtype(operator))
+        spread = _resolved(points, shape.depth) if width is None else width
+        checks.check_positive(name, "width", spread, _WIDTHS)
+    elif batch_size is not None:
+        must = "be given with batch_size, because no batch sees the whole spectrum"
+        cure = "Pass jax.numpy.linspace(low, high, 200), say, or no batch_size."
+        raise checks.invalid(ValueError, name, "grid", must, "None", cure)
+    else:
+        check_independent(name, sampler)
+        seen, n = LinearMap(frozen(operator)), size(operator)
+        if shape.width * shape.depth >= n**2:
+            matrix, spent = seen.dense(), price(operator)
+        else:  # The run that the density is of, too.
+            starts = stream(name, operator, key, shape.width, sampler, None).source.T
+            run = {"num_steps": min(shape.depth, n), "reorthogonalise": reorthogonalise}
+            krylov = compiled(partial(lanczos, **run), seen, starts)
+            matrix = krylov.projection
+        points, spread = _about(decompose(matrix).values, width, shape.depth)
     scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * size(operator))
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
-        return scale * jnp.exp(-(((grid - x) / spread) ** 2) / 2)
+        return scale * jnp.exp(-(((points - x) / spread) ** 2) / 2)
 
-    how = sampler, reorthogonalise, batch_size, progress_meter
-    return _slq_trace(name, operator, bumps, key, *shape, *how)
+    how = sampler, reorthogonalise, batch_size, progress_meter, None, krylov
+    density = _slq_trace(name, operator, bumps, key, *shape, *how)
+    spent, points = spent + density.num_matvecs, jax.lax.stop_gradient(points)
+    return dataclasses.replace(density, num_matvecs=spent, grid=points)
+
+
+def _about(
+    values: Float[Array, "..."], width: Real | None, num_steps: int
+) -> tuple[Float[Array, " points"], Real]:
+    """The grid about the eigenvalues that are seen, and the width."""
+    low, high = jnp.min(values), jnp.max(values)
+    rounding = jnp.finfo(values.dtype).eps ** 0.5 * largest_modulus(values)
+    span = jnp.maximum(high - low, rounding)
+    span = jnp.where(span == 0, 1, span)
+    width = 2 * span / num_steps if width is None else width
+    margin = 3 * jax.lax.stop_gradient(jnp.asarray(width, values.dtype))
+    return jnp.linspace(low - margin, high + margin, 200, dtype=values.dtype), width
 
 
 def _resolving(num_matvecs: int) -> Shape:

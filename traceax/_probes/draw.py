@@ -98,6 +98,12 @@ def probes_per_sample(sampler: Any) -> int:
     return getattr(_innermost(sampler), "num_colours", 1)
 
 
+def coloured(method: str, sampler: Any) -> str:
+    """`hutchinson_trace, 36 colours`: the method, with the colours that it uses."""
+    colours = getattr(_innermost(sampler), "num_colours", 0)
+    return f"{method}, {colours} colour{'s' * (colours > 1)}" if colours else method
+
+
 def has_independent_samples(sampler: Any) -> bool:
     """Whether samples may be drawn one by one; of an unknown sampler, never."""
     independent = is_known(sampler) and not is_without_replacement(sampler)

@@ -76,10 +76,9 @@ class Shape(NamedTuple):
 
 
 def shape_for(num_matvecs: int) -> Shape:
-    """Measured over many kinds of spectra (`tests/benchmarks/functions.py`)."""
-    root = math.isqrt(num_matvecs)
-    width = max(root, min(num_matvecs // 10, math.isqrt(9 * num_matvecs // 4)))
-    depth = num_matvecs // width
+    """Measured over many kinds of spectra (`tests/benchmarks/spectra.py`): wider runs are no
+    better, and their gradients worse; deeper ones have fewer samples for the error bar."""
+    depth = num_matvecs // math.isqrt(num_matvecs)
     return Shape(num_matvecs // depth, depth)
 
 
