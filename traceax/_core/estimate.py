@@ -375,7 +375,10 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     else:
         _check_parts("pool", estimates)
         names = ("value", "standard_error", "num_matvecs", "degrees_of_freedom")
-        parts = [Estimate(*(getattr(e, name) for name in names)) for e in estimates]
+        parts = [
+            Estimate(*(getattr(e, name) for name in names), method=e.method)
+            for e in estimates
+        ]
         whole = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *parts)
     values, structure = jax.tree.flatten(whole.value)
     errors = jax.lax.stop_gradient(jax.tree.leaves(whole.standard_error))
@@ -392,6 +395,7 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
         ),
         sum(e.num_matvecs for e in parts) if parts else jnp.sum(counts),
         jnp.min(jnp.stack([freedom for _, _, freedom in pooled])),
+        method=" and ".join(dict.fromkeys(e.method for e in parts)) or whole.method,
     )
 
 

@@ -76,8 +76,8 @@ class Shape(NamedTuple):
 
 
 def shape_for(num_matvecs: int) -> Shape:
-    """Measured over many kinds of spectra (`tests/benchmarks/spectra.py`): wider runs are no
-    better, and their gradients worse; deeper ones have fewer samples for the error bar."""
+    """Measured over many kinds of spectra (`tests/benchmarks/spectra.py`): wider runs have
+    worse gradients and no better values, deeper ones fewer samples for the error bar."""
     depth = num_matvecs // math.isqrt(num_matvecs)
     return Shape(num_matvecs // depth, depth)
 
