@@ -32,7 +32,10 @@ OTHERS = {"inv_quad_logdet", "leaf_traces", "pool"}
 
 
 @pytest.mark.parametrize(
-    "name", cases(CALLS.keys() - OTHERS, "trace", "deltashift", "logdet", "laplacian")
+    "name",
+    cases(
+        [x for x in CALLS if x not in OTHERS], "trace", "deltashift", "logdet", "laplacian"
+    ),
 )
 def test_the_method_is_the_function_that_made_it(name: str) -> None:
     assert CALLS[name](MATRIX, KEY).method == CHOSEN.get(name, name)

@@ -184,7 +184,7 @@ def test_a_band_of_its_own_pattern_has_no_error(estimate: Any) -> None:
 
 def leverages() -> Any:
     """X (X'X)^-1 X' of a sparse X, with the pattern of XX'."""
-    x = scipy.sparse.random(600, 200, density=0.01, random_state=2).toarray()
+    x = scipy.sparse.random(600, 200, density=0.01, rng=2).toarray()
     gram = x.T @ x + 1e-8 * np.eye(200)
     return x @ np.linalg.solve(gram, x.T), x @ x.T != 0
 
