@@ -5,7 +5,8 @@
 each function of a spectrum:
 
 - *error*: of `function_trace`, relative, root mean square over the keys;
-- *slq*: that of `slq_trace` with the same matvecs, the best of three numbers of steps;
+- *slope*: the same of its derivative in c at c = 0, of A + c I;
+- *slq*: the error of `slq_trace` with the same matvecs, the best of three numbers of steps;
 - *z*: the error over the root mean square of the standard errors, honest from 0.5 to 1.1;
 - *held*: the share of keys whose `interval(0.95)` holds the truth.
 
@@ -139,22 +140,30 @@ def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
 
 
 def errors(case: Case, estimator: Callable[..., tx.Estimate], keys: Array) -> Array:
-    """Value, standard error and ends of the interval for each key."""
+    """Value, standard error, ends of the interval, and slope for each key."""
     diagonal = jnp.asarray(case.spectrum, float)
     structure = jax.ShapeDtypeStruct(diagonal.shape, diagonal.dtype)
-    operator = lx.FunctionLinearOperator(lambda v: diagonal * v, structure)
+
+    def shifted(c: Array, key: Array) -> tuple[Array, tx.Estimate]:
+        operator = lx.FunctionLinearOperator(lambda v: (diagonal + c) * v, structure)
+        result = estimator(operator, case.fn, key)
+        return result.value, result
 
     def one(key: Array) -> Array:
-        result = estimator(operator, case.fn, key)
-        return jnp.stack([result.value, result.standard_error, *result.interval(0.95)])
+        slope, result = jax.grad(shifted, has_aux=True)(jnp.zeros(()), key)
+        ends = result.interval(0.95)
+        return jnp.stack([result.value, result.standard_error, *ends, slope])
 
     return jax.jit(partial(jax.lax.map, one))(keys).T
 
 
 def row(case: Case, mine: Callable[..., tx.Estimate], budget: int, keys: Array) -> str:
-    truth = jnp.sum(jax.vmap(case.fn)(jnp.asarray(case.spectrum, float)))
-    value, claimed, low, high = errors(case, mine, keys)
-    rms = jnp.sqrt(jnp.mean((value - truth) ** 2))
+    nodes = jnp.asarray(case.spectrum, float)
+    truth, steep = (jnp.sum(jax.vmap(f)(nodes)) for f in (case.fn, jax.grad(case.fn)))
+    value, claimed, low, high, slope = errors(case, mine, keys)
+    rms, off = (
+        jnp.sqrt(jnp.mean((x - t) ** 2)) for x, t in ((value, truth), (slope, steep))
+    )
     others = []
     for steps in STEPS:
         counts = {"num_probes": max(budget // steps, 1), "num_steps": steps}
@@ -163,7 +172,8 @@ def row(case: Case, mine: Callable[..., tx.Estimate], budget: int, keys: Array) 
     held = jnp.mean((low <= truth) & (truth <= high))
     plain = jnp.min(jnp.stack(others))
     z = rms / jnp.sqrt(jnp.mean(claimed**2))
-    return f"{rms / abs(truth):>10.1e}{plain / abs(truth):>10.1e}{z:>7.2f}{held:>7.1%}"
+    sizes = f"{rms / abs(truth):>10.1e}{off / abs(steep):>10.1e}{plain / abs(truth):>10.1e}"
+    return f"{sizes}{z:>7.2f}{held:>7.1%}"
 
 
 def with_vectors(spectrum: Spectrum) -> tuple[Array, Array]:
@@ -207,8 +217,9 @@ if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     chosen = Shape(*options.shape) if options.shape else shape_for(options.matvecs)
     print(f"{chosen.width} x {chosen.depth}, {chosen.inner}; {options.keys} keys.\n")
-    beside = "xdiag" if options.diagonal else "slq"
-    print(f"{'':<30}{'error':>10}{beside:>10}{'z':>7}{'held':>7}")
+    beside = ["xdiag"] if options.diagonal else ["slope", "slq"]
+    columns = "".join(f"{word:>10}" for word in ["error", *beside])
+    print(f"{'':<30}{columns}{'z':>7}{'held':>7}")
     for name, case in (kernels() | graphs() | decays() | tortures()).items():
         if not options.names or any(part in name for part in options.names):
             seeds = jax.random.split(jax.random.key(7), options.keys)

@@ -276,7 +276,8 @@ def hessian_diagonal(
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
         return xdiag(operator, key, num_matvecs)
     how = sampler, batch_size, progress_meter
-    return estimate(HUTCHINSON_DIAGONAL, operator, key, num_matvecs, *how, name=name)
+    method = HUTCHINSON_DIAGONAL._replace(name=name)
+    return estimate(method, operator, key, num_matvecs, *how)
 
 
 def biharmonic(
