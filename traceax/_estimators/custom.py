@@ -1,7 +1,7 @@
 """A user's algorithm under the derivative rule.
 
-Its applications are counted before it runs. The operator is applied by a jitted function of
-a known name, which appears in the traced program of the algorithm, with the shape of its
+Its applications are counted before it runs. The operator is applied by a compiled function
+of a known name, which appears in the traced program of the algorithm, with the shape of its
 result. So columns are counted under `jax.vmap`, too, and for every iteration of a loop.
 """
 
@@ -56,7 +56,7 @@ def custom_trace(
 
     - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
       standard_error, (left, right))`. `probes` is n x num_probes; `apply` takes blocks n x
-      k of the operator's flattened space to such. It is traced as by `jax.jit`.
+      k of the operator's flattened space to such. It is traced.
     - `num_probes`: the number of probes, a Python int of at least 1.
     - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
 
