@@ -202,10 +202,11 @@ def quadratures(
     num_steps = min(num_steps, size(operator))
     how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
     algorithm = partial(_slq, meter=meter, **how)
-    design, probes = SamplingDesign(num_probes, num_probes, 1.0), krylov
     if krylov is None:
         drawn = name, operator, key, num_probes, sampler, batch_size
         design, probes = design_and_draw(*drawn)
+    else:
+        design, probes = SamplingDesign(num_probes, num_probes, 1.0), krylov
     near = neighbourhood_of(sampler) if design.num_samples == 1 else None
     degrees = design.degrees(near is not None)
     name, spent = coloured(name, sampler), design.num_probes * num_steps
