@@ -82,7 +82,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
         raise invalid(TypeError, name, "operator", must, got, _wrapper(operator))
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
-    if square and eqx.tree_equal(into, out) is not True:
+    if square and show(into) != show(out):
         must = "be square, that is, have equal input and output structures"
         got = f"an operator from {show(into)} to {show(out)}"
         cure = "Compose it with its transpose, or make shapes and dtypes equal."
@@ -346,7 +346,7 @@ def check_field(name: str, fn: object, x: object) -> None:
 
 def check_same_structure(name: str, x: object, values: object) -> None:
     """What a vector field returns: one component for each entry of x."""
-    if eqx.tree_equal(x, values) is not True:
+    if show(x) != show(values):
         must = f"return what x is like, {show(x)}"
         cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
         raise invalid(ValueError, name, "fn", must, show(values), cure)

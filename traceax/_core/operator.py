@@ -88,6 +88,12 @@ def canonicalise(module: Module) -> Module:
     return jax.tree.map(with_canonical_function, module, is_leaf=is_leaf)
 
 
+def jacobian_operator(fn: Any, x: Any, args: Any, tags: Any = ()) -> Operator:
+    """That of `fn(x, args)`. Inside of `jax.shard_map` lineax cannot convert every `fn`."""
+    code = canonical(fn, x, args)
+    return lx.JacobianLinearOperator(code, x, args, tags, closure_convert=False)
+
+
 def frozen(module: Module) -> Module:
     """The same module with constant leaves: their derivative is zero."""
     inexact, rest = eqx.partition(module, eqx.is_inexact_array)

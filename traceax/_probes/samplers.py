@@ -272,8 +272,8 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
 
     def chosen(draw: Callable[[Array], Array], keys: Array) -> Array:
         always = jnp.max(jax.random.key_data(keys)) | 1 != 0
-        nothing = jnp.zeros(jax.eval_shape(draw, keys).shape, single)
-        return jax.lax.cond(always, draw, lambda _: nothing, keys)
+        like = jax.eval_shape(draw, keys)
+        return jax.lax.cond(always, draw, lambda _: jnp.zeros_like(like), keys)
 
     one = custom_vmap(functools.partial(chosen, drawn))
     one.def_vmap(lambda _, __, keys: (chosen(jax.vmap(drawn), keys), True))
