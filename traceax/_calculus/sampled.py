@@ -55,7 +55,7 @@ def checked_point(
 ) -> Point:
     """x as strongly typed arrays of floats, the arguments of an estimator checked."""
     point = differentiable_point(name, fn, x)
-    check_key(name, key)
+    check_key(name, key, point)
     check_count(name, "num_matvecs", num_matvecs, 1)
     return point
 

@@ -13,7 +13,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
 from traceax._core.operator import (
@@ -57,7 +59,7 @@ def check_request(
     """The canonical operator, after the checks that every estimator needs. A budget of as
     many applications as there are columns, or rows, is always enough."""
     operator = check_operator(name, operator, square=square)
-    check_key(name, key)
+    check_key(name, key, operator)
     enough = min(size(operator), dimension(operator.out_structure()))
     check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
     return operator
@@ -68,7 +70,7 @@ def check_function_request(
 ) -> Operator:
     """The same for estimators whose budget is a number of probes and a number of steps."""
     operator = check_operator(name, operator, square=square)
-    check_key(name, key)
+    check_key(name, key, operator)
     for argument, count in counts.items():
         check_count(name, argument, count, 1)
     return operator
@@ -119,7 +121,9 @@ def _wrapper(operator: object) -> str:
     return f"{wrap} lx.MatrixLinearOperator(jax.numpy.asarray({array}))."
 
 
-def check_key(name: str, key: object) -> None:
+def check_key(name: str, key: object, subject: PyTree = None) -> None:
+    """One key, the same in all processes that the arrays of `subject` are spread over. Of
+    traced ones nobody can tell."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if shape is None or not (typed or dtype == jnp.uint32):
@@ -130,6 +134,18 @@ def check_key(name: str, key: object) -> None:
     if shape != (() if typed else raw):
         must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
         raise invalid(ValueError, name, "key", must, f"shape {shape}", cure)
+    if any(map(_is_elsewhere, jax.tree.leaves(subject))) and not isinstance(key, Tracer):
+        data = np.asarray(jax.random.key_data(key) if typed else key)
+        if np.ptp(multihost_utils.process_allgather(data), axis=0).any():
+            must = "be the same in every process, because each draws a part of every probe"
+            got, cure = f"{data} in this one, others elsewhere", "Use one seed in all."
+            raise invalid(ValueError, name, "key", must, got, cure)
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    """Whether it is an array of several processes."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_array and not leaf.is_fully_addressable
 
 
 def check_count(

@@ -77,7 +77,8 @@ def is_readable(estimate: Any) -> bool:
 
     def readable(leaf: Any) -> bool:
         if isinstance(leaf, jax.Array):
-            return leaf.is_fully_addressable and not leaf.is_deleted()
+            is_here = leaf.is_fully_addressable or leaf.is_fully_replicated
+            return is_here and not leaf.is_deleted()
         return isinstance(leaf, int | float | complex | np.ndarray | np.generic)
 
     leaves = jax.tree.leaves(estimate)
