@@ -239,7 +239,9 @@ def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _phases(key, (k, n), dtype)
     # One random bit for each sign, or drawing would take ten times as long.
-    integers = _as_rows(lambda shape: jax.random.bits(key, shape), k, -(-n // 32))
+    integers = _as_rows(
+        lambda shape: jax.random.bits(key, shape, jnp.uint32), k, -(-n // 32)
+    )
     bits = (integers[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
 
