@@ -122,8 +122,7 @@ def _wrapper(operator: object) -> str:
 
 
 def check_key(name: str, key: object, subject: PyTree = None) -> None:
-    """One key, the same in all processes that the arrays of `subject` are spread over. Of
-    traced ones nobody can tell."""
+    """One key, and the same in all processes that arrays of `subject` are spread over."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if shape is None or not (typed or dtype == jnp.uint32):
@@ -134,7 +133,7 @@ def check_key(name: str, key: object, subject: PyTree = None) -> None:
     if shape != (() if typed else raw):
         must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
         raise invalid(ValueError, name, "key", must, f"shape {shape}", cure)
-    if any(map(_is_elsewhere, jax.tree.leaves(subject))) and not isinstance(key, Tracer):
+    if not isinstance(key, Tracer) and any(map(_is_spread, jax.tree.leaves(subject))):
         data = np.asarray(jax.random.key_data(key) if typed else key)
         if np.ptp(multihost_utils.process_allgather(data), axis=0).any():
             must = "be the same in every process, because each draws a part of every probe"
@@ -142,10 +141,9 @@ def check_key(name: str, key: object, subject: PyTree = None) -> None:
             raise invalid(ValueError, name, "key", must, got, cure)
 
 
-def _is_elsewhere(leaf: Any) -> bool:
-    """Whether it is an array of several processes."""
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-    return is_array and not leaf.is_fully_addressable
+def _is_spread(leaf: Any) -> bool:
+    known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return known and not leaf.is_fully_addressable
 
 
 def check_count(

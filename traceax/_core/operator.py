@@ -1,10 +1,9 @@
 """Operators: all calls of lineax, and the conversion of vectors to blocks.
 
 The leaves of a short vector follow each other in a block. Those of a long one are cut into
-as many pieces each, and the first pieces of all leaves come first: where leaves are cut
-over devices, along their first axes, each device joins its own pieces, and nothing moves.
-(Leaf after leaf, the whole block was gathered on every device.) A few entries at most, of
-leaves that cannot be cut so, come last.
+as many pieces each, and the first pieces of all leaves come first: where devices have parts
+of each leaf, along its first axis, they join them, and nothing moves. (Joined leaf after
+leaf, the block would be whole on every device.) Small leaves that cannot be cut come last.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ def flatten(vector: PyTree[Array], dtype: jnp.dtype) -> Inexact[Array, " n"]:
     if not rest:
         return column
     # Joined by `concatenate`, a long column would be whole on every device.
-    place = jnp.arange(column.size + rest[0].size) - column.size
     longer = jnp.pad(column, (0, rest[0].size))
+    place = jnp.arange(longer.size) - column.size
     return jnp.where(place < 0, longer, rest[0][jnp.maximum(place, 0)])
 
 
@@ -118,7 +117,11 @@ def _joined(leaves: list[Any], xp: Any = jnp) -> list[Any]:
     pieces = _num_pieces([leaf.size for leaf in leaves])
     if pieces == 1:
         return [leaves[0] if len(leaves) == 1 else xp.concatenate(leaves)]
-    cut = [leaf.reshape(pieces, -1) for leaf in leaves if leaf.size % pieces == 0]
+    cut = [
+        leaf.reshape(pieces, leaf.size // pieces)
+        for leaf in leaves
+        if leaf.size % pieces == 0
+    ]
     rest = [leaf for leaf in leaves if leaf.size % pieces]
     return [xp.concatenate(cut, axis=1).ravel(), *([xp.concatenate(rest)] if rest else [])]
 
@@ -139,8 +142,7 @@ def in_rows(entries: Any, structure: Structure) -> np.ndarray:
 def unflatten(column: Inexact[Array, " n"], structure: Structure) -> PyTree[Array]:
     """The inverse of `flatten`, rounded to the leaves' own dtypes."""
     leaves, treedef = jax.tree.flatten(structure)
-    parts = _parts(column, _sizes(structure))
-    pairs = zip(parts, leaves, strict=True)
+    pairs = zip(_parts(column, _sizes(structure)), leaves, strict=True)
     leaves = [_rounded(part, leaf.dtype).reshape(leaf.shape) for part, leaf in pairs]
     return jax.tree.unflatten(treedef, leaves)
 

@@ -110,9 +110,8 @@ def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None
     found: Neighbourhood | None = getattr(sampler, "neighbourhood", None)
     if found is not None and len(jax.tree.leaves(structure)) > 1:
         order = in_rows(np.arange(found.colours.size), structure)
-        found = jax.tree.map(lambda of_entry: of_entry[order], found)
-        neighbours = np.argsort(order)[found.neighbours]
-        found = Neighbourhood(found.colours, neighbours, found.beyond)
+        neighbours = np.argsort(order)[found.neighbours[order]]
+        found = Neighbourhood(found.colours[order], neighbours, found.beyond[order])
     return None if found is None else jax.tree.map(jnp.asarray, found)
 
 

@@ -239,24 +239,23 @@ def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _phases(key, (k, n), dtype)
     # One random bit for each sign, or drawing would take ten times as long.
-    integers = _as_rows(
-        lambda shape: jax.random.bits(key, shape, jnp.uint32), k, -(-n // 32)
-    )
+    integers = _rows(jax.random.bits, key, k, -(-n // 32), jnp.uint32)
     bits = (integers[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
 
 
 def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Array:
-    real = jnp.finfo(dtype).dtype
-    turns = _as_rows(lambda shape: jax.random.uniform(key, shape, real), *shape)
+    turns = _rows(jax.random.uniform, key, *shape, jnp.finfo(dtype).dtype)
     angles = 2 * math.pi * turns
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
 
 
-def _as_rows(draw: Callable[[tuple[int, ...]], Array], k: int, n: int) -> Array:
-    """`draw` of k rows. One long vector has the same numbers, and its program compiles
-    faster, but a device cannot draw a part of it that is cut along n."""
-    return draw((k, n) if k * n >= LARGE else (k * n,)).reshape(k, n)
+def _rows(
+    draw: Callable[..., Array], key: PRNGKeyArray, k: int, n: int, dtype: Any
+) -> Array:
+    """One long vector has the same numbers, and its program compiles faster, but a device
+    cannot draw a part of it that is cut along n."""
+    return draw(key, (k, n) if k * n >= LARGE else (k * n,), dtype).reshape(k, n)
 
 
 def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
@@ -270,7 +269,7 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
     single = jnp.complex64 if is_complex else jnp.float32
 
     def drawn(key: PRNGKeyArray) -> Array:
-        return _as_rows(lambda shape: jax.random.normal(key, shape, single), k, n)
+        return _rows(jax.random.normal, key, k, n, single)
 
     def chosen(draw: Callable[[Array], Array], keys: Array) -> Array:
         always = jnp.max(jax.random.key_data(keys)) | 1 != 0
