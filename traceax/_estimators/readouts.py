@@ -201,8 +201,7 @@ def _total(rows: Rows, structure: Structure) -> Inexact[Array, "..."]:
 def _by_leaf(rows: Rows, structure: Structure) -> Inexact[Array, "leaves ..."]:
     sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
     leaf = in_rows(np.repeat(np.arange(len(sizes)), sizes), structure)
-    in_order = bool(np.all(leaf[1:] >= leaf[:-1]))
-    return jax.ops.segment_sum(rows, leaf, len(sizes), indices_are_sorted=in_order)
+    return jax.ops.segment_sum(rows, leaf, len(sizes))
 
 
 def _by_row(rows: Rows, structure: Structure) -> Rows:
