@@ -439,7 +439,7 @@ def _estimate_facts(estimate: Any, truth: Any, budget: float, euler: bool) -> Fa
     yield f"num_matvecs is at most {budget}", max(spent - budget, 0), 0, 0
     yield "standard_error is at least 0", jnp.minimum(error, 0), 0, 0
     yield "same key, same value", estimate(matrix, key).value, value, 0
-    yield "same value under jax.jit", run(matrix, key).value, value, bound
+    yield "same value when compiled", run(matrix, key).value, value, bound
     power = jnp.finfo(matrix.dtype).maxexp // 4
     for factor in (2.0**-power, 2.0**power):
         scaled = run(factor * matrix, key)

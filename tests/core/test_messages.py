@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "slq, by colours": (
         lambda: tx.slq_trace(a, jnp.exp, KEY, **COUNTS, sampler=tx.probing(COLOURS)),
         ValueError,
-        "slq_trace.*independent.*probing is for traceax.hutchinson_trace and",
+        "slq_trace.num_probes=.*must be at least 12, one for each colour",
     ),
     "colours alone": (
         lambda: tx.hutchinson_trace(a, KEY, 20, sampler=COLOURS),

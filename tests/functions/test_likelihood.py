@@ -413,3 +413,34 @@ def test_mistakes_are_named(how: Any, error: Any, complaint: str) -> None:
     options = {"vector": jnp.ones(N), "key": KEY, "num_matvecs": BUDGET, **how}
     message = r"traceax\.inv_quad_logdet\(" + complaint
     refused(error, message, tx.inv_quad_logdet, function(jnp.eye(N)), **options)
+
+
+@pytest.mark.parametrize("several", [False, slow(True)])
+def test_a_guess_saves_steps_and_changes_no_answer(several: bool) -> None:
+    """That of a shorter length scale and a smaller shift; as a pytree, for real and complex
+    right-hand sides alike a constant."""
+    matrix, y = kernel(-1.0), numbers(*((3,) if several else ()), N)
+    how = {"shift": 1e-6, "rtol": 1e-8}
+    guess = both(kernel(-1.001), y, **how).solution
+
+    def run(shift: Any, guess: Any) -> tx.InvQuadLogdet:
+        return both(matrix, y, shift=shift, rtol=1e-8, guess=guess)
+
+    cold, warm = run(1e-6, None), run(1e-6, guess)
+    assert warm.inv_quad.num_matvecs < cold.inv_quad.num_matvecs
+    assert warm.logdet.num_matvecs == cold.logdet.num_matvecs
+    truth = jnp.sum(y * jnp.linalg.solve(matrix + 1e-6 * jnp.eye(N), y.T).T)
+    for one in (cold, warm):
+        assert abs(one.inv_quad.value - truth) <= one.inv_quad.standard_error
+
+    def slope(guess: Any) -> Any:
+        return jax.grad(lambda s: run(s, guess).inv_quad.value)(1e-6)
+
+    close(slope(guess), slope(None), 1e-5)
+    close(slope(jnp.zeros_like(y)), slope(None), 1e-5)
+
+
+def test_guesses_that_are_not_like_the_vector() -> None:
+    y = numbers(N)
+    for guess in (y[None], numbers(N - 1)):
+        refused(ValueError, r"inv_quad_logdet\(guess=", both, kernel(0.0), y, guess=guess)

@@ -95,7 +95,7 @@ def divergence(
 
         value = mean of v_i* (d fn/dx) v_i
 
-    Unbiased. Continuous normalising flows integrate it along their path. Under `jax.jit` it
+    Unbiased. Continuous normalising flows integrate it along their path. Compiled, it
     shares the forward pass of `fn(x, args)`; `hutchinson_trace` of a linearised `fn`, as
     from `jax.linearize`, shares the backward pass as well.
 

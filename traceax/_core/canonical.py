@@ -4,7 +4,7 @@ Users often make a function anew for every call, mostly a lambda. A cache of com
 programs takes it for a new one. Traced, it is a jaxpr and arrays. The arrays become leaves,
 and the first of several equal jaxprs replaces the others: equal in every operation,
 variable, type and parameter. What cannot be compared is equal only to itself. Arrays that
-jitted functions close over become leaves, too: none is hashed, copied or kept afterwards.
+compiled functions close over become leaves, too: none is hashed, copied or kept afterwards.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _program(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with jitted functions that hold arrays inlined."""
+    """The same with compiled functions that hold arrays inlined."""
     if not any(True for equation in closed.eqns for _ in held_arrays(equation)):
         return closed
 

@@ -280,7 +280,9 @@ def check_shift(
         raise invalid(ValueError, name, "shift", must, f"shapes {shapes}", cure)
 
 
-def check_vector(name: str, operator: Operator, vector: PyTree[ArrayLike]) -> bool:
+def check_vector(
+    name: str, operator: Operator, vector: PyTree[ArrayLike], argument: str
+) -> bool:
     """Whether there are several vectors, along a first axis of every leaf."""
     expected = operator.in_structure()
     shapes = jax.tree.map(jnp.shape, vector)
@@ -293,12 +295,12 @@ def check_vector(name: str, operator: Operator, vector: PyTree[ArrayLike]) -> bo
             f"be of the operator's space, {show(expected)}, or several along a first axis"
         )
         cure = "Make arrays of these shapes: each right-hand side is a row."
-        raise invalid(ValueError, name, "vector", must, f"shapes {shapes}", cure)
+        raise invalid(ValueError, name, argument, must, f"shapes {shapes}", cure)
     leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
     if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):
         must, got = "be real, because the operator is", "complex numbers"
         cure = "Give real and imaginary parts as two right-hand sides."
-        raise invalid(TypeError, name, "vector", must, got, cure)
+        raise invalid(TypeError, name, argument, must, got, cure)
     return shapes != one
 
 

@@ -33,7 +33,7 @@ from jax.core import Tracer
 from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree, Real
 
-from traceax._core.canonical import is_concrete
+from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import check_callable, check_key, check_returned, invalid
 
 _MOST_SHOWN = 10
@@ -235,7 +235,7 @@ class Estimate(eqx.Module):
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def ends(value: Any, error: Any) -> tuple[Array, Array]:
-            quantile = student_quantile(level, degrees.astype(error.dtype))
+            quantile = compiled(student_quantile, level, degrees.astype(error.dtype))
             # Each estimate of a batch has one quantile for all of its entries.
             entries = (1,) * (error.ndim - quantile.ndim)
             quantile = quantile.reshape(quantile.shape + entries)
@@ -307,7 +307,6 @@ def error_tangent(error: Array, tangent: Array) -> Array:
     )
 
 
-@jax.jit
 def student_quantile(
     level: float | Float[Array, ""], degrees: Real[Array, "*shape"]
 ) -> Real[Array, "*shape"]:
@@ -316,7 +315,7 @@ def student_quantile(
     P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised
     incomplete beta function; it increases in u. Bisection finds log u: for few degrees u
     is too small for 1 - u, for many it is too close to 1 for u. The degrees may be traced:
-    they become an array when an `Estimate` leaves `jax.jit`.
+    they become an array when an `Estimate` leaves a compiled function.
     """
     dtype = degrees.dtype
     degrees = jnp.clip(degrees, 0.25, 1e4)

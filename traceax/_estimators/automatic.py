@@ -73,8 +73,8 @@ def trace(
       decay within the steps that colours keep apart, sketches are better. It is used by 3.
       only: then the `method` of the estimate, which is printed, names colours.
 
-    **Cost**: that of the estimator chosen. A pattern is coloured at each call, under
-    `jax.jit` when it is compiled; for many calls make the sampler once, by `probing`.
+    **Cost**: that of the estimator chosen. A pattern is coloured at each call, or
+    when the call is compiled; for many calls make the sampler once, by `probing`.
 
     **Example**
 
@@ -217,7 +217,7 @@ def _automatic(
     if size(operator) <= max(num_matvecs, SMALL):
         return choices.target.exact(operator, None, SILENT)
     method = choices.method(operator, num_matvecs)
-    sampler = for_pattern(name, num_matvecs, pattern)
+    sampler = for_pattern(name, operator, num_matvecs, pattern)
     method = method if sampler is None else choices.few
     return estimate(method, operator, key, num_matvecs, sampler=sampler, name=name)
 

@@ -1,7 +1,7 @@
 """A user's algorithm under the derivative rule.
 
-Its applications are counted before it runs. The operator is applied by a jitted function of
-a known name, which appears in the traced program of the algorithm, with the shape of its
+Its applications are counted before it runs. The operator is applied by a compiled function
+of a known name, which appears in the traced program of the algorithm, with the shape of its
 result. So columns are counted under `jax.vmap`, too, and for every iteration of a loop.
 """
 

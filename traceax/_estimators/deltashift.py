@@ -268,7 +268,7 @@ def _state(
 
 
 def _program_hash(code: Canonical) -> UInt32[Array, " 8"]:
-    """A hash of the code, and of the arrays that jitted functions inside of loops hold."""
+    """A hash of the code, and of the arrays that compiled functions in loops hold."""
     digest = hashlib.sha256()
     digest.update(re.sub("0x[0-9a-f]+", "", str(code.jaxpr)).encode())  # no addresses
     for array in (a for equation in code.jaxpr.eqns for a in held_arrays(equation)):

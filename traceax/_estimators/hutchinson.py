@@ -113,10 +113,7 @@ def hutchinson_diagonal(
 def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
     """The trace, or sums over leaves: means of independent samples.
 
-    One repeat of `probing` has an error bar from neighbour residuals. With real signs an
-    entry of A changes two entries of the diagonal by the same amount: for a symmetric A the
-    variance of the sum is twice that of independent changes, for others less; with phases
-    they are independent."""
+    One repeat of `probing` has an error bar from neighbour residuals."""
     probes, design = streamed.probes, streamed.design
     near = streamed.neighbourhood if design.num_samples == 1 else None
     few_signs = design.group == 1 and 2 <= design.num_samples <= 4
@@ -138,8 +135,8 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
     if off is not None:
         error = no_less_than_coupling(error, off)
     if near is not None:
-        alike = 1 if jnp.iscomplexobj(probes.source) else 2
-        error = length(alike**0.5 * residuals.error(near, 1, eps), rounding)
+        real = not jnp.iscomplexobj(probes.source)
+        error = length(residuals.error_in_sum(near, eps, real=real), rounding)
     lengths = jnp.asarray(design.num_probes, rounding.dtype)
     return Outcome(value, error, Batches(probes, lengths, target.read))
 
@@ -196,11 +193,6 @@ def _moments_of(
     return moments(design.totals(products), design.totals((z * z.conj()).real))
 
 
-def _degrees_of_mean(design: SamplingDesign, has_neighbours: bool) -> float:
-    alone = design.num_samples == 1 and has_neighbours
-    return DEGREES if alone else design.degrees_of_freedom
-
-
 def _degrees_of_ratio(design: SamplingDesign, has_neighbours: bool) -> float:
     degrees = design.num_samples - 1
     return degrees + DEGREES if has_neighbours else max(degrees, 1)
@@ -210,7 +202,7 @@ HUTCHINSON_TRACE = Method(
     "hutchinson_trace",
     TRACE,
     _sums,
-    InBatches(_degrees_of_mean),
+    InBatches(SamplingDesign.degrees),
     sampler=rademacher,
     independent=False,
 )

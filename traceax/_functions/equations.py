@@ -13,7 +13,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Real
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_request, check_shift, check_vector
+from traceax._core.checks import check_request, check_shift, check_vector, invalid
 from traceax._core.operator import (
     LinearMap,
     Operator,
@@ -80,13 +80,25 @@ class RightHandSides(eqx.Module):
 
 
 def right_hand_sides(
-    name: str, operator: Operator, vector: PyTree[ArrayLike]
+    name: str, operator: Operator, vector: PyTree[ArrayLike], argument: str = "vector"
 ) -> RightHandSides:
     structure, dtype = operator.in_structure(), working_dtype(operator)
-    several = check_vector(name, operator, vector)
+    several = check_vector(name, operator, vector, argument)
     vector = jax.tree.map(jnp.asarray, vector)
     columns = as_columns(vector, dtype) if several else flatten(vector, dtype)[:, None]
     return RightHandSides(columns, structure, several)
+
+
+def guessed(
+    name: str, operator: Operator, sides: RightHandSides, guess: PyTree[ArrayLike]
+) -> Inexact[Array, "n t"]:
+    """A guess of the solution, which is like the right-hand sides."""
+    found = right_hand_sides(name, operator, guess, "guess")
+    if (found.several, found.columns.shape) != (sides.several, sides.columns.shape):
+        must, cure = "be like `vector`", "Pass the solution of a call with such a vector."
+        got = f"{found.columns.shape[1]} for {sides.columns.shape[1]}"
+        raise invalid(ValueError, name, "guess", must, got, cure)
+    return jax.lax.stop_gradient(found.columns)
 
 
 def preconditioner(

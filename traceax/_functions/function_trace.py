@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,10 @@ from traceax._functions.exact_functions import (
     exact_general_trace,
     is_cheap,
 )
-from traceax._functions.slq import Function, Real, checked_run, real_dtype
+from traceax._functions.slq import Function, Real, checked_run, quadratures, real_dtype
 from traceax._linalg.columns import largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
-from traceax._probes.draw import check_independent, draw, is_known
+from traceax._probes.draw import check_independent, draw, for_pattern, is_known
 from traceax._probes.samplers import Sampler, rademacher, sphere
 from traceax._quadrature.block_arnoldi import block_arnoldi
 from traceax._quadrature.block_quadrature import Shape, block_quadrature
@@ -67,6 +68,7 @@ def function_trace(
     num_probes: int | None = None,
     num_steps: int | None = None,
     combine: Callable | None = None,
+    pattern: Any = None,
 ) -> Estimate:
     """Estimate tr f(A), A Hermitian, by an automatic choice of probes and steps.
 
@@ -98,6 +100,10 @@ def function_trace(
     - `combine`: a function of the traces that returns an array or a pytree of arrays: an
       energy tr(A e^-bA) / tr(e^-bA), say. Value, error bar (with the covariances of the
       traces) and derivatives are those of the combination. Default `None`, the traces.
+    - `pattern`: where A has entries, as in `colouring`. If `num_probes` colours keep two
+      steps apart in its graph, it is `slq_trace` with `probing` instead. On grids of two
+      and three axes, 240 matvecs, the error is 2 to 100 times smaller for logarithms and
+      inverses of A + I/10, and for exponentials.
 
     **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
     but for quadrature (and the second order of `combine`), from the same spaces: about 0.8
@@ -127,7 +133,8 @@ def function_trace(
     shape, budget = checked_run("function_trace", num_matvecs, num_probes, num_steps)
     if is_cheap(operator, budget):
         return exact_function_trace(operator, fn, structure, combined)
-    return block_trace("function_trace", operator, fn, structure, key, shape, combined)
+    run = shape, pattern
+    return block_trace("function_trace", operator, fn, structure, key, *run, combined)
 
 
 def block_trace(
@@ -137,9 +144,15 @@ def block_trace(
     structure: PyTree,
     key: PRNGKeyArray,
     shape: Shape,
+    pattern: Any = None,
     combine: ScalarFunction | None = None,
 ) -> Estimate:
+    """With a pattern that is worth it, plain quadrature with probes of its colours."""
     subject = MatrixFunction(LinearMap(operator), fn, combine)
+    coloured = for_pattern(name, operator, shape.width, pattern, 2)
+    if coloured is not None:
+        probes = shape.width // coloured.num_colours * coloured.num_colours
+        return quadratures(name, subject, structure, key, probes, shape.depth, coloured)
     probes = draw(name, sphere, key, operator, shape.width)
     algorithm = partial(block_quadrature, depth=shape.depth)
     degrees = shared_degrees_of_freedom(shape.width)
@@ -154,6 +167,7 @@ def logdet(
     shift: Shift = 0.0,
     num_probes: int | None = None,
     num_steps: int | None = None,
+    pattern: Any = None,
 ) -> Estimate:
     """Estimate log det(A + shift I), A + shift I Hermitian positive definite.
 
@@ -172,7 +186,8 @@ def logdet(
     - `shift`: real. An array of shifts gives the log-determinants of all of them from one
       run. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
       observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
-    - `num_probes`, `num_steps`: as in `function_trace`.
+    - `num_probes`, `num_steps`, `pattern`: as in `function_trace`. A pattern is what the
+      log-determinant of a sparse precision matrix gains most from.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling, quadrature (compared with the same run two blocks shorter) and
@@ -206,7 +221,7 @@ def logdet(
         logs, error = jnp.vectorize(partial(_log_determinant, known.array))(shift)
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
-    estimate = block_trace("logdet", operator, fn, structure, key, shape)
+    estimate = block_trace("logdet", operator, fn, structure, key, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
 

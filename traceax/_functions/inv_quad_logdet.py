@@ -34,10 +34,10 @@ from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import LinearMap, Operator, frozen, unit_roundoff
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
-from traceax._functions.equations import Shift, right_hand_sides, whitened
+from traceax._functions.equations import Shift, guessed, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import factorised
-from traceax._linalg.columns import column_dots, column_norms_squared, column_scales
+from traceax._linalg.columns import column_dots, column_norms_squared, column_scales, over
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.nystrom import (
@@ -92,6 +92,7 @@ def inv_quad_logdet(
     *,
     shift: Shift = 0.0,
     rtol: float = 1e-6,
+    guess: PyTree[ArrayLike] | None = None,
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
 
@@ -114,6 +115,9 @@ def inv_quad_logdet(
     - `rtol`: the relative error, in the energy norm, at which the solve stops, a Python
       float between 0 and 1. Default 1e-6. It is the error of gradients; that of the value
       is its square.
+    - `guess`: like `vector`, where the solve starts: the `solution` of the last training
+      step, say. A good one saves steps of the solve; it changes no answer by more than
+      `rtol` and is a constant for derivatives. Default `None`.
 
     **Returns** an `InvQuadLogdet`: two real `Estimate`s, and the solution.
     `inv_quad.standard_error` comes from the residual of the solution, so it also shows a
@@ -152,6 +156,7 @@ def inv_quad_logdet(
     check_shift(name, operator, shift, several=False)
     check_rtol(name, rtol)
     sides = right_hand_sides(name, operator, vector)
+    start = None if guess is None else guessed(name, operator, sides, guess)
     operator, shift, scale, rest = whitened(operator, shift)
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
@@ -163,7 +168,9 @@ def inv_quad_logdet(
     else:
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
         subject = Likelihood(MatrixFunction(LinearMap(operator), fn), columns, shift)
-        form, logdet, solution = _estimated(subject, key, num_matvecs, float(rtol), rest)
+        start = None if start is None else start / scale
+        how = num_matvecs, float(rtol), rest, start
+        form, logdet, solution = _estimated(subject, key, *how)
     return InvQuadLogdet(form, logdet, sides.like(scale * solution))
 
 
@@ -186,6 +193,7 @@ def _estimated(
     num_matvecs: int,
     rtol: float,
     rest: Float[Array, ""],
+    start: Inexact[Array, "n t"] | None,
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
     """The quadratic form, the log-determinant plus `rest`, and the solution."""
     shape, t = shape_for(num_matvecs), subject.vectors.shape[1]
@@ -194,12 +202,14 @@ def _estimated(
     operator, width = subject.function.linear_map.operator, shape.width - kept
     probes = draw("inv_quad_logdet", sphere, key, operator, width)
     how = {"rtol": rtol, "max_steps": 10 * num_matvecs}
-    outcome = run(partial(likelihood, shape=shape, kept=kept, **how), subject, probes)
+    algorithm = partial(likelihood, shape=shape, kept=kept, **how)
+    outcome = run(algorithm, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
     degrees, method = shared_degrees_of_freedom(width), "inv_quad_logdet"
     logdet = Estimate(logs + rest, error, spent, degrees, method=method)
-    form = Estimate(form, bound, spent + t * (report.num_steps + 1), method=method)
+    checks = 1 if start is None else 2
+    form = Estimate(form, bound, spent + t * (report.num_steps + checks), method=method)
     return form, logdet, report.solution(subject)
 
 
@@ -231,25 +241,30 @@ class Report(eqx.Module):
 
 def likelihood(
     subject: Likelihood,
-    probes: Inexact[Array, "n k"],
+    probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n t"] | None],
     *,
     shape: Shape,
     kept: int,
     rtol: float,
     max_steps: int,
 ) -> Outcome:
-    """The log-determinant and the quadratic form, in this order; the first `kept` of the
-    vectors are in the run."""
+    """The log-determinant and the quadratic form, in this order. The first `kept` of the
+    vectors are in the run; after a guess, what it leaves of them."""
+    block, guess = probes
     sizes = column_scales(subject.vectors)
     units = sizes[None, :].astype(subject.vectors.dtype)
     y = subject.vectors / units
-    block = jnp.concatenate([y[:, :kept], probes], axis=1)
+    guess = jnp.zeros_like(y) if guess is None else guess / units
+    left = y if probes[1] is None else y - subject(guess)
+    in_run = over(left, column_scales(left)[None, :])[:, :kept]
+    block = jnp.concatenate([in_run, block], axis=1)
     space = block_krylov(subject.function.linear_map, block, shape.depth)
     traced = trace_from_space(space, subject.function, kept=kept)
     known = projected(space, subject.shift)
     inverse = preconditioner_of(known)
-    start, residual = galerkin(known, y)
-    energy = column_dots(y, start).real
+    start, residual = galerkin(known, left)
+    start = guess + start
+    energy = column_dots(start, y - residual).real
     how = {"rtol": rtol, "max_steps": max_steps}
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)
     solution = start + rest.solution

@@ -30,11 +30,20 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
-from traceax._linalg.columns import largest_modulus
+from traceax._linalg.columns import largest_modulus, promoted
 from traceax._linalg.krylov import Krylov, by_levels, lanczos
-from traceax._probes.draw import check_independent
+from traceax._probes.draw import check_independent, coloured, probes_per_sample
+from traceax._probes.probing import Neighbourhood, neighbour_residuals, neighbourhood_of
 from traceax._probes.samplers import Sampler, sphere
-from traceax._probes.stream import ProgressMeter, Stream, checked_meter, stream
+from traceax._probes.stream import (
+    SILENT,
+    ProgressMeter,
+    SamplingDesign,
+    Stream,
+    checked_meter,
+    design_and_draw,
+    stream,
+)
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.nodes import (
@@ -84,7 +93,8 @@ def slq_trace(
 
     - `operator`, `fn`, `combine`: as in `function_trace`.
     - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
-    - `sampler`: independent probes. Default `sphere`.
+    - `sampler`: independent probes, or `probing`, which spends a multiple of its colours.
+      Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all steps before, for 4 n
       num_steps flops more. Without it, converged eigenvalues appear again as copies, which
       is harmless for few steps or smooth functions, and faster for cheap operators; log and
@@ -96,7 +106,7 @@ def slq_trace(
     recurrence (num_steps matvec-JVPs a probe). Gradients need about twice as many steps as
     make `standard_error` small. **Cost**: num_probes * num_steps applications, in num_steps
     batches; num_probes blocks of n x num_steps (with `reorthogonalise=False`, for the value
-    alone, in your own `jax.jit`, three vectors). If the value is exact, n applications,
+    alone, compiled by you, three vectors). If the value is exact, n applications,
     none if the operator stores its matrix.
 
     **Example**
@@ -161,20 +171,57 @@ def _slq_trace(
     """By the name of whom the user called, who may have made the run already."""
     counts = {"num_probes": num_probes, "num_steps": num_steps}
     operator = checks.check_function_request(name, operator, key, counts)
-    check_independent(name, sampler)
     fn, structure = scalar_function(name, fn, real_dtype(operator))
+    if (group := probes_per_sample(sampler)) == 1:
+        check_independent(name, sampler)
+    checks.check_samples(name, num_probes, group, "num_probes")
     checks.check_batch_size(name, batch_size, 1)
     together, structure = combination(name, combine, fn, structure)
     if num_probes * num_steps >= size(operator) ** 2:
         return exact_function_trace(operator, fn, structure, together)
     subject = MatrixFunction(LinearMap(operator), fn, together)
+    how = sampler, reorthogonalise, batch_size, checked_meter(name, meter), krylov
+    return quadratures(name, subject, structure, key, num_probes, num_steps, *how)
+
+
+def quadratures(
+    name: str,
+    subject: MatrixFunction,
+    structure: PyTree,
+    key: PRNGKeyArray,
+    num_probes: int,
+    num_steps: int,
+    sampler: Sampler,
+    reorthogonalise: bool = True,
+    batch_size: int | None = None,
+    meter: ProgressMeter = SILENT,
+    krylov: Krylov | None = None,
+) -> Estimate:
+    """One for each probe."""
+    operator = subject.linear_map.operator
     num_steps = min(num_steps, size(operator))
-    probes = krylov or stream(name, operator, key, num_probes, sampler, batch_size)
     how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
-    algorithm = partial(_slq, meter=checked_meter(name, meter), **how)
-    degrees = jackknife.independent_degrees_of_freedom(num_probes)
-    spent = num_probes * num_steps
-    return estimate(algorithm, subject, probes, name, spent, degrees, structure)
+    algorithm = partial(_slq, meter=meter, **how)
+    if krylov is None:
+        drawn = name, operator, key, num_probes, sampler, batch_size
+        design, probes = design_and_draw(*drawn)
+    else:
+        design, probes = SamplingDesign(num_probes, num_probes, 1.0), krylov
+    space = operator.in_structure()
+    near = neighbourhood_of(sampler, space) if design.num_samples == 1 else None
+    degrees = design.degrees(near is not None)
+    name, spent = coloured(name, sampler), design.num_probes * num_steps
+    run = Run(probes, near, design)
+    return estimate(algorithm, subject, run, name, spent, degrees, structure)
+
+
+class Run(eqx.Module):
+    """Probes, or the spaces that were made of them; `near` is the neighbourhood of a single
+    repeat of `probing`."""
+
+    probes: Stream | Krylov
+    near: Neighbourhood | None
+    design: SamplingDesign = eqx.field(static=True)
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
@@ -183,24 +230,21 @@ def real_dtype(operator: Operator) -> jnp.dtype:
 
 def _slq(
     subject: MatrixFunction,
-    probes: Stream | Krylov,
+    run: Run,
     *,
     num_steps: int,
     reorthogonalise: bool,
     meter: ProgressMeter,
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
-    if isinstance(probes, Krylov):
-        how = len(probes.length), num_steps, reorthogonalise
-        samples, readout = sample(subject, probes, *how)
-        return samples.outcome(subject, num_steps, readout)
-    how = probes.num_probes, num_steps, reorthogonalise
-    if probes.is_whole:
-        samples, readout = sample(subject, probes.source, *how)
+    how, probes = (run.design.num_probes, num_steps, reorthogonalise), run.probes
+    if isinstance(probes, Krylov) or probes.is_whole:
+        block = probes if isinstance(probes, Krylov) else probes.source
+        samples, readout = sample(subject, block, *how, run.near)
     else:
         samples = probes.collect(lambda z: sample(subject, z, *how)[0], meter)
         readout = Partial(_read_batches, probes, Static(how))
-    return samples.outcome(subject, num_steps, readout)
+    return samples.outcome(subject, run.design, num_steps, readout)
 
 
 def _read_batches(
@@ -216,39 +260,55 @@ def _read_batches(
 
 class Sampled(eqx.Module):
     """What each probe says: a term of the estimate, and the same by fewer steps; sizes of f
-    and its slope, and of the largest node, by which rounding is judged."""
+    and its slope, and of the largest node, by which rounding is judged. What all together
+    say: errors of the diagonal by neighbour residuals, if there are any."""
 
     levels: Inexact[Array, "levels p N"]
     sizes: Float[Array, "p N"]
     slopes: Float[Array, "p N"]
     largest: Float[Array, " N"]
+    indicator: Float[Array, "p n"] | None
 
-    def outcome(self, subject: MatrixFunction, num_steps: int, readout: Readout) -> Outcome:
+    def outcome(
+        self,
+        subject: MatrixFunction,
+        design: SamplingDesign,
+        num_steps: int,
+        readout: Readout,
+    ) -> Outcome:
         """The quadrature error of a single step is unknown, unless n = 1."""
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and size(operator) > 1
         eps = unit_roundoff(operator)
-        total, samples = jnp.sum(terms, axis=1), terms * terms.shape[1]
-        bounds = self.sizes, self.slopes
+        total = jnp.sum(terms, axis=1)
+        samples = design.totals(terms * design.num_samples)
+        by_neighbours = () if self.indicator is None else (self.indicator,)
+        bounds = self.sizes, self.slopes, *by_neighbours
         traces = Traces(total, samples, self.levels, bounds, readout)
-        error = partial(_error, jnp.max(self.largest), eps, unresolved)
+        error = partial(_error, design, jnp.max(self.largest), eps, unresolved)
         return traces_outcome(subject.combine, traces, error, eps)
 
 
 def _error(
+    design: SamplingDesign,
     largest: Float[Array, ""],
     eps: float,
     unresolved: bool,
     levels: Inexact[Array, "levels p N"],
     sizes: Float[Array, "p N"],
     slopes: Float[Array, "p N"],
+    indicator: Float[Array, "p n"] | None = None,
 ) -> Float[Array, " p"]:
     """The rounding error is that of f at nodes known to within eps of the largest."""
     terms, values = levels[0], jnp.sum(levels, axis=-1)
     quadrature = jackknife.quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
     inexact = largest * jnp.sum(slopes, axis=1)
     rounding = 4 * eps * (jnp.sum(sizes, axis=1) + inexact)
-    return jnp.hypot(jackknife.standard_error(terms * terms.shape[1], rounding), quadrature)
+    if indicator is None:
+        error = design.mean_and_error(terms * design.num_probes, rounding)[1]
+    else:
+        error = jackknife.length(indicator, rounding)
+    return jnp.hypot(error, quadrature)
 
 
 def sample(
@@ -257,6 +317,7 @@ def sample(
     num_probes: int,
     num_steps: int,
     reorthogonalise: bool,
+    near: Neighbourhood | None = None,
 ) -> tuple[Sampled, Nodes]:
     """v* f(A) v / num_probes by quadrature of each of some probes v."""
     krylov, how = probes, {"reorthogonalise": reorthogonalise}
@@ -269,13 +330,38 @@ def sample(
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, values[0])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
+    indicator = None
+    if near is not None and not isinstance(probes, Krylov):
+        indicator = _indicator(probes, krylov, whole, values[0], near)
     sampled = Sampled(
         weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
         jnp.max(jnp.abs(whole.values), axis=1),
+        indicator,
     )
     return sampled, nodes
+
+
+def _indicator(
+    z: Inexact[Array, "n N"],
+    krylov: Krylov,
+    eigen: Eigen,
+    values: Inexact[Array, "N m p"],
+    near: Neighbourhood,
+) -> Float[Array, "p n"]:
+    """The errors of the entries of the diagonal by neighbour residuals of f(A) z."""
+    first = krylov.length[:, None] * eigen.vectors[:, 0].conj()
+    values = jnp.where(first[..., None] == 0, 0, values)
+    eps, real = float(jnp.finfo(z.dtype).eps), not jnp.iscomplexobj(z)
+
+    def of_one(values: Inexact[Array, "N m"]) -> Float[Array, " n"]:
+        inner = jnp.einsum("Nab,Nb,Nb->Na", *promoted(eigen.vectors, first, values))
+        products = jnp.einsum("Nmn,Nm->nN", *promoted(krylov.basis, inner))
+        residuals = neighbour_residuals(z, products, near)
+        return residuals.error_in_sum(near, eps, real=real)
+
+    return jax.lax.map(of_one, jnp.moveaxis(values, -1, 0))
 
 
 _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."

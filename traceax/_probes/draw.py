@@ -152,12 +152,15 @@ def for_mean(sampler: Given | None, operator: Operator, num_probes: int) -> Give
     return hadamard if many else rademacher
 
 
-def for_pattern(name: str, num_matvecs: int, pattern: Any) -> Probing | None:
+def for_pattern(
+    name: str, operator: Operator, num_colours: int, pattern: Any, enough: int = ENOUGH
+) -> Probing | None:
     """Probing, if so many colours keep enough steps apart in the graph of the pattern."""
+    check_pattern(name, operator, pattern)
     if pattern is None:
         return None
     step = graph(name, pattern)
-    best = best_colouring(step, ENOUGH, num_matvecs)
+    best = best_colouring(step, enough, num_colours)
     return None if best is None else probing_of_graph(step, best)
 
 

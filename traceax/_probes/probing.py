@@ -146,6 +146,15 @@ class NeighbourResiduals(eqx.Module):
         is_exact = jnp.any(jnp.where(has_beyond, none, (some & all_none)[None]), axis=1)
         return jnp.where(is_exact, 0, error)
 
+    def error_in_sum(
+        self, near: Neighbourhood, eps: float, *, real: bool
+    ) -> Float[Array, " n"]:
+        """What the entries of one repeat contribute to the error of their sum, its squares.
+        With real signs an entry of A changes two entries of the diagonal by the same
+        amount: for a symmetric A the variance of the sum is twice that of independent
+        changes, for others less; with phases they are independent."""
+        return (2.0 if real else 1.0) ** 0.5 * self.error(near, 1, eps)
+
 
 def neighbour_residuals(
     z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], near: Neighbourhood

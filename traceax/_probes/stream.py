@@ -33,6 +33,7 @@ from traceax._probes.draw import (
     population_size,
     probes_per_sample,
 )
+from traceax._probes.probing import DEGREES
 from traceax._probes.samplers import Sampler
 
 
@@ -192,6 +193,11 @@ class SamplingDesign(NamedTuple):
     def degrees_of_freedom(self) -> float:
         """Those of the interval of a mean of quadratic forms."""
         return self.group * jackknife.independent_degrees_of_freedom(self.num_samples)
+
+    def degrees(self, has_neighbours: bool) -> float:
+        """The same if a single sample of `probing` has an error by neighbour residuals."""
+        alone = self.num_samples == 1 and has_neighbours
+        return DEGREES if alone else self.degrees_of_freedom
 
     def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
         return jnp.sum(self._by_sample(by_probe), axis=-1)

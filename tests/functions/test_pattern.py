@@ -1,0 +1,97 @@
+"""`pattern=` of `function_trace` and `logdet`: plain quadrature with probes of colours."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import close, function
+from tests.probes.helpers import grid, laplacian
+
+KEY = jax.random.key(3)
+PATTERN = grid(12, 11)
+PRECISION = jnp.asarray(laplacian(PATTERN)) + 0.3 * jnp.eye(132)
+
+
+@pytest.mark.parametrize("dtype", [float, pytest.param(complex, marks=pytest.mark.slow)])
+def test_what_colours_keep_apart_is_exact(dtype: Any) -> None:
+    """A cube reaches three steps, and two steps of Lanczos integrate it: the value and the
+    slopes in the operator and in the function are exact, and the error bar is rounding."""
+    phases = np.exp(1j * np.arange(132)) if dtype is complex else np.ones(132)
+    matrix = jnp.asarray(phases[:, None] * np.asarray(PRECISION) * phases.conj())
+
+    def estimate(size: Any, power: Any) -> tx.Estimate:
+        operator = function(matrix * size.astype(matrix.dtype))
+        how = {"num_probes": 16, "num_steps": 4, "pattern": PATTERN}
+        return tx.function_trace(operator, lambda x: power * x**3, KEY, 64, **how)
+
+    truth = jnp.trace(jnp.linalg.matrix_power(PRECISION, 3))
+    found = estimate(jnp.asarray(1.0), jnp.asarray(2.0))
+    close(found.value, 2 * truth, 1e-13)
+    assert found.standard_error <= 1e-12 * truth
+    assert (found.method, found.num_matvecs) == ("function_trace, 16 colours", 64)
+    slopes = jax.grad(lambda *x: estimate(*x).value, (0, 1))(
+        jnp.asarray(1.0), jnp.asarray(2.0)
+    )
+    close(slopes[0], 6 * truth, 1e-12)
+    close(slopes[1], truth, 1e-12)
+
+
+def test_a_combination_has_the_error_of_its_parts() -> None:
+    """Twice one trace, by a combination, has twice its value, error and slope."""
+
+    def run(fn: Any, combine: Any, shift: Any) -> tx.Estimate:
+        operator = function(PRECISION + shift * jnp.eye(132))
+        return tx.function_trace(operator, fn, KEY, 60, combine=combine, pattern=PATTERN)
+
+    plain = run(jnp.log, None, 0.0)
+    twice = run(lambda x: (x, jnp.log(x)), lambda t: 2 * t[1], 0.0)
+    close(twice.value, 2 * plain.value, 1e-13)
+    close(twice.standard_error, 2 * plain.standard_error, 1e-10)
+    slope = jax.grad(lambda s: run(jnp.log, None, s).value)(0.0)
+    close(slope, jnp.trace(jnp.linalg.inv(PRECISION)), 0.05)
+
+
+def test_repeats_are_the_same_in_batches() -> None:
+    """Two repeats or more have an error bar from their spread, colour by colour."""
+    sampler = tx.probing(PATTERN, num_colours=8)
+    how = {"num_probes": 24, "num_steps": 6, "sampler": sampler}
+    operator = function(PRECISION)
+    whole = tx.slq_trace(operator, jnp.log, KEY, **how)
+    parts = tx.slq_trace(operator, jnp.log, KEY, **how, batch_size=8)
+    close(parts.value, whole.value, 1e-13)
+    close(parts.standard_error, whole.standard_error, 1e-10)
+    assert whole.degrees_of_freedom == pytest.approx(8 * 2 / 3)
+
+
+def test_patterns_that_are_too_dense_are_left() -> None:
+    """Where colours cannot keep two steps apart, the estimate is that without a pattern."""
+    dense = np.ones((132, 132))
+    operator = function(PRECISION)
+    with_pattern = tx.logdet(operator, KEY, 60, pattern=dense)
+    without = tx.logdet(operator, KEY, 60)
+    assert with_pattern.method == without.method == "logdet"
+    assert with_pattern.value == without.value
+    with pytest.raises(ValueError, match=r"pattern=...\) must be 132 x 132"):
+        tx.logdet(operator, KEY, 60, pattern=grid(5, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [0.02, 0.3, 2.0])
+def test_error_bars_hold_and_beat_those_without_a_pattern(shift: float) -> None:
+    matrix = jnp.asarray(laplacian(PATTERN)) + shift * jnp.eye(132)
+    truth, keys = jnp.linalg.slogdet(matrix)[1], jax.random.split(KEY, 300)
+    operator = function(matrix)
+
+    def run(pattern: Any) -> tx.Estimate:
+        one = partial(tx.logdet, operator, num_matvecs=100, pattern=pattern)
+        return jax.jit(jax.vmap(one))(keys)
+
+    low, high = run(PATTERN).interval(0.95)
+    assert jnp.mean((low <= truth) & (truth <= high)) >= 0.9
+    ours, others = (jnp.mean((run(p).value - truth) ** 2) for p in (PATTERN, None))
+    assert ours < others
