@@ -17,7 +17,7 @@ MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 
 
 def operator(matrix: Any) -> lx.AbstractLinearOperator:
-    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
+    structure = jax.eval_shape(lambda: matrix[0])
     return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, PSD)
 
 

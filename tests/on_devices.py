@@ -1,8 +1,9 @@
 """Programs for `test_devices`. They run in processes of their own, because the number of
 devices is fixed when JAX starts. Not to be imported.
 
-`python -m tests.on_devices mesh NAME ...`: eight devices. `... process I PORT`: one of two
-processes with four devices each.
+`python -m tests.on_devices mesh NAME ...`: eight devices. `... memory D NAME ...`: what
+programs for D devices need. `... process I PORT NAME ...`: one of two processes with one
+device each, where no NAME is what is tested eagerly.
 """
 
 import json
@@ -11,20 +12,28 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-PROCESSES, DEVICES = 2, 8
 MODE = sys.argv[1] if len(sys.argv) > 1 else "mesh"
-mine = DEVICES // PROCESSES if MODE == "process" else DEVICES
+mine = {"mesh": "8", "process": "1", "memory": sys.argv[2]}[MODE]
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={mine}"
 
 import jax  # noqa: E402
+
+jax.config.update("jax_enable_x64", MODE != "memory")
+if MODE == "process":  # before anything is computed
+    INDEX, address = int(sys.argv[2]), f"127.0.0.1:{sys.argv[3]}"
+    jax.distributed.initialize(address, 2, INDEX, initialization_timeout=30)
+
 import jax.numpy as jnp  # noqa: E402
 import lineax as lx  # noqa: E402
 import numpy as np  # noqa: E402
+from jax.experimental.multihost_utils import process_allgather  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import traceax as tx  # noqa: E402
+from tests.calls import CALLS, MATRIX, hutchinson, operator  # noqa: E402
 
 N, RANK, K = 1600, 5, 20
 PSD = lx.positive_semidefinite_tag
@@ -114,32 +123,142 @@ def on_a_mesh(names: list[str]) -> dict[str, Any]:
     return report
 
 
-def in_a_process(index: int, port: int) -> dict[str, Any]:
-    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, index)
-    rows = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), ROWS)
+LONG, BLOCK = 1_024_000, 96
 
-    def spread(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(array.shape, rows, lambda part: array[part])
 
-    key = jax.random.key(0)
-    run = loss(CASES["xtrace"])
-    (value, _), gradient = jax.block_until_ready(run(jax.tree.map(spread, arrays()), key))
-    mine = jax.tree.map(jnp.asarray, arrays())
-    (expected, _), whole = jax.block_until_ready(run(mine, key))
-    shards = [s for leaf in gradient for s in leaf.addressable_shards]
-    parts = [s.data for s in shards]
-    other = [leaf[s.index] for leaf in whole for s in shards if s.data.ndim == leaf.ndim]
-    report = {
-        "devices": jax.device_count(),
-        "value": float(value) / float(expected) - 1,
-        "gradient": max(map(difference, parts, other)),
-    }
-    jax.distributed.shutdown()
+def energy(x: Any, arrays: Any) -> Any:
+    return jnp.sum(arrays[0] * jnp.sin(x)) + jnp.sum((arrays[1].T @ jnp.cos(x)) ** 2)
+
+
+def field(x: Any, arrays: Any) -> Any:
+    return arrays[0] * jnp.sin(x) + arrays[1] @ (arrays[1].T @ x)
+
+
+def network_loss(p: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ p["first"].T + p["bias"][None])
+    return jnp.mean((p["scale"] * hidden @ p["second"] - x) ** 2)
+
+
+def long_estimate(name: str, arrays: Any, key: Any) -> Any:
+    """From 96 applications to a million dimensions."""
+    diagonal, factor = arrays
+    structure = jax.eval_shape(lambda: diagonal)
+    a = lx.FunctionLinearOperator(
+        lambda v: diagonal * v + factor @ (factor.T @ v), structure, PSD
+    )
+    fn = getattr(tx, name.partition(", ")[0])
+    match name:
+        case "xtrace, sphere":
+            return fn(a, key, BLOCK, sampler=tx.sphere)
+        case "function_trace" | "function_diagonal" | "slq_trace" | "arnoldi_trace":
+            return fn(a, jnp.log, key, num_probes=12, num_steps=8)
+        case "schatten_norm" | "spectral_density":
+            return fn(a, 1 if name == "schatten_norm" else None, key, BLOCK)
+        case "divergence" | "laplacian" | "biharmonic" | "hessian_diagonal":
+            fn_of_x = field if name == "divergence" else energy
+            return fn(fn_of_x, diagonal, key, BLOCK, args=arrays)
+        case "adaptive_trace":
+            return fn(a, key, rtol=1e-3, max_matvecs=BLOCK)
+        case "custom_trace":
+            return fn(hutchinson, a, key, BLOCK)
+        case "inv_quad_logdet":
+            return fn(a, diagonal, key, BLOCK)
+        case "deltashift":
+            state = fn(BLOCK // 2).init(a, key)
+            return fn(BLOCK // 2).update(2 * a, state, key)[0]
+        case _:
+            return fn(a, key, BLOCK)
+
+
+def needs(names: list[str]) -> dict[str, Any]:
+    """Shares of an n x k block that each device needs, and the most entries moved at once.
+    `network, xtrace` and so on are of a network whose parameters are cut by rows."""
+    mesh = Mesh(np.array(jax.devices()), ("rows",))
+
+    def cut(*shape: int) -> Any:
+        rows = NamedSharding(mesh, ROWS if shape else PartitionSpec())
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+
+    def of_network(p: Any, key: Any, name: str) -> Any:
+        x = jnp.ones((2, 124), jnp.float32)
+        hessian = lx.JacobianLinearOperator(jax.grad(network_loss), p, x, lx.symmetric_tag)
+        return getattr(tx, name)(hessian, key, BLOCK)
+
+    report: dict[str, Any] = {}
+    for name in names:
+        arrays: Any = (cut(LONG), cut(LONG, 3))
+        run = partial(long_estimate, name)
+        if name.startswith("network, "):
+            run = partial(of_network, name=name.partition(", ")[2])
+            shapes = {"first": (4096, 124), "bias": (4096,), "second": (4096, 124)}
+            arrays = {leaf: cut(*shape) for leaf, shape in shapes.items()} | {
+                "scale": cut()
+            }
+        compiled = jax.jit(run).lower(arrays, jax.random.key(0)).compile()
+        pairs = 1 + (name == "biharmonic")  # two probes, one below the other
+        vector = arrays if isinstance(arrays, dict) else arrays[:1]
+        block = 4 * pairs * BLOCK * sum(leaf.size for leaf in jax.tree.leaves(vector))
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        moves = max(moved(compiled.as_text()).values(), default=0)
+        report[name] = {"shares": memory * mesh.size / block, "moved": moves}
+        jax.clear_caches()
     return report
 
 
+def in_a_process(names: list[str]) -> dict[str, Any]:
+    """How much values and gradients of a cut matrix differ from those of a whole one."""
+    rows = NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), ROWS)
+    cut = jax.make_array_from_callback(MATRIX.shape, rows, lambda part: MATRIX[part])
+    whole, key = jnp.asarray(MATRIX), jax.random.key(0)
+    if not names:
+        return eagerly(cut, whole, key)
+    report: dict[str, Any] = {}
+    for name in names:
+
+        def run(matrix: Any, call: Any = CALLS[name]) -> Any:
+            value = jax.tree.leaves(call(matrix, key).value)
+            return sum(jnp.sum(jnp.real(x)) for x in value)
+
+        both = jax.jit(jax.value_and_grad(run))
+        value, slopes = both(cut)
+        slopes = process_allgather(slopes, tiled=True)
+        report[name] = difference((np.asarray(value), slopes), both(whole))
+        jax.clear_caches()
+    return report
+
+
+def eagerly(cut: Any, whole: Any, key: Any) -> dict[str, Any]:
+    """What is not inside of `jax.jit`: choices made at run time, printing, checks."""
+    estimate = CALLS["adaptive_trace"](cut, key)
+    diagonal = tx.hutchinson_diagonal(operator(cut), key, 6)
+    other = jax.random.key(INDEX)
+    try:
+        refused = str(tx.xtrace(operator(cut), other, 12))
+    except ValueError as error:
+        refused = str(error)
+    alone = tx.hutchinson_trace(operator(whole), other, 6)  # each its own
+    try:
+        written = str(np.asarray(diagonal.value))
+    except RuntimeError as error:
+        written = str(error)
+    return {
+        "shown": str(estimate),
+        "expected": str(CALLS["adaptive_trace"](whole, key)),
+        "formatted": f"{estimate:.3f}",
+        "diagonal": str(diagonal),
+        "refused": refused,
+        "alone": float(alone.value),
+        "written": written,
+    }
+
+
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
     rest = sys.argv[2:]
-    result = in_a_process(*map(int, rest)) if MODE == "process" else on_a_mesh(rest)
+    match MODE:
+        case "process":
+            result = in_a_process(rest[2:])
+        case "memory":
+            result = needs(rest[1:])
+        case _:
+            result = on_a_mesh(rest)
     print(json.dumps(result))

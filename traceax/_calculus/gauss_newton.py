@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 
 from traceax._calculus.sampled import Field, GivenPoint, differentiable_point, hessian
 from traceax._core.checks import check_loss, check_returned
-from traceax._core.operator import Operator
+from traceax._core.operator import Operator, jacobian_operator
 
 
 def gauss_newton(
@@ -65,7 +65,7 @@ def gauss_newton(
     check_returned("gauss_newton", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
     outputs = fn(x, args)
     check_loss("gauss_newton", loss, outputs, args)
-    jacobian = lx.JacobianLinearOperator(fn, x, args)
+    jacobian = jacobian_operator(fn, x, args)
     product = jacobian.T @ hessian(loss, outputs, args) @ jacobian
     return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
@@ -103,5 +103,5 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
     x = differentiable_point("empirical_fisher", fn, x)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("empirical_fisher", "fn", result, "real numbers")
-    jacobian = lx.JacobianLinearOperator(fn, x, args)
+    jacobian = jacobian_operator(fn, x, args)
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, lx.positive_semidefinite_tag)

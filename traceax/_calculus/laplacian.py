@@ -59,6 +59,7 @@ from traceax._core.operator import (
     Operator,
     common_dtype,
     flatten,
+    jacobian_operator,
     size,
     unflatten,
     working_dtype,
@@ -123,7 +124,7 @@ def divergence(
     Grathwohl et al. (2019), FFJORD, arXiv:1810.01367.
     """
     x = checked_point("divergence", fn, x, key, num_matvecs)
-    operator = lx.JacobianLinearOperator(fn, x, args)
+    operator = jacobian_operator(fn, x, args)
     check_same_structure("divergence", operator.in_structure(), operator.out_structure())
     sampler = for_mean(sampler, operator, num_matvecs)
     how = sampler, batch_size, progress_meter

@@ -26,6 +26,7 @@ from traceax._core.operator import (
     Structure,
     common_dtype,
     flatten,
+    jacobian_operator,
     size,
     unflatten,
     working_dtype,
@@ -54,7 +55,7 @@ def checked_point(
 ) -> Point:
     """x as strongly typed arrays of floats, the arguments of an estimator checked."""
     point = differentiable_point(name, fn, x)
-    check_key(name, key)
+    check_key(name, key, point)
     check_count(name, "num_matvecs", num_matvecs, 1)
     return point
 
@@ -77,7 +78,7 @@ def hessian(fn: Field, x: Point, args: PyTree) -> Operator:
     def gradient(x: Point, args: PyTree) -> Point:
         return jax.grad(fn)(x, args)
 
-    return lx.JacobianLinearOperator(gradient, x, args, tags=lx.symmetric_tag)
+    return jacobian_operator(gradient, x, args, lx.symmetric_tag)
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:

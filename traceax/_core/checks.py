@@ -13,7 +13,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
 from traceax._core.operator import (
@@ -57,7 +59,7 @@ def check_request(
     """The canonical operator, after the checks that every estimator needs. A budget of as
     many applications as there are columns, or rows, is always enough."""
     operator = check_operator(name, operator, square=square)
-    check_key(name, key)
+    check_key(name, key, operator)
     enough = min(size(operator), dimension(operator.out_structure()))
     check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
     return operator
@@ -68,7 +70,7 @@ def check_function_request(
 ) -> Operator:
     """The same for estimators whose budget is a number of probes and a number of steps."""
     operator = check_operator(name, operator, square=square)
-    check_key(name, key)
+    check_key(name, key, operator)
     for argument, count in counts.items():
         check_count(name, argument, count, 1)
     return operator
@@ -82,7 +84,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
         raise invalid(TypeError, name, "operator", must, got, _wrapper(operator))
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
-    if square and eqx.tree_equal(into, out) is not True:
+    if square and show(into) != show(out):
         must = "be square, that is, have equal input and output structures"
         got = f"an operator from {show(into)} to {show(out)}"
         cure = "Compose it with its transpose, or make shapes and dtypes equal."
@@ -119,7 +121,8 @@ def _wrapper(operator: object) -> str:
     return f"{wrap} lx.MatrixLinearOperator(jax.numpy.asarray({array}))."
 
 
-def check_key(name: str, key: object) -> None:
+def check_key(name: str, key: object, subject: PyTree = None) -> None:
+    """One key, and the same in all processes that arrays of `subject` are spread over."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if shape is None or not (typed or dtype == jnp.uint32):
@@ -130,6 +133,17 @@ def check_key(name: str, key: object) -> None:
     if shape != (() if typed else raw):
         must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
         raise invalid(ValueError, name, "key", must, f"shape {shape}", cure)
+    if not isinstance(key, Tracer) and any(map(_is_spread, jax.tree.leaves(subject))):
+        data = np.asarray(jax.random.key_data(key) if typed else key)
+        if np.ptp(multihost_utils.process_allgather(data), axis=0).any():
+            must = "be the same in every process, because each draws a part of every probe"
+            got, cure = f"{data} in this one, others elsewhere", "Use one seed in all."
+            raise invalid(ValueError, name, "key", must, got, cure)
+
+
+def _is_spread(leaf: Any) -> bool:
+    known = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return known and not leaf.is_fully_addressable
 
 
 def check_count(
@@ -348,7 +362,7 @@ def check_field(name: str, fn: object, x: object) -> None:
 
 def check_same_structure(name: str, x: object, values: object) -> None:
     """What a vector field returns: one component for each entry of x."""
-    if eqx.tree_equal(x, values) is not True:
+    if show(x) != show(values):
         must = f"return what x is like, {show(x)}"
         cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
         raise invalid(ValueError, name, "fn", must, show(values), cure)

@@ -76,8 +76,8 @@ def is_readable(estimate: Any) -> bool:
     """Whether this process can read every number in it."""
 
     def readable(leaf: Any) -> bool:
-        if isinstance(leaf, jax.Array):
-            return leaf.is_fully_addressable and not leaf.is_deleted()
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            return leaf.is_fully_addressable or leaf.is_fully_replicated
         return isinstance(leaf, int | float | complex | np.ndarray | np.generic)
 
     leaves = jax.tree.leaves(estimate)

@@ -106,7 +106,7 @@ def adaptive_trace(
     """
     name = "adaptive_trace"
     operator = check_operator(name, operator)
-    check_key(name, key)
+    check_key(name, key, operator)
     check_count(name, "max_matvecs", max_matvecs, min(2, size(operator)))
     chosen = for_sketch(sampler, operator)
     check_independent(name, chosen)

@@ -56,7 +56,7 @@ def custom_trace(
 
     - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
       standard_error, (left, right))`. `probes` is n x num_probes; `apply` takes blocks n x
-      k of the operator's flattened space to such. It is traced.
+      k of the flattened space, in an order of its own, to such. It is traced.
     - `num_probes`: the number of probes, a Python int of at least 1.
     - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
 

@@ -189,7 +189,7 @@ def _update(
 
 def _check(name: str, operator: Operator, key: PRNGKeyArray, num_matvecs: int) -> Operator:
     operator = check_operator(name, operator)
-    check_key(name, key)
+    check_key(name, key, operator)
     check_count("deltashift", "num_matvecs", num_matvecs, min(4, size(operator)))
     return operator
 

@@ -163,7 +163,7 @@ class InBatches(NamedTuple):
 
     def __call__(self, request: Request) -> Drawn:
         design, probes = design_and_draw(*request[:-1])
-        neighbourhood = neighbourhood_of(request.sampler)
+        neighbourhood = neighbourhood_of(request.sampler, request.operator.in_structure())
         streamed = Streamed(probes, neighbourhood, request.meter, design)
         degrees = self.degrees(design, neighbourhood is not None)
         return Drawn(streamed, design.num_probes, degrees)

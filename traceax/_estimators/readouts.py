@@ -41,6 +41,7 @@ from traceax._core.operator import (
     Operator,
     Structure,
     dimension,
+    in_rows,
     size,
     working_dtype,
 )
@@ -199,8 +200,8 @@ def _total(rows: Rows, structure: Structure) -> Inexact[Array, "..."]:
 
 def _by_leaf(rows: Rows, structure: Structure) -> Inexact[Array, "leaves ..."]:
     sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
-    leaf = np.repeat(np.arange(len(sizes)), sizes)
-    return jax.ops.segment_sum(rows, leaf, len(sizes), indices_are_sorted=True)
+    leaf = in_rows(np.repeat(np.arange(len(sizes)), sizes), structure)
+    return jax.ops.segment_sum(rows, leaf, len(sizes))
 
 
 def _by_row(rows: Rows, structure: Structure) -> Rows:

@@ -207,7 +207,8 @@ def quadratures(
         design, probes = design_and_draw(*drawn)
     else:
         design, probes = SamplingDesign(num_probes, num_probes, 1.0), krylov
-    near = neighbourhood_of(sampler) if design.num_samples == 1 else None
+    space = operator.in_structure()
+    near = neighbourhood_of(sampler, space) if design.num_samples == 1 else None
     degrees = design.degrees(near is not None)
     name, spent = coloured(name, sampler), design.num_probes * num_steps
     run = Run(probes, near, design)

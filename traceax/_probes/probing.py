@@ -42,7 +42,13 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import invalid
-from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
+from traceax._core.operator import (
+    Structure,
+    common_dtype,
+    dimension,
+    in_rows,
+    unflatten_rows,
+)
 from traceax._linalg.columns import largest_modulus, mean, over, row_norms_squared
 from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
 from traceax._probes.samplers import rademacher
@@ -99,9 +105,13 @@ def _beyond(
     return np.stack(pairs, axis=2)
 
 
-def neighbourhood_of(sampler: Any) -> Neighbourhood | None:
-    """That of a `probing` sampler made of a pattern."""
+def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None:
+    """That of a `probing` sampler made of a pattern, in the order of rows."""
     found: Neighbourhood | None = getattr(sampler, "neighbourhood", None)
+    if found is not None and len(jax.tree.leaves(structure)) > 1:
+        order = in_rows(np.arange(found.colours.size), structure)
+        neighbours = np.argsort(order)[found.neighbours[order]]
+        found = Neighbourhood(found.colours[order], neighbours, found.beyond[order])
     return None if found is None else jax.tree.map(jnp.asarray, found)
 
 
@@ -223,7 +233,7 @@ class Probing:
             raise invalid(ValueError, "probing", argument, must, got, cure)
         column = jax.ShapeDtypeStruct((n,), common_dtype(structure))
         signs = rademacher(key, column, num_probes // c)
-        is_own = self.colours == np.arange(c)[:, None]
+        is_own = in_rows(self.colours, structure) == np.arange(c)[:, None]
         probes = math.sqrt(c) * jnp.where(is_own, signs[:, None, :], 0)
         return unflatten_rows(probes.reshape(-1, n), structure)
 

@@ -37,6 +37,7 @@ from traceax._linalg.columns import over, times
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 Function = TypeVar("Function", bound=Callable[..., Any])
+LARGE = 2**20  # numbers of a block, from which devices draw only their parts
 
 
 class NamedFunction:
@@ -238,36 +239,42 @@ def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _phases(key, (k, n), dtype)
     # One random bit for each sign, or drawing would take ten times as long.
-    integers = jax.random.bits(key, (k * -(-n // 32),), jnp.uint32)
-    bits = (integers[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
+    integers = _rows(jax.random.bits, key, k, -(-n // 32), jnp.uint32)
+    bits = (integers[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
 
 
-def _phases(key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    turns = jax.random.uniform(key, (math.prod(shape),), jnp.finfo(dtype).dtype)
-    angles = 2 * math.pi * turns.reshape(shape)
+def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Array:
+    turns = _rows(jax.random.uniform, key, *shape, jnp.finfo(dtype).dtype)
+    angles = 2 * math.pi * turns
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
+
+
+def _rows(
+    draw: Callable[..., Array], key: PRNGKeyArray, k: int, n: int, dtype: Any
+) -> Array:
+    """One long vector has the same numbers, and its program compiles faster, but a device
+    cannot draw a part of it that is cut along n."""
+    return draw(key, (k, n) if k * n >= LARGE else (k * n,), dtype).reshape(k, n)
 
 
 def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
     """Normal numbers in single precision, which takes half the time of double precision;
     no estimate shows the difference.
 
-    They are drawn as one long vector: these are the same numbers, but the program compiles
-    four times as fast, because the compiler unrolls loops over a short last axis. The
-    branch of `cond` is always taken, for all keys of a batch at once. It keeps the compiler
-    from computing the normal numbers anew wherever they are used.
+    The branch of `cond` is always taken, for all keys of a batch at once. It keeps the
+    compiler from computing the normal numbers anew wherever they are used.
     """
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     single = jnp.complex64 if is_complex else jnp.float32
 
     def drawn(key: PRNGKeyArray) -> Array:
-        return jax.random.normal(key, (k * n,), single).reshape(k, n)
+        return _rows(jax.random.normal, key, k, n, single)
 
     def chosen(draw: Callable[[Array], Array], keys: Array) -> Array:
         always = jnp.max(jax.random.key_data(keys)) | 1 != 0
-        nothing = jnp.zeros(jax.eval_shape(draw, keys).shape, single)
-        return jax.lax.cond(always, draw, lambda _: nothing, keys)
+        like = jax.eval_shape(draw, keys)
+        return jax.lax.cond(always, draw, lambda _: jnp.zeros_like(like), keys)
 
     one = custom_vmap(functools.partial(chosen, drawn))
     one.def_vmap(lambda _, __, keys: (chosen(jax.vmap(drawn), keys), True))

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from traceax._core.canonical import canonical
 from traceax._core.checks import check_callable, check_returned, invalid
-from traceax._core.operator import LinearMap, Structure, as_result
+from traceax._core.operator import LinearMap, Structure, as_result, flatten
 from traceax._core.rule import Outcome, Readout
 from traceax._linalg.columns import mean, over, promoted
 
@@ -51,8 +51,8 @@ class ScalarFunction(eqx.Module):
     point: jax.ShapeDtypeStruct | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Inexact[Array, "*t"]) -> Inexact[Array, " p"]:
-        leaves = [jnp.ravel(leaf) for leaf in jax.tree.leaves(self.function(x))]
-        return jnp.concatenate(promoted(jnp.real(x), *leaves)[1:])
+        leaves = list(promoted(jnp.real(x), *jax.tree.leaves(self.function(x)))[1:])
+        return flatten(leaves, leaves[0].dtype)
 
 
 def scalar_function(
