@@ -1,6 +1,7 @@
 """One call of every public function that estimates, from a matrix and a key."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import numpy as np
 
 import traceax as tx
 from tests.matrices import hermitian
+from tests.wrappers import PSD, function, two_leaves
 
-PSD = lx.positive_semidefinite_tag
 N = 70
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 
@@ -54,9 +55,7 @@ def of_point(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def density(matrix: Any, key: Any) -> Any:
     grid = jnp.linspace(0.0, 3.0, 4, dtype=matrix.real.dtype)
-    return of_function(lambda a, k, **how: tx.spectral_density(a, grid, k, **how))(
-        matrix, key
-    )
+    return of_function(tx.spectral_density, grid)(matrix, key)
 
 
 def tracked(matrix: Any, key: Any) -> Any:
@@ -79,14 +78,8 @@ def likelihood(matrix: Any, key: Any) -> Any:
 
 def by_leaves(matrix: Any, key: Any) -> Any:
     """The sum over a space of two leaves."""
-    structure = jax.eval_shape(lambda: (matrix[0, :30], matrix[0, 30:]))
-
-    def apply(v: Any) -> Any:
-        product = matrix @ jnp.concatenate(v)
-        return product[:30], product[30:]
-
-    estimate = tx.leaf_traces(lx.FunctionLinearOperator(apply, structure, PSD), key, 10)
-    value, error = sum(estimate.value), sum(estimate.standard_error)
+    estimate = tx.leaf_traces(two_leaves(matrix, PSD), key, 10)
+    value, error = (sum(x.values()) for x in (estimate.value, estimate.standard_error))
     return tx.Estimate(value, error, estimate.num_matvecs)
 
 
@@ -141,6 +134,22 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "leaf_traces": by_leaves,
     "pool": pooled,
     "unbiased_square": squared,
+}
+
+# Further paths: exact answers, and probes in batches.
+WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
+    "trace, exact": lambda m, k: tx.trace(operator(m), k, N),
+    "hutchinson_trace, exact": lambda m, k: tx.hutchinson_trace(operator(m), k, N),
+    "hutchinson_diagonal, exact": lambda m, k: tx.hutchinson_diagonal(operator(m), k, N),
+    "hutchinson_trace, batched": lambda m, k: tx.hutchinson_trace(
+        operator(m), k, 12, batch_size=5
+    ),
+    "hutchinson_diagonal, batched": lambda m, k: tx.hutchinson_diagonal(
+        operator(m), k, 12, sampler=partial(tx.sphere), batch_size=5
+    ),
+    "slq_trace, batched": lambda m, k: tx.slq_trace(
+        operator(m), logarithm, k, num_probes=4, num_steps=5, batch_size=3
+    ),
 }
 
 # Public names that are no estimators.

@@ -9,56 +9,36 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    ESTIMATORS,
-    PSD,
-    REST,
-    Entry,
-    as_semidefinite,
-    close,
-    each,
-    function,
-    general,
-    hermitian,
-    slow,
-    spectrum,
-    suitable,
-)
+from tests.helpers import close, slow
+from tests.matrices import general, hermitian, spectrum
+from tests.tables import ESTIMATORS, REST, Entry, each
+from tests.wrappers import PSD, function, matrix_free
 
 KEY = jax.random.key(5)
 N, BUDGET = 30, 12
 
 
-def value(entry: Entry, matrix: Any, budget: int = BUDGET) -> Any:
-    operator = as_semidefinite(entry, function(matrix))
-    return entry.contracted(entry.estimate(operator, KEY, budget).value)
+def value(entry: Entry, matrix: Any) -> Any:
+    return entry.contracted(entry.of(function(matrix), KEY, BUDGET).value)
 
 
-@each(ESTIMATORS, "hutchinson_trace", "xtrace")
-@pytest.mark.parametrize("dtype", [float, slow(complex)])
-def test_euler(entry: Entry, dtype: Any) -> None:
-    """The rule applied to dA = A gives the value: always if the value is read through it,
-    and for the other estimators if the sketch is exact."""
-    matrix = suitable(entry, N, dtype)
-    if not entry.euler:
-        matrix = hermitian(spectrum("rank5", N), dtype)
-    got, slope = jax.jvp(lambda m: value(entry, m, 24), (matrix,), (matrix,))
-    close(slope, got, 1e-12)
-
-
-@each(REST, "hutchinson_diagonal", "xdiag")
-def test_euler_of_diagonals_and_norms(entry: Entry) -> None:
-    """The same for each entry, times the degree; XDiag and Diag++ of Hermitian operators
-    are read through the rule, too."""
-    through = entry.euler or entry.name in ("xdiag", "diagpp")
-    matrix = hermitian(spectrum("poly" if through else "rank5", N), complex)
+@each(ESTIMATORS + REST, "hutchinson_trace", "xtrace", "hutchinson_diagonal", "xdiag")
+@pytest.mark.parametrize("tags", [(), PSD], ids=["untagged", "tagged"])
+def test_euler(entry: Entry, tags: Any) -> None:
+    """The rule applied to dA = A gives the value, times the degree: always if the value is
+    read through it, as XDiag's and Diag++'s of Hermitian operators are, too; and for the
+    other estimators if the sketch is exact."""
+    through = entry.euler or (entry.name in ("xdiag", "diagpp") and tags == PSD)
+    matrix = hermitian(spectrum("rank5", N), complex)
+    if through:
+        matrix = hermitian(spectrum("poly", N), complex) if tags else general(N, complex)
 
     def estimate(matrix: Any) -> Any:
-        operator = lx.TaggedLinearOperator(function(matrix), PSD)
-        return entry.estimate(operator, KEY, 24).value
+        return entry.of(function(matrix, tags), KEY, 24).value
 
     got, slope = jax.jvp(estimate, (matrix,), (matrix,))
-    assert slope.dtype == got.dtype == float
+    assert slope.dtype == got.dtype
+    assert got.dtype == float or not tags
     close(slope, entry.degree * got, 1e-12)
 
 
@@ -66,7 +46,7 @@ def test_euler_of_diagonals_and_norms(entry: Entry) -> None:
 @pytest.mark.parametrize("dtype", [float, slow(complex)])
 def test_a_shift_has_an_exact_derivative(entry: Entry, dtype: Any) -> None:
     """dA = I: the noise of a Gaussian process, the damping of a curvature."""
-    matrix = suitable(entry, N, dtype)
+    matrix = entry.matrix(N, dtype)
     slope = jax.grad(lambda s: value(entry, matrix + s * jnp.eye(N, dtype=dtype)).real)(0.3)
     close(slope, N, 1e-12)
 
@@ -74,12 +54,11 @@ def test_a_shift_has_an_exact_derivative(entry: Entry, dtype: Any) -> None:
 @each([ESTIMATORS[3], REST[2], REST[4]], "xtrace", "xdiag")
 def test_only_something_else_is_perturbed(entry: Entry) -> None:
     """`None` tangents: the operator is a constant of the loss."""
-    operator = as_semidefinite(entry, function(suitable(entry, 70)))
-
-    fixed = entry.contracted(entry.estimate(operator, KEY, BUDGET).value)
+    matrix = entry.matrix(70)
+    fixed = value(entry, matrix)
 
     def loss(theta: Any) -> Any:
-        return theta**2 * entry.contracted(entry.estimate(operator, KEY, BUDGET).value)
+        return theta**2 * value(entry, matrix)
 
     close(jax.grad(loss)(3.0), 6 * fixed, 1e-14)
     close(jax.jvp(loss, (3.0,), (1.0,))[1], 6 * fixed, 1e-14)
@@ -103,7 +82,7 @@ def test_a_perturbation_that_the_matvec_does_not_depend_on() -> None:
 def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
     """With frozen weights the Hessian of A = sum of theta_i theta_j B_ij reads each B_ij
     through the same weight, so it is symmetric and consistent with the gradient."""
-    parts = [suitable(entry, N, seed=seed) for seed in range(2)]
+    parts = [entry.matrix(N, seed=seed) for seed in range(2)]
 
     def loss(theta: Any) -> Any:
         return value(entry, theta[0] ** 2 * parts[0] + theta[1] ** 2 * parts[1])
@@ -138,22 +117,6 @@ def test_the_standard_error_has_no_derivative(transform: Any, request: Any) -> N
     assert jnp.isfinite(tangent.value)
 
 
-def test_the_standard_error_may_be_carried_through_a_differentiated_scan() -> None:
-    """The zero cotangents that scan returns are not symbolic."""
-    base = general(N)
-
-    def loss(x: Any) -> Any:
-        def step(x: Any, _: None) -> tuple[Any, Any]:
-            estimate = tx.xtrace(function(x * base), KEY, BUDGET)
-            return estimate.value / 100, (estimate.value, estimate.standard_error)
-
-        end, (values, _) = jax.lax.scan(step, x, None, length=2)
-        return end + values.sum()
-
-    slope = jax.grad(loss)(1.0)
-    close(slope, loss(1.0), 1e-12)
-
-
 @each(ESTIMATORS + REST, "hutchinson_trace", "hutchpp_trace", "hutchinson_diagonal")
 def test_matvec_vjps_of_a_gradient(entry: Entry) -> None:
     """The matvec counts them. For XTrace they are no more than the matvecs of the value."""
@@ -175,9 +138,8 @@ def test_matvec_vjps_of_a_gradient(entry: Entry) -> None:
     matvec.defvjp(forward, backward)
 
     def loss(matrix: Any) -> Any:
-        structure = jax.ShapeDtypeStruct((N,), matrix.dtype)
         tag = PSD if entry.semidefinite else lx.symmetric_tag
-        operator = lx.FunctionLinearOperator(lambda v: matvec(matrix, v), structure, tag)
+        operator = matrix_free(lambda v: matvec(matrix, v), N, tag)
         return entry.contracted(entry.estimate(operator, KEY, BUDGET).value)
 
     jax.block_until_ready(jax.grad(loss)(matrix))
@@ -211,9 +173,7 @@ def test_tangents_of_diagonals_are_second_order(entry: Entry) -> None:
 
     def error(entry: Entry) -> float:
         def estimate(matrix: Any, key: Any) -> Any:
-            tags = [lx.symmetric_tag, PSD]
-            operator = lx.TaggedLinearOperator(function(matrix), tags)
-            return entry.estimate(operator, key, 32).value
+            return entry.estimate(function(matrix, PSD), key, 32).value
 
         def slope(key: Any) -> Any:
             return jax.jvp(lambda m: estimate(m, key), (matrix,), (tangent,))[1]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import DRAWN, PSD, cases, close, leaks_checked, slow
+from tests.helpers import DRAWN, close, leaks_checked, slow
+from tests.wrappers import PSD, matrix_free
 
 N, K, KEY = 40, 23, jax.random.key(3)
 
@@ -94,12 +95,15 @@ def answer(name: str, **batches: Any) -> Callable[[Any], Any]:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
+SOME = ("trace, orthogonal", "trace, exact", "diagonal", "diagonal, probing", "slq_trace")
+RUNS = [(name, float, 5) for name in ("trace", "diagonal, probing", "trace, exact")]
+RUNS += [slow(name, float, 5) for name in CASES if (name, float, 5) not in RUNS]
+RUNS += [slow(name, complex, 10) for name in SOME]
 METER = diffrax.TextProgressMeter(minimum_increase=0.0)
 PROBES = {"diagonal, probing": 30, "slq_trace": 11, "spectral_density": 11}
 
 
-@pytest.mark.parametrize("name", cases(CASES, "trace", "diagonal, probing", "trace, exact"))
-@pytest.mark.parametrize(("dtype", "batch_size"), [(float, 5), slow(complex, 10)])
+@pytest.mark.parametrize(("name", "dtype", "batch_size"), RUNS)
 def test_batches_change_no_number_and_are_shown_once(
     name: str, dtype: Any, batch_size: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,16 +144,14 @@ def test_a_gradient_holds_one_batch() -> None:
     """The compiler sets aside a few blocks of a batch, forwards and backwards; without
     batches it sets aside hundreds of vectors."""
     n, k, b = 20_000, 240, 6
-    space = jax.ShapeDtypeStruct((n,), jnp.float32)
 
     def loss(diagonal: Any, factor: Any, name: str, batch_size: Any) -> Any:
         if name == "laplacian":
             how: dict[str, Any] = {"args": diagonal, "batch_size": batch_size}
             energy = lambda x, d: jnp.sum(d * jnp.cos(x))  # noqa: E731
             return tx.laplacian(energy, diagonal, KEY, k, **how).value
-        a = lx.FunctionLinearOperator(
-            lambda v: diagonal * v + factor @ (factor.T @ v), space, PSD
-        )
+        apply = lambda v: diagonal * v + factor @ (factor.T @ v)  # noqa: E731
+        a = matrix_free(apply, n, PSD, jnp.float32)
         if name == "slq_trace":
             return tx.slq_trace(
                 a, jnp.log, KEY, num_probes=k // 4, num_steps=4, batch_size=batch_size
@@ -178,32 +180,10 @@ def test_wrong_batch_sizes() -> None:
     wrong: Any = 2.0
     with pytest.raises(TypeError, match=r"batch_size=.*Python int"):
         tx.slq_trace(a, jnp.log, KEY, num_probes=3, num_steps=2, batch_size=wrong)
+    with pytest.raises(ValueError, match=r"spectral_density\(batch_size="):
+        CASES["spectral_density"](matrix_of(float), batch_size=0)
     with pytest.raises(ValueError, match=r"batch_size=.*at least 5.*sample"):
         tx.hutchinson_diagonal(a, KEY, 10, sampler=sampler, batch_size=4)
-
-
-@pytest.mark.slow
-def test_batches_inside_loops() -> None:
-    """Gradients under `vmap` inside `while_loop`, with leak checking."""
-    matrix = matrix_of(float)
-
-    def slope(s: Any, key: Any, batch_size: Any) -> Any:
-        def value(s: Any) -> Any:
-            a = operator(jnp.sin(s * matrix))
-            return tx.hutchinson_trace(a, key, 9, batch_size=batch_size).value
-
-        return jax.grad(value)(s)
-
-    def last(batch_size: Any) -> Any:
-        def step(carry: Any) -> Any:
-            keys = jax.random.split(KEY, 3)
-            each = jax.vmap(lambda key: slope(carry[1], key, batch_size))(keys)
-            return carry[0] + 1, carry[1] + 1e-3 * jnp.mean(each)
-
-        return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (0, 0.1))[1]
-
-    with leaks_checked():
-        close(jax.jit(lambda: last(4))(), jax.jit(lambda: last(None))(), 1e-12)
 
 
 def test_without_batches_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,27 +12,10 @@ import pytest
 import scipy.stats
 
 import traceax as tx
-from tests.helpers import (
-    ALL,
-    AUTOMATIC_DIAGONAL,
-    AUTOMATIC_TRACE,
-    ESTIMATORS,
-    NORMS,
-    PSD,
-    REST,
-    REST_ALL,
-    Entry,
-    as_semidefinite,
-    close,
-    each,
-    function,
-    general,
-    hermitian,
-    refused,
-    slow,
-    spectrum,
-    suitable,
-)
+from tests.helpers import close, refused, slow
+from tests.matrices import general, hermitian, spectrum
+from tests.tables import ALL, ESTIMATORS, NORMS, REST, REST_ALL, Entry, each
+from tests.wrappers import PSD, function, matrix_free
 
 KEY = jax.random.key(2)
 
@@ -125,19 +108,17 @@ def test_small_dimensions(entry: Entry) -> None:
     """n = 1 and 3 with budgets below, at and above n: from n on no minimum counts."""
     for n in (1, 3):
         for budget in range(min(entry.minimum, n), 5):
-            operator = as_semidefinite(entry, function(suitable(entry, n)))
-            estimate = entry.estimate(operator, KEY, budget)
+            estimate = entry.of(function(entry.matrix(n)), KEY, budget)
             assert jnp.all(jnp.isfinite(estimate.value))
             assert not jnp.any(jnp.isnan(estimate.standard_error))
             if budget >= n:
-                truth = entry.truth(suitable(entry, n))
+                truth = entry.truth(entry.matrix(n))
                 close(estimate.value, truth, 1e-14, n + float(jnp.max(truth)))
 
 
 @each(ESTIMATORS + REST, "hutchinson_trace", "hutchpp_trace", "xdiag")
 def test_the_standard_error_of_one_sample_is_infinite(entry: Entry) -> None:
-    operator = as_semidefinite(entry, function(suitable(entry, 70)))
-    estimate = entry.estimate(operator, KEY, entry.minimum)
+    estimate = entry.of(function(entry.matrix(70)), KEY, entry.minimum)
     assert estimate.num_matvecs == entry.minimum
     assert jnp.all(estimate.standard_error == jnp.inf)
     low, high = estimate.interval()
@@ -176,7 +157,7 @@ def test_negative_semidefinite() -> None:
 def test_the_automatic_choice(budget: int, tags: Any, chosen: Any) -> None:
     matrix = hermitian(spectrum("poly", 70))
     sign = -1 if lx.negative_semidefinite_tag in tags else 1
-    operator = lx.TaggedLinearOperator(function(sign * matrix), tags)
+    operator = function(sign * matrix, tags)
     assert tx.trace(operator, KEY, budget).value == chosen(operator, KEY, budget).value
 
 
@@ -186,7 +167,7 @@ def test_the_automatic_choice_is_exact_where_that_is_cheaper() -> None:
     stored = lx.MatrixLinearOperator(big)
     scalar = jnp.asarray(2.0)
     identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((70,), jnp.float32))
-    diagonal = lx.TaggedLinearOperator(function(jnp.diag(big[0])), lx.diagonal_tag)
+    diagonal = function(jnp.diag(big[0]), lx.diagonal_tag)
     cases: list[tuple[lx.AbstractLinearOperator, Any, int]] = [
         (stored, jnp.trace(big), 0),
         (-(scalar * stored + stored) / scalar, -1.5 * jnp.trace(big), 0),
@@ -207,11 +188,7 @@ def test_a_tangent_has_no_tags() -> None:
     need not be semidefinite."""
     matrix = hermitian(spectrum("poly", 70))
     direction = hermitian(np.arange(70.0) - 40, seed=1)
-    structure = jax.ShapeDtypeStruct((70,), float)
-
-    def make(m: Any) -> lx.AbstractLinearOperator:
-        return lx.FunctionLinearOperator(lambda v: m @ v, structure, PSD)
-
+    make = functools.partial(function, tags=PSD)
     primal, tangent = eqx.filter_jvp(make, (matrix,), (direction,))
     derivative = lx.TangentLinearOperator(primal, tangent)
     assert lx.is_positive_semidefinite(derivative)
@@ -230,9 +207,7 @@ def test_a_tangent_has_no_tags() -> None:
 MIXED = (jax.ShapeDtypeStruct((2,), float), jax.ShapeDtypeStruct((2,), complex))
 MIXED_SPACE = lx.IdentityLinearOperator(MIXED)
 EMPTY, RECTANGLE = (lx.MatrixLinearOperator(jnp.ones(shape)) for shape in ((0, 0), (3, 2)))
-RESHAPE = lx.FunctionLinearOperator(  # equal sizes are not equal structures
-    lambda v: v.reshape(2, 3), jax.ShapeDtypeStruct((6,), float)
-)
+RESHAPE = matrix_free(lambda v: v.reshape(2, 3), 6)  # equal sizes, other structures
 KEYS, OLD_KEYS = jax.random.split(KEY, 3), jax.random.split(jax.random.PRNGKey(0), 3)
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("num_matvecs", 0, ValueError, "at least"),
@@ -249,6 +224,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("key", jnp.ones(2), TypeError, "random key"),
     ("key", KEYS, ValueError, r"one key.*\(3,\).*vmap"),
     ("key", OLD_KEYS, ValueError, r"one key.*\(3, 2\).*vmap"),
+    ("key", OLD_KEYS.ravel()[:3], ValueError, r"got shape \(3,\)"),
 ]
 NOT_SQUARE: list[tuple[str, Any, type[Exception], str]] = [
     ("operator", RECTANGLE, ValueError, r"square.*float64\[2\] to float64\[3\]"),
@@ -268,11 +244,11 @@ WRONG_PROBES: list[tuple[str, Any, type[Exception], str]] = [
 @each(ALL + REST_ALL)
 def test_wrong_arguments_are_named(entry: Entry) -> None:
     wrong = WRONG + ([] if entry in NORMS else NOT_SQUARE)
-    if entry not in (AUTOMATIC_TRACE, AUTOMATIC_DIAGONAL):
+    if entry in ESTIMATORS + REST:
         least = entry.minimum
         few = f"at least {least}.*got {least - 1}"
         wrong = [*wrong, *WRONG_PROBES, ("num_matvecs", least - 1, ValueError, few)]
-    operator = as_semidefinite(entry, function(suitable(entry, 12)))
+    operator = entry.tagged(function(entry.matrix(12)))
     right = {"operator": operator, "key": KEY, "num_matvecs": 10}
     for argument, value, error, words in wrong:
         words = rf"traceax\.{entry.name}\({argument}=\.\.\.\).*{words}"
@@ -280,7 +256,7 @@ def test_wrong_arguments_are_named(entry: Entry) -> None:
 
 
 def test_dependent_probes() -> None:
-    operator = lx.TaggedLinearOperator(function(hermitian(spectrum("poly", 12))), PSD)
+    operator = function(hermitian(spectrum("poly", 12)), PSD)
     dependent = r"\(sampler=\.\.\.\).*independent"
     for estimate in (tx.xtrace, tx.xnystrace):
         for sampler in (tx.orthogonal, functools.partial(tx.orthogonal)):

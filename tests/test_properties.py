@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import lineax as lx
 
 import traceax as tx
-from tests.helpers import ESTIMATORS, PSD, Entry, as_semidefinite, close, each
+from tests.helpers import close
+from tests.tables import ESTIMATORS, Entry, each
+from tests.wrappers import PSD
 from traceax.testing import operators
 
 hypothesis.settings.register_profile(
@@ -36,7 +38,7 @@ class Case(NamedTuple):
             if lx.is_positive_semidefinite(self.operator):  # lineax forgets it
                 operator = lx.TaggedLinearOperator(operator, PSD)
         budget = max(budget or self.budget, entry.minimum)
-        return entry.estimate(as_semidefinite(entry, operator), self.key, budget)
+        return entry.of(operator, self.key, budget)
 
     @property
     def tolerance(self) -> float:
@@ -58,16 +60,14 @@ def drawn(draw: Any, *, semidefinite: bool) -> Case:
     return Case(operator, dense, key, budget)
 
 
-EITHER = {known: drawn(semidefinite=known) for known in (True, False)}
-
-
 def suitable(data: st.DataObject, entry: Entry) -> Case:
-    return data.draw(EITHER[entry.semidefinite])
+    return data.draw(drawn(semidefinite=entry.semidefinite))
 
 
 @each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data())
-def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
+def test_exact_at_full_budget_and_within_budget(entry: Entry, data: st.DataObject) -> None:
+    """And the same key gives the same answer."""
     case = suitable(data, entry)
     n = case.dense.shape[0]
     exact = case.estimate(entry, budget=n)
@@ -75,6 +75,11 @@ def test_exact_at_full_budget(entry: Entry, data: st.DataObject) -> None:
         assert exact.num_matvecs == n
     close(exact.value, jnp.trace(case.dense), case.tolerance, case.size)
     assert exact.standard_error == 0
+    one, two = (case.estimate(entry) for _ in range(2))
+    assert one.value == two.value
+    assert one.num_matvecs <= max(case.budget, entry.minimum)
+    assert not jnp.isnan(one.value)
+    assert one.standard_error >= 0
 
 
 @each(ESTIMATORS, "xtrace")
@@ -105,14 +110,3 @@ def test_jvp_is_vjp_and_euler(entry: Entry, data: st.DataObject) -> None:
     backwards = sum((p.real for p in products), case.number(0.0))
     if products:
         close(backwards, forwards, case.tolerance, size)
-
-
-@each(ESTIMATORS, "xtrace")
-@hypothesis.given(data=st.data())
-def test_same_key_same_answer_and_within_budget(entry: Entry, data: st.DataObject) -> None:
-    case = suitable(data, entry)
-    one, two = (case.estimate(entry) for _ in range(2))
-    assert one.value == two.value
-    assert one.num_matvecs <= max(case.budget, entry.minimum)
-    assert not jnp.isnan(one.value)
-    assert one.standard_error >= 0

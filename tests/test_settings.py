@@ -1,8 +1,6 @@
 """Every public function with the settings of JAX, and no second compilation."""
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,8 +10,9 @@ from jax import export
 from jax.experimental import checkify
 
 import traceax as tx
-from tests.calls import CALLS, MATRIX, OTHERS, N, logarithm, operator
-from tests.helpers import ALL, DRAWN, REST_ALL, cases, close, compilations, names
+from tests.calls import CALLS, MATRIX, OTHERS, WAYS
+from tests.helpers import DRAWN, cases, close, compilations
+from tests.tables import ALL, REST_ALL, names
 
 KEY = jax.random.key(5)
 
@@ -47,23 +46,6 @@ def test_no_estimator_escapes_the_tables() -> None:
     }
     others = {"leaf_traces", "logdet", "preconditioner"}
     assert same == {*names(ALL + REST_ALL), *others}
-
-
-# Further paths: exact answers, and probes in batches.
-WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
-    "trace, exact": lambda m, k: tx.trace(operator(m), k, N),
-    "hutchinson_trace, exact": lambda m, k: tx.hutchinson_trace(operator(m), k, N),
-    "hutchinson_diagonal, exact": lambda m, k: tx.hutchinson_diagonal(operator(m), k, N),
-    "hutchinson_trace, batched": lambda m, k: tx.hutchinson_trace(
-        operator(m), k, 12, batch_size=5
-    ),
-    "hutchinson_diagonal, batched": lambda m, k: tx.hutchinson_diagonal(
-        operator(m), k, 12, sampler=partial(tx.sphere), batch_size=5
-    ),
-    "slq_trace, batched": lambda m, k: tx.slq_trace(
-        operator(m), logarithm, k, num_probes=4, num_steps=5, batch_size=3
-    ),
-}
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *cases(WAYS, "slq_trace, batched")])

@@ -10,20 +10,11 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    ESTIMATORS,
-    PSD,
-    REST,
-    Entry,
-    as_semidefinite,
-    function,
-    general,
-    hermitian,
-    slow,
-)
-from tests.helpers import spectrum as spectrum_of
+from tests.helpers import contains, slow
+from tests.matrices import general, hermitian, spectrum
+from tests.tables import ESTIMATORS, REST, SAMPLERS, Entry
+from tests.wrappers import PSD, function, matrix_free
 
-SAMPLERS = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
 KEY = jax.random.key(1)
 REPEATS = 4000
 
@@ -112,18 +103,14 @@ def test_intervals_hold_the_truth(entry: Entry, name: str) -> None:
     """interval(0.95) in at least 90 % of runs. Of 400 runs, one that holds exactly 90 %
     falls below 86 % once in a hundred times. An error bar a third as long fails, except
     for the jackknife, which is conservative for fast decaying spectra."""
-    matrix = hermitian(spectrum_of(name, 200))
-    operator = as_semidefinite(entry, function(matrix))
+    matrix = hermitian(spectrum(name, 200))
+    operator = entry.tagged(function(matrix))
     truth = float(jnp.trace(matrix))
 
     def covered(key: Any) -> tuple[Any, Any]:
         estimate = entry.estimate(operator, key, 40)
-        low, high = estimate.interval(0.95)
         third = tx.Estimate(estimate.value, estimate.standard_error / 3, 40, 10)
-        short_low, short_high = third.interval(0.95)
-        return (low <= truth) & (truth <= high), (short_low <= truth) & (
-            truth <= short_high
-        )
+        return contains(estimate, truth), contains(third, truth)
 
     holds, short = repeated(covered, 400)
     assert holds.mean() >= 0.86
@@ -131,14 +118,8 @@ def test_intervals_hold_the_truth(entry: Entry, name: str) -> None:
     assert jackknife or short.mean() < 0.86
 
 
-SPIKED = [
-    (tx.xtrace, 6),
-    (tx.xtrace, 12),
-    (tx.xtrace, 20),
-    (tx.xnystrace, 6),
-    (tx.xnystrace, 10),
-    (tx.frobenius_norm_squared, 12),
-]
+SPIKED = [(tx.xtrace, 6), (tx.xtrace, 20), (tx.xnystrace, 6)]
+SPIKED += [(tx.frobenius_norm_squared, 12)]
 
 
 @pytest.mark.slow
@@ -148,17 +129,14 @@ def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> N
     least 90 %, while the jackknife alone holds 83 to 90 %."""
     n, direction = 96, jax.random.normal(jax.random.key(3), (96,))
     direction = direction / jnp.linalg.norm(direction)
-    structure = jax.ShapeDtypeStruct((n,), float)
     is_norm = estimate is tx.frobenius_norm_squared
 
     def share(c: Any) -> Any:
+        operator = matrix_free(lambda v: v + c * direction * (direction @ v), n, PSD)
+        truth = n - 1 + (1 + c) ** 2 if is_norm else n + c
+
         def held(key: Any) -> Any:
-            operator = lx.FunctionLinearOperator(
-                lambda v: v + c * direction * (direction @ v), structure, PSD
-            )
-            low, high = estimate(operator, key, budget).interval()
-            truth = n - 1 + (1 + c) ** 2 if is_norm else n + c
-            return (low <= truth) & (truth <= high)
+            return contains(estimate(operator, key, budget), truth)
 
         return jnp.mean(jax.lax.map(held, jax.random.split(KEY, 1000)))
 
@@ -178,10 +156,7 @@ def test_the_worst_case_of_independent_samples(budget: int) -> None:
     def covered(key: Any) -> tuple[Any, Any]:
         estimate = tx.hutchinson_trace(operator, key, budget, sampler=tx.normal)
         usual = tx.Estimate(estimate.value, estimate.standard_error, budget, budget - 1.0)
-        return tuple(
-            (low <= 1) & (high >= 1)
-            for low, high in (estimate.interval(), usual.interval())
-        )
+        return contains(estimate, 1.0), contains(usual, 1.0)
 
     holds, usual = repeated(covered, 2000)
     assert holds.mean() >= 0.885
@@ -195,9 +170,7 @@ def coupled(i: int, j: int) -> Any:
 TRIANGLE = coupled(0, 1) + coupled(0, 2) + coupled(1, 2)
 SPARSE = {
     "pair": coupled(0, 1),
-    "pair and identity": coupled(0, 1) + jnp.eye(100),
     "one sided": coupled(0, 1).at[1, 0].set(0.0),
-    "two pairs": coupled(0, 1) + coupled(2, 3),
     "triangle": TRIANGLE,
 }
 
@@ -212,8 +185,7 @@ def test_few_signs_that_agree(name: str, sampler: Any, budget: int) -> None:
     operator, truth = function(SPARSE[name]), float(jnp.trace(SPARSE[name]))
 
     def covered(key: Any) -> Any:
-        low, high = tx.hutchinson_trace(operator, key, budget, sampler=sampler).interval()
-        return (low <= truth) & (truth <= high)
+        return contains(tx.hutchinson_trace(operator, key, budget, sampler=sampler), truth)
 
     assert repeated(covered, 1000).mean() >= 0.9
 
@@ -244,8 +216,7 @@ def test_signs_that_agree_have_an_error_bar(budget: int, sizes: tuple[int, ...])
         assert estimate.value == 2
         norm = (2 * 0.98**4 + 98 * 0.02**4) ** 0.25
         np.testing.assert_allclose(estimate.standard_error, norm / 4, rtol=1e-12)
-        low, high = estimate.interval()
-        assert low < 0 < high
+        assert contains(estimate, 0.0)
     # A multiple of I is exact. So are diagonal operators that are known as such.
     assert run(3 * jnp.eye(100)).standard_error < 1e-11
     diagonal = lx.DiagonalLinearOperator(jnp.arange(100.0))
@@ -264,7 +235,7 @@ def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
     if entry.semidefinite and not tagged:
         return
     n, budget, keys = 200, 36, jax.random.split(KEY, 25)
-    matrices = [hermitian(spectrum_of(name, n)) for name in ("poly", "exp")]
+    matrices = [hermitian(spectrum(name, n)) for name in ("poly", "exp")]
     for rank in (11, 17):  # about as many as there are probes, at two or three matvecs each
         matrices.append(hermitian(np.where(np.arange(n) < rank, 1, 1e-3)))
     matrices.append(hermitian(np.linspace(1, 1.01, n)))
@@ -272,10 +243,8 @@ def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
 
     def held(matrix: Any) -> Any:
         def one(key: Any) -> Any:
-            operator = lx.TaggedLinearOperator(function(matrix), tags)
-            low, high = entry.estimate(operator, key, budget).interval(0.95)
-            truth = entry.truth(matrix)
-            return jnp.mean((low <= truth) & (truth <= high))
+            estimate = entry.estimate(function(matrix, tags), key, budget)
+            return jnp.mean(contains(estimate, entry.truth(matrix)))
 
         return jnp.mean(jax.lax.map(one, keys))
 

@@ -10,47 +10,35 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-import optax
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    DRAWN,
-    ESTIMATORS,
-    PSD,
-    REST,
-    Entry,
-    as_semidefinite,
-    close,
-    each,
-    flatten,
-    function,
-    suitable,
-)
+from tests.helpers import DRAWN, close
+from tests.tables import ESTIMATORS, REST, Entry, each, flatten
+from tests.wrappers import PSD, function
 
 KEY = jax.random.key(7)
 N, BUDGET = 30, 12
 
 
 def estimate(entry: Entry, matrix: Any, key: Any = KEY) -> tx.Estimate:
-    return entry.estimate(as_semidefinite(entry, function(matrix)), key, BUDGET)
+    return entry.of(function(matrix), key, BUDGET)
 
 
 @each([ESTIMATORS[-1], REST[2]], "xnystrace")
 def test_vmap_is_a_loop(entry: Entry) -> None:
-    """Over keys, over operators, and of gradients."""
-    matrices = jnp.stack([suitable(entry, N, seed=seed) for seed in range(2)])
+    """Over keys, over operators, and of gradients; also through the transformations of
+    Equinox and `jax.checkpoint`."""
+    matrices = jnp.stack([entry.matrix(N, seed=seed) for seed in range(2)])
     keys = jax.random.split(KEY, 2)
 
-    def gradient(matrix: Any, key: Any) -> Any:
-        def loss(matrix: Any) -> Any:
-            return entry.contracted(estimate(entry, matrix, key).value)
+    def loss(matrix: Any, key: Any) -> Any:
+        return entry.contracted(estimate(entry, matrix, key).value)
 
-        return jax.value_and_grad(loss)(matrix)
-
-    batched = jax.jit(jax.vmap(gradient))(matrices, keys)
+    gradient = eqx.filter_value_and_grad(jax.checkpoint(loss))
+    batched = eqx.filter_jit(eqx.filter_vmap(gradient))(matrices, keys)
     for i in range(2):
-        single = gradient(matrices[i], keys[i])
+        single = jax.value_and_grad(loss)(matrices[i], keys[i])
         close(batched[0][i], single[0], max(1e-12, DRAWN))
         close(batched[1][i], single[1], max(1e-11, 10 * DRAWN))
     estimates = jax.vmap(lambda key: estimate(entry, matrices[0], key))(keys)
@@ -60,24 +48,6 @@ def test_vmap_is_a_loop(entry: Entry) -> None:
     close(estimates.interval()[0][1], one[0], max(1e-12, 10 * DRAWN))
     spent = estimate(entry, matrices[0]).num_matvecs
     np.testing.assert_array_equal(estimates.num_matvecs, [spent, spent])
-
-
-@each(ESTIMATORS[-2:], "xtrace")
-def test_filtered_transformations_return_what_their_names_say(entry: Entry) -> None:
-    matrix = suitable(entry, N)
-
-    def loss(matrix: Any) -> Any:
-        return estimate(entry, matrix).value
-
-    value, gradient = loss(matrix), jax.grad(loss)(matrix)
-    one = eqx.filter_jit(eqx.filter_value_and_grad(loss))(matrix)
-    other = eqx.filter_value_and_grad(eqx.filter_jit(loss))(matrix)
-    for got_value, got_gradient in (one, other):
-        close(got_value, value, 1e-12)
-        close(got_gradient, gradient, 1e-11)
-    close(eqx.filter_grad(jax.checkpoint(loss))(matrix), gradient, 1e-11)
-    slope = jax.jit(jax.jacfwd(lambda s: loss(s * matrix)))(1.0)
-    close(slope, jnp.sum(gradient * matrix), 1e-11)
 
 
 @pytest.mark.slow
@@ -105,39 +75,6 @@ def test_pytrees_of_mixed_precision() -> None:
             assert eqx.tree_equal(jax.eval_shape(lambda: values), structure) is True  # noqa: B023
         error = jnp.abs(flatten(got.value) - truth)
         assert jnp.mean(error <= 3 * flatten(got.standard_error)) > 0.95
-
-
-@each(ESTIMATORS, "hutchinson_trace", "xnystrace")
-def test_training_with_optax(entry: Entry) -> None:
-    """An estimator as the loss: drive the trace of a matrix square to zero, in scan."""
-    base = suitable(entry, N) / 10
-    structure = jax.ShapeDtypeStruct((N,), float)
-    optimiser = optax.adam(0.1)
-
-    def loss(theta: Any, key: Any) -> Any:
-        def square(v: Any) -> Any:
-            once = base @ v - theta * v
-            return base.T @ once - theta * once
-
-        operator = lx.FunctionLinearOperator(square, structure)
-        return entry.estimate(as_semidefinite(entry, operator), key, BUDGET).value
-
-    def step(carry: Any, key: Any) -> Any:
-        theta, state = carry
-        value, gradient = jax.value_and_grad(loss)(theta, key)
-        with jax.numpy_dtype_promotion("standard"):  # as optax needs
-            updates, state = optimiser.update(gradient, state)
-        return (optax.apply_updates(theta, updates), state), value
-
-    theta = jnp.array(2.0)
-    keys = jax.random.split(KEY, 150)
-    (theta, _), values = jax.jit(lambda c: jax.lax.scan(step, c, keys))(
-        (theta, optimiser.init(theta))
-    )
-    # tr (B - t I)^T (B - t I) is least where t is the mean of B's diagonal.
-    best = jnp.trace(base) / N
-    assert abs(theta - best) < 0.1
-    assert values[-20:].mean() < values[:20].mean()
 
 
 # Programs with which jax 0.10 hung within ten runs, because two batches of LAPACK calls ran

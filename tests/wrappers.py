@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 
+PSD = lx.positive_semidefinite_tag
 Wrapper = Callable[[Any], lx.AbstractLinearOperator]
 
 
@@ -20,9 +21,14 @@ def number(x: float, matrix: Any) -> Any:
     return jnp.asarray(x, matrix.dtype)
 
 
-def function(matrix: Any) -> lx.AbstractLinearOperator:
-    structure = jax.ShapeDtypeStruct(matrix.shape[1:], matrix.dtype)
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
+def matrix_free(
+    fn: Callable[[Any], Any], n: int, tags: Any = (), dtype: Any = float
+) -> lx.AbstractLinearOperator:
+    return lx.FunctionLinearOperator(fn, jax.ShapeDtypeStruct((n,), dtype), tags)
+
+
+def function(matrix: Any, tags: Any = ()) -> lx.AbstractLinearOperator:
+    return matrix_free(lambda v: matrix @ v, matrix.shape[1], tags, matrix.dtype)
 
 
 def jacobian(matrix: Any) -> lx.AbstractLinearOperator:
@@ -39,6 +45,11 @@ def pytree(matrix: Any) -> lx.AbstractLinearOperator:
     rows = {"a": matrix[:k], "b": matrix[k:]}
     blocks = {i: {"a": row[:, :k], "b": row[:, k:]} for i, row in rows.items()}
     return lx.PyTreeLinearOperator(blocks, structure)
+
+
+def two_leaves(matrix: Any, tags: Any = ()) -> lx.AbstractLinearOperator:
+    blocks = pytree(matrix)
+    return lx.FunctionLinearOperator(blocks.mv, blocks.in_structure(), tags)
 
 
 def tangent(matrix: Any) -> lx.AbstractLinearOperator:

@@ -9,7 +9,7 @@ import lineax as lx
 from jax.flatten_util import ravel_pytree
 
 import traceax as tx
-from tests.helpers import close, close_trees, leaks_checked, refused
+from tests.helpers import close, leaks_checked, refused
 
 KEY = jax.random.key(2)
 NET = eqx.nn.MLP(4, 3, 8, 1, jnp.tanh, key=KEY, dtype=float)
@@ -61,16 +61,6 @@ def test_they_are_the_dense_matrices_and_semidefinite() -> None:
         assert operator.in_structure() == jax.eval_shape(lambda: PARAMETERS)
 
 
-def test_of_squares_the_fisher_matrix_is_gauss_newtons() -> None:
-    """A linear model by least squares: J* J, and the whole Hessian."""
-    inputs, w = jax.random.normal(KEY, (20, 5)), jnp.ones(5)
-    fn = lambda w, x: x @ w  # noqa: E731
-    squares = lambda y, x: jnp.sum(y**2) / 2  # noqa: E731
-    operator = tx.gauss_newton(fn, squares, w, args=inputs)
-    close(operator.as_matrix(), inputs.T @ inputs, 1e-12)
-    close(tx.empirical_fisher(fn, w, args=inputs).as_matrix(), inputs.T @ inputs, 1e-12)
-
-
 def test_everything_takes_them_and_has_its_slope() -> None:
     """Trace, diagonal and log-determinant at a budget that is exact: value and slope in the
     parameters and in what the loss closes over, without leaks."""
@@ -94,7 +84,7 @@ def test_everything_takes_them_and_has_its_slope() -> None:
     with leaks_checked():
         got = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(FLAT, 1.3)
     want = jax.jit(jax.value_and_grad(truth, argnums=(0, 1)))(FLAT, 1.3)
-    close_trees(got, want, 1e-9)
+    close(got, want, 1e-9)
 
 
 def test_wrong_use_says_the_cure() -> None:

@@ -14,12 +14,12 @@ import pytest
 
 import traceax as tx
 from tests.helpers import cases, close, compilations
+from tests.wrappers import PSD, matrix_free
 from traceax._core.canonical import compiled
 from traceax._core.operator import application, by_application, layout_tag
 
 N, KEY = 70, jax.random.key(0)
 SPACE = jax.ShapeDtypeStruct((N,), float)
-PSD = lx.positive_semidefinite_tag
 FIVE = jax.ShapeDtypeStruct((5,), float)
 MATRICES = [jnp.eye(5) * (i + 1.0) for i in range(2)]
 Apply = Callable[[Any], Any]
@@ -173,7 +173,6 @@ def test_large_constants_cost_nothing() -> None:
     """1.6 GB in a jitted function cost no more than a product with them."""
     matrix = jnp.ones((14_000, 14_000))
     inner = jax.jit(lambda v: matrix @ v)
-    space = jax.ShapeDtypeStruct((14_000,), float)
 
     def seconds(call: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -181,7 +180,7 @@ def test_large_constants_cost_nothing() -> None:
         return time.perf_counter() - start
 
     def estimate() -> Any:
-        operator = lx.FunctionLinearOperator(lambda v: inner(v), space)
+        operator = matrix_free(lambda v: inner(v), 14_000)
         return tx.hutchinson_trace(operator, KEY, 2).value
 
     estimate()

@@ -8,27 +8,27 @@ import jax.numpy as jnp
 import lineax as lx
 import pytest
 
-from tests.calls import CALLS, MATRIX, PSD, N, operator
+from tests.calls import CALLS, MATRIX, N, operator
 from tests.helpers import close, slow
+from tests.wrappers import PSD, matrix_free
 
 KEY = jax.random.key(5)
-STRUCTURE = jax.ShapeDtypeStruct((N,), float)
 
 
 def positional(k: Any) -> lx.AbstractLinearOperator:
-    return lx.FunctionLinearOperator(lambda v, k=k: k @ v, STRUCTURE, PSD)
+    return matrix_free(lambda v, k=k: k @ v, N, PSD)
 
 
 def keyword(k: Any) -> lx.AbstractLinearOperator:
     def apply(v: Any, *, k: Any = k) -> Any:
         return k @ v
 
-    return lx.FunctionLinearOperator(apply, STRUCTURE, PSD)
+    return matrix_free(apply, N, PSD)
 
 
 def of_a_function(k: Any) -> lx.AbstractLinearOperator:
     product = lambda v: k @ v  # noqa: E731
-    return lx.FunctionLinearOperator(lambda v, fn=product: fn(v), STRUCTURE, PSD)
+    return matrix_free(lambda v, fn=product: fn(v), N, PSD)
 
 
 def nested(k: Any) -> lx.AbstractLinearOperator:

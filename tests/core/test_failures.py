@@ -13,18 +13,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    ALL,
-    BANDED,
-    EVERY,
-    REST_ALL,
-    Entry,
-    as_semidefinite,
-    close,
-    leaks_checked,
-    part_of,
-    suitable,
-)
+from tests.helpers import close, leaks_checked
+from tests.tables import ALL, REST_ALL, Entry
+from tests.wrappers import BANDED, EVERY, part_of
 
 N, BUDGET = 12, 8
 KEY = jax.random.key(3)
@@ -69,7 +60,7 @@ most_pairs = pytest.mark.parametrize(
 
 
 def run(entry: Entry, kind: str, matrix: Any) -> tx.Estimate:
-    return entry.estimate(as_semidefinite(entry, EVERY[kind](matrix)), KEY, BUDGET)
+    return entry.of(EVERY[kind](matrix), KEY, BUDGET)
 
 
 def loss_of(entry: Entry, kind: str, matrix: Any) -> Any:
@@ -77,7 +68,7 @@ def loss_of(entry: Entry, kind: str, matrix: Any) -> Any:
 
 
 def matrix_for(entry: Entry, kind: str, dtype: Any = float) -> Any:
-    matrix = suitable(entry, N, dtype)
+    matrix = entry.matrix(N, dtype)
     if kind == "Tridiagonal":  # stays semidefinite when its far corners are cut off
         matrix = matrix + 9 * jnp.eye(N, dtype=matrix.dtype)
     return matrix
@@ -89,8 +80,7 @@ def dense(entry: Entry, symmetric: bool) -> Any:
 
     def value(matrix: Any) -> Any:
         operator = lx.MatrixLinearOperator(matrix, lx.symmetric_tag if symmetric else ())
-        operator = as_semidefinite(entry, operator)
-        return entry.contracted(entry.estimate(operator, KEY, BUDGET).value).real
+        return entry.contracted(entry.of(operator, KEY, BUDGET).value).real
 
     return jax.jit(jax.value_and_grad(value))
 

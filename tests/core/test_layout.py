@@ -11,6 +11,7 @@ from jax.experimental import sparse
 
 import traceax as tx
 from tests.helpers import cases, close, slow
+from tests.wrappers import matrix_free
 from traceax._core import layout
 from traceax._core.operator import LinearMap, layout_tag
 
@@ -73,11 +74,10 @@ def test_shifts_and_scattered_entries_of_small_blocks_are_a_batch() -> None:
 @pytest.mark.parametrize("wish", cases(tx.Layout, "ROWS"))
 def test_numbers_are_the_same(wish: tx.Layout) -> None:
     """Values, errors and gradients, also of stored matrices."""
-    structure = jax.ShapeDtypeStruct((60,), float)
     matrix = jax.random.normal(KEY, (60, 60)) + 5 * jnp.eye(60)
 
     def estimate(scale: Any, wish: Any) -> Any:
-        shifts = lx.FunctionLinearOperator(lambda v: scale * rolled(v), structure, wish)
+        shifts = matrix_free(lambda v: scale * rolled(v), 60, wish)
         stored = lx.MatrixLinearOperator(scale * matrix, wish)
         estimates = [tx.xtrace(op, KEY, 30) for op in (shifts, stored)]
         return jnp.stack([x for e in estimates for x in (e.value, e.standard_error)])
@@ -89,8 +89,7 @@ def test_numbers_are_the_same(wish: tx.Layout) -> None:
 
 
 def test_a_layout_is_found_under_other_tags() -> None:
-    structure = jax.ShapeDtypeStruct((5,), float)
-    operator = lx.FunctionLinearOperator(rolled, structure, tx.Layout.ROWS)
+    operator = matrix_free(rolled, 5, tx.Layout.ROWS)
     assert layout_tag(operator) is tx.Layout.ROWS
     tagged = lx.TaggedLinearOperator(2 * operator, lx.symmetric_tag)
     assert layout_tag(tagged) is tx.Layout.ROWS

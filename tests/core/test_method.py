@@ -12,14 +12,15 @@ import pytest
 from jax import export
 
 import traceax as tx
-from tests.calls import CALLS, MATRIX, PSD
-from tests.helpers import cases, function
+from tests.calls import CALLS, MATRIX
+from tests.helpers import cases
+from tests.wrappers import PSD, function
 
 KEY = jax.random.key(5)
 RING = np.eye(200) + np.roll(np.eye(200), 1, 0) + np.roll(np.eye(200), -1, 0)
 ALL = np.ones((200, 200))  # which takes a colour for each row
 GENERAL = function(jnp.asarray(RING))
-TAGGED = lx.TaggedLinearOperator(function(jnp.asarray(RING + 3 * np.eye(200))), PSD)
+TAGGED = function(jnp.asarray(RING + 3 * np.eye(200)), PSD)
 STORED = lx.MatrixLinearOperator(jnp.asarray(RING))
 
 # Of these another function makes the estimate, or the test's own helper.

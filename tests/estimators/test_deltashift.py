@@ -1,15 +1,17 @@
 """DeltaShift: traces of operators that change, followed."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import all_signs, close, general, hermitian, refused, slow, spectrum
+from tests.helpers import close, contains, refused, slow
+from tests.matrices import all_signs, general, hermitian, spectrum
+from tests.wrappers import matrix_free
 
 KEY = jax.random.key(8)
 N = 70
@@ -29,7 +31,7 @@ def drift(eigenvalues: Any, rate: float, num_steps: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rate"), [("poly", 0.03), ("flat", 0.1), ("exp", 0.01)])
+@pytest.mark.parametrize(("name", "rate"), [("poly", 0.03), ("flat", 0.1), ("flat", 0.0)])
 def test_more_accurate_than_fresh_estimates_and_calibrated(name: str, rate: float) -> None:
     matrices = drift(spectrum(name, N), rate, 40)
     truth = jnp.trace(matrices, axis1=1, axis2=2)
@@ -42,21 +44,21 @@ def test_more_accurate_than_fresh_estimates_and_calibrated(name: str, rate: floa
             matrix, key = given
             estimate, state = tracker.update(symmetric(matrix), state, key)
             fresh = tx.hutchinson_trace(symmetric(matrix), key, 20, sampler=tx.sphere)
-            interval = estimate.interval()
-            return state, (estimate.value, estimate.standard_error, interval, fresh.value)
+            held = contains(estimate, jnp.trace(matrix))
+            return state, (estimate.value, estimate.standard_error, held, fresh.value)
 
         start = tracker.init(symmetric(matrices[0]), first)
         keys = jax.random.split(rest, len(matrices) - 1)
         return jax.lax.scan(step, start, (matrices[1:], keys))[1]
 
     runs = jax.jit(jax.vmap(follow))(jax.random.split(KEY, 100))
-    value, error, (low, high), fresh = jax.tree.map(lambda x: x[:, 15:], runs)
+    value, error, held, fresh = jax.tree.map(lambda x: x[:, 15:], runs)
     truth = truth[None, 16:]
     spread = jnp.sqrt(jnp.mean((value - truth) ** 2))
     ratio = jnp.sqrt(jnp.mean((fresh - truth) ** 2)) / spread
     assert ratio > 1.5
     assert 0.8 < jnp.sqrt(jnp.mean(error**2)) / spread < 1.3
-    assert jnp.mean((low <= truth) & (truth <= high)) > 0.9
+    assert jnp.mean(held) > 0.9
     # Errors of one run hang together: the bias is judged by the means of whole runs.
     by_run = jnp.mean(value - truth, axis=1)
     assert abs(jnp.mean(by_run)) < 4 * jnp.std(by_run) / 10
@@ -83,22 +85,6 @@ def test_no_bias_by_enumeration() -> None:
     close(jnp.mean(values), jnp.trace(now), 1e-12, float(jnp.max(jnp.abs(values))))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_what_does_not_change_is_known_better_and_better(dtype: Any) -> None:
-    matrix = hermitian(spectrum("flat", N), dtype)
-    operator = lx.MatrixLinearOperator(matrix)
-    tracker = tx.deltashift(12)
-    state = tracker.init(operator, KEY)
-    update = jax.jit(tracker.update)
-    errors = []
-    for key in jax.random.split(KEY, 60):
-        estimate, state = update(operator, state, key)
-        errors.append(float(estimate.standard_error))
-    assert errors[-1] < 0.4 * errors[0]
-    assert abs(estimate.value - jnp.trace(matrix)) < 4 * errors[-1]  # pyright: ignore
-
-
 def test_a_jump_is_forgotten() -> None:
     tracker = tx.deltashift(20)
     state = tracker.init(symmetric(1e6 * hermitian(spectrum("poly", N))), KEY)
@@ -106,8 +92,7 @@ def test_a_jump_is_forgotten() -> None:
     estimate, _ = tracker.update(other, state, KEY)
     fresh = tx.hutchinson_trace(other, KEY, 10, sampler=tx.sphere)
     assert estimate.standard_error < 3 * fresh.standard_error
-    low, high = estimate.interval()
-    assert low < jnp.trace(hermitian(spectrum("flat", N), seed=3)) < high
+    assert contains(estimate, jnp.trace(other.as_matrix()))
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, slow(jnp.inf)])
@@ -137,7 +122,7 @@ def test_any_scale(scale: float) -> None:
 
 
 def test_exact_from_n_on() -> None:
-    matrix = general(6)
+    matrix = general(6, complex)
     tracker = tx.deltashift(6)
     state = tracker.init(lx.MatrixLinearOperator(matrix), KEY)
     estimate, state = tracker.update(lx.MatrixLinearOperator(2 * matrix), state, KEY)
@@ -166,10 +151,7 @@ def test_what_changes_and_is_no_array_is_not_overlooked() -> None:
     error by name; the old operator is never taken for the new one."""
     matrix = hermitian(spectrum("poly", N))
     tracker = tx.deltashift(20)
-    structure = jax.ShapeDtypeStruct((N,), float)
-
-    def of(fn: Any) -> lx.AbstractLinearOperator:
-        return lx.FunctionLinearOperator(fn, structure)
+    of = functools.partial(matrix_free, n=N)
 
     def follow(make: Any) -> tx.Estimate:
         return tracker.update(make(3.0), tracker.init(make(1.0), KEY), KEY)[0]
@@ -192,8 +174,7 @@ def test_what_changes_and_is_no_array_is_not_overlooked() -> None:
         lambda t: of(lambda v, product=t * matrix: product @ v),
         lambda t: t * lx.MatrixLinearOperator(matrix),
     ):
-        low, high = follow(make).interval(0.999)
-        assert low < 3 * jnp.trace(matrix) < high
+        assert contains(follow(make), 3 * jnp.trace(matrix), 0.999)
     by_a_float = lambda t: of(lambda v: t * (matrix @ v))  # noqa: E731
     refused(ValueError, "that differs in something else", follow, by_a_float)
     refused(ValueError, "an argument of that function", follow, in_a_loop)
@@ -204,7 +185,7 @@ def test_wrong_use_says_the_cure() -> None:
     tracker: Any = tx.deltashift(10)
     state = tracker.init(operator, KEY)
     few = tx.deltashift(3).init
-    refused(ValueError, r"deltashift\(num_matvecs=.*at least 4", few, operator, KEY)
+    refused(ValueError, r"deltashift\(num_matvecs=.*at least 4.*got 3", few, operator, KEY)
     refused(ValueError, "independent", tx.deltashift, 10, sampler=tx.orthogonal)
     refused(TypeError, r"state=.* must be a state", tracker.update, operator, KEY, KEY)
     larger = lx.MatrixLinearOperator(general(N + 1))
@@ -230,9 +211,8 @@ def test_a_jump_leaves_no_bias(num_matvecs: int) -> None:
         def step(state: Any, now: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
             spike, key = now
             estimate, state = tracker.update(operator(spike), state, key)
-            low, high = estimate.interval()
             truth = n + spike
-            return state, (estimate.value - truth, (low <= truth) & (truth <= high))
+            return state, (estimate.value - truth, contains(estimate, truth))
 
         keys = jax.random.split(key, len(spikes))
         state = tracker.init(operator(spikes[0]), keys[0])

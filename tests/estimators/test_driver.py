@@ -4,14 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import pytest
 
 import traceax as tx
 from tests.calls import CALLS
 from tests.calls import N as SIZE
-from tests.helpers import PSD, close, function, general, hermitian, refused, slow
+from tests.helpers import close, refused, slow
+from tests.matrices import general, hermitian
+from tests.tables import SAMPLERS, flatten
+from tests.wrappers import PSD, function, two_leaves
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
@@ -20,28 +22,13 @@ from traceax._estimators.xdiag import XDIAG, XNYSDIAG
 from traceax._linalg.jackknife import standard_error
 
 KEY = jax.random.key(3)
-N, FIRST = 80, 30
+N, FIRST = 80, 26
 
 
-def in_leaves(matrix: Any, *tags: Any) -> lx.AbstractLinearOperator:
-    structure = jax.eval_shape(lambda: (matrix[0, :FIRST], matrix[0, FIRST:]))
-
-    def apply(v: Any) -> Any:
-        product = matrix @ jnp.concatenate(v)
-        return product[:FIRST], product[FIRST:]
-
-    return lx.FunctionLinearOperator(apply, structure, tags)
-
-
-def of_leaves(vector: Any) -> Any:
-    return jnp.stack([jnp.sum(vector[:FIRST]), jnp.sum(vector[FIRST:])])
-
-
-def slope(method: Method, matrix: Any, tags: tuple, weights: Any) -> Any:
+def slope(method: Method, matrix: Any, tags: Any, weights: Any) -> Any:
     def loss(matrix: Any) -> Any:
-        value = estimate(method, in_leaves(matrix, *tags), KEY, 20).value
-        flat = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(value)])
-        return jnp.sum(weights * flat).real
+        value = estimate(method, two_leaves(matrix, tags), KEY, 20).value
+        return jnp.sum(weights * flatten(value)).real
 
     return jax.grad(loss)(matrix)
 
@@ -49,18 +36,18 @@ def slope(method: Method, matrix: Any, tags: tuple, weights: Any) -> Any:
 @pytest.mark.parametrize("method", [slow(XDIAG), XNYSDIAG], ids=lambda m: m.name)
 def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(method: Method) -> None:
     """The same probes: values and slopes are sums of those of the diagonal."""
-    tags = (PSD,) if method is XNYSDIAG else ()
+    tags = PSD if method is XNYSDIAG else ()
     matrix = hermitian(1 / np.arange(1.0, N + 1), float)
     if method is XDIAG:
         matrix = matrix + 0.1 * general(N, float)
-    operator = in_leaves(matrix, *tags)
-    diagonal = jnp.concatenate(estimate(method, operator, KEY, 20).value)
+    operator = two_leaves(matrix, tags)
+    diagonal = flatten(estimate(method, operator, KEY, 20).value)
+    sums = jnp.stack([jnp.sum(diagonal[:FIRST]), jnp.sum(diagonal[FIRST:])])
     weights = jnp.array([0.3, -1.7])
     every = jnp.repeat(weights, jnp.array([FIRST, N - FIRST]), total_repeat_length=N)
-    for target, sums in ((LEAVES, of_leaves), (TRACE, jnp.sum)):
-        whole = method._replace(target=target)
-        value = estimate(whole, operator, KEY, 20).value
-        close(jnp.stack(jax.tree.leaves(value)), jnp.atleast_1d(sums(diagonal)), 1e-12)
+    for target, want in ((LEAVES, sums), (TRACE, jnp.sum(sums))):
+        value = estimate(method._replace(target=target), operator, KEY, 20).value
+        close(flatten(value), want, 1e-12)
     got = slope(method._replace(target=LEAVES), matrix, tags, weights)
     close(got, slope(method, matrix, tags, every), 1e-11)
 
@@ -90,9 +77,6 @@ def test_a_method_of_ones_own_has_all_that_others_have() -> None:
     assert abs(got.value - jnp.trace(matrix)) < 5 * got.standard_error
     slope = jax.grad(lambda s: estimate(OWN, function(s * matrix), KEY, 7).value)(1.0)
     close(slope, got.value, 1e-12)  # Euler's relation
-
-
-SAMPLERS = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

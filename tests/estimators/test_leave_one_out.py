@@ -11,26 +11,17 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    ESTIMATORS,
-    PSD,
-    REST,
-    close,
-    function,
-    general,
-    given,
-    hermitian,
-    pytree,
-    slow,
-    spectrum,
-)
-from tests.matrices import across, all_signs, projector
+from tests.helpers import close, given, slow
+from tests.matrices import across, all_signs, general, hermitian, projector, spectrum
+from tests.tables import ESTIMATORS, REST
+from tests.wrappers import PSD, function, two_leaves
 from traceax._linalg.nystrom import nystrom as nystrom_factors
 
 KEY = jax.random.key(11)
 
-Pairs = list[tuple[np.ndarray, np.ndarray]]
-Loop = Callable[[np.ndarray, Pairs, bool], tuple[Any, Any]]
+Two = tuple[np.ndarray, np.ndarray]
+Pairs = list[Two]
+Loop = Callable[[np.ndarray, Pairs, bool], Two]
 
 
 def left_out(probes: np.ndarray) -> Pairs:
@@ -49,9 +40,7 @@ def factor(mu: np.ndarray, others: np.ndarray, resphere: bool) -> float:
     return (len(mu) - others.shape[1]) / np.vdot(mu, mu).real if resphere else 1.0
 
 
-def xtrace_by_loop(
-    matrix: np.ndarray, pairs: Pairs, resphere: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def xtrace_by_loop(matrix: np.ndarray, pairs: Pairs, resphere: bool) -> Two:
     """Samples, and the variances that theory gives them but for a factor."""
     samples, variances = [], []
     for others, w in pairs:
@@ -63,9 +52,7 @@ def xtrace_by_loop(
     return np.array(samples), np.array(variances)
 
 
-def xnystrace_by_loop(
-    matrix: np.ndarray, pairs: Pairs, resphere: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def xnystrace_by_loop(matrix: np.ndarray, pairs: Pairs, resphere: bool) -> Two:
     samples, variances = [], []
     for others, w in pairs:
         low = nystrom(matrix, others)
@@ -235,9 +222,7 @@ def test_leave_one_out_leaf_traces(form: str) -> None:
     matrix = hermitian(spectrum("poly", n))
     if form != "two-sided":
         matrix = matrix + 0.3 * jnp.triu(matrix)
-    blocks = pytree(matrix)
-    tags = lx.symmetric_tag if form == "two-sided" else ()
-    operator = lx.FunctionLinearOperator(blocks.mv, blocks.in_structure(), tags)
+    operator = two_leaves(matrix, lx.symmetric_tag if form == "two-sided" else ())
     space = jax.ShapeDtypeStruct((n,), float)
     probes = np.asarray(tx.rademacher(KEY, space, k))
     if form == "few":  # drawn one by one

@@ -10,7 +10,10 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general, refused, row_norms, slow
+from tests.helpers import close, contains, refused, slow
+from tests.matrices import general
+from tests.tables import row_norms
+from tests.wrappers import function, matrix_free
 
 KEY = jax.random.key(13)
 
@@ -35,8 +38,7 @@ def test_rectangular(shape: tuple[int, int], dtype: Any) -> None:
         assert rows.value.shape == rows.standard_error.shape == shape[:1]
         assert norm.value.shape == ()
         assert rows.value.dtype == norm.value.dtype == jnp.finfo(dtype).dtype
-        lower, upper = rows.interval(0.95)
-        assert jnp.mean((lower <= truth) & (truth <= upper)) >= 0.9
+        assert jnp.mean(contains(rows, truth)) >= 0.9
         assert jnp.abs(norm.value - truth.sum()) <= 6 * norm.standard_error
         if operator is low:
             close(rows.value, truth, 2000 * eps)
@@ -115,7 +117,6 @@ def test_a_tangent_inside() -> None:
 
 @pytest.mark.parametrize("name", ["row_norms_squared", "frobenius_norm_squared"])
 def test_norms_refuse_what_mixes_real_and_complex(name: str) -> None:
-    structure = jax.ShapeDtypeStruct((5,), float)
-    operator = lx.FunctionLinearOperator(lambda v: v.astype(complex), structure)
+    operator = matrix_free(lambda v: v.astype(complex), 5)
     message = rf"{name}\(operator=.*all real or all complex"
     refused(ValueError, message, getattr(tx, name), operator, KEY, 3)

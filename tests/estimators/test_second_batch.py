@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import PSD, close, function, general, hermitian, slow, spectrum
-from tests.matrices import across, projector
+from tests.helpers import close, slow
+from tests.matrices import across, general, hermitian, projector, spectrum
+from tests.wrappers import PSD, function, matrix_free
 from traceax._core.operator import LinearMap
 from traceax._estimators import second_batch
 from traceax._estimators.driver import Probes
@@ -38,7 +39,7 @@ def every_choice(*quick: tuple[str, str]) -> Any:
 
 
 def operator(matrix: Any, kind: str) -> lx.AbstractLinearOperator:
-    return lx.TaggedLinearOperator(function(matrix), TAGS[kind])
+    return function(matrix, TAGS[kind])
 
 
 def missed(what: str, matrix: Any, others: Any, w: Any) -> tuple[float, float]:
@@ -161,8 +162,7 @@ def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> No
     matrix = sign * hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     other = general(5, dtype, seed=3)
     tag = PSD if sign == 1 else lx.negative_semidefinite_tag
-    tagged = lx.TaggedLinearOperator(function(matrix), tag)
-    maps = [LinearMap(tagged), LinearMap(function(other))]
+    maps = [LinearMap(function(matrix, tag)), LinearMap(function(other))]
     blocks, _ = all_batches(dtype)
 
     @jax.jit
@@ -224,9 +224,8 @@ def test_a_batch_of_operators_is_applied_once(what: str, kind: str) -> None:
             jax.debug.callback(lambda _: calls.append(1), v[0])
             return sizes * v + 0.1 * sizes[::-1] * jnp.sum(sizes[::-1] * v)
 
-        structure = jax.eval_shape(lambda: sizes)
-        rows = lx.FunctionLinearOperator(matvec, structure, TAGS[kind])
-        estimate = ESTIMATORS[what][0](rows, key, 20).value
+        operator = matrix_free(matvec, 70, TAGS[kind])
+        estimate = ESTIMATORS[what][0](operator, key, 20).value
         return jnp.sum(jnp.arange(70.0) * estimate)
 
     decays, keys = jnp.asarray([0.0, 0.02, 1.0]), jax.random.split(KEY, 3)

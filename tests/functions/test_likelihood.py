@@ -9,18 +9,10 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    PSD,
-    cases,
-    close,
-    close_trees,
-    function,
-    hermitian,
-    pytree,
-    refused,
-    slow,
-)
-from tests.helpers import numbers as normal_numbers
+from tests.helpers import cases, close, contains, refused, slow
+from tests.matrices import hermitian
+from tests.matrices import numbers as normal_numbers
+from tests.wrappers import PSD, function, matrix_free, two_leaves
 from traceax._core.operator import LinearMap
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.nystrom import galerkin, preconditioner_of, projected
@@ -74,9 +66,9 @@ def test_the_preconditioner_is_perfect_on_its_space(dtype: Any) -> None:
         close(residual, y - whole @ solution, 1e-9)
 
 
-@pytest.mark.parametrize("dtype", [slow(float), complex])
-def test_values_and_gradients(dtype: Any) -> None:
+def test_values_and_gradients() -> None:
     """In operator, vector and shift. The form and its gradient have no sampling in them."""
+    dtype = complex
     matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)
     moved = hermitian(np.sin(np.arange(N)), dtype, seed=5) / 9
     y = numbers(N, dtype=dtype, seed=3)
@@ -94,8 +86,7 @@ def test_values_and_gradients(dtype: Any) -> None:
     close(result.inv_quad.value, form, 1e-11)
     assert result.inv_quad.value.dtype == result.inv_quad.standard_error.dtype
     assert 0 <= form - result.inv_quad.value + 1e-13 < result.inv_quad.standard_error
-    low, high = result.logdet.interval(0.999)
-    assert low < logdet < high
+    assert contains(result.logdet, logdet, 0.999)
     solution = jnp.linalg.solve(matrix + SHIFT * jnp.eye(N, dtype=dtype), y)
     close(result.solution, solution, 1e-4)
     form, logdet = jax.jit(jax.jacrev(lambda v: of(True, v)))(zero)
@@ -125,9 +116,9 @@ def test_second_derivatives() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [float, complex])
-def test_derivatives_of_the_solution(dtype: Any) -> None:
+def test_derivatives_of_the_solution() -> None:
     """To any order, in all that it depends on."""
+    dtype = complex
     matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)
     y, weight = numbers(N, dtype=dtype, seed=3), numbers(N, dtype=dtype, seed=6)
 
@@ -157,9 +148,7 @@ def test_operators_without_a_transpose() -> None:
         def product(v: Any) -> Any:
             return s * (large @ jnp.zeros(2 * N).at[places].set(v))[places]
 
-        operator = lx.FunctionLinearOperator(
-            product, jax.ShapeDtypeStruct((N,), jnp.dtype(float)), PSD
-        )
+        operator = matrix_free(product, N, PSD)
         return tx.inv_quad_logdet(operator, numbers(N), KEY, BUDGET, shift=SHIFT)
 
     small = large[::2, ::2]
@@ -186,21 +175,22 @@ def test_diagonal_shifts() -> None:
     """The noise of each observation."""
     matrix, y = kernel(jnp.asarray(0.0)), numbers(N, seed=3)
 
-    def of(estimated: bool, noise: Any) -> Any:
-        if not estimated:
-            return dense(matrix + jnp.diag(noise), y, 0.0)
-        shift = lx.DiagonalLinearOperator(noise)
-        result = both(matrix, y, shift=shift)
-        return result.inv_quad.value, result.logdet.value
+    @jax.jit
+    def run(noise: Any) -> Any:
+        def form(noise: Any) -> Any:
+            result = both(matrix, y, shift=lx.DiagonalLinearOperator(noise))
+            return result.inv_quad.value, result
+
+        return jax.grad(form, has_aux=True)(noise)
 
     noise = jnp.linspace(0.05, 2.0, N)
-    got, want = jax.jit(lambda v: of(True, v))(noise), of(False, noise)
-    close(got[0], want[0], 1e-10)
-    close(got[1], want[1], 0.02)
-    solution = both(matrix, y, shift=lx.DiagonalLinearOperator(noise)).solution
-    close(solution, jnp.linalg.solve(matrix + jnp.diag(noise), y), 1e-5)
-    slopes = [jax.grad(lambda v, e=e: of(e, v)[0])(noise) for e in (True, False)]
-    close(slopes[0], slopes[1], 1e-5)
+    slope, result = run(noise)
+    form, logdet = dense(matrix + jnp.diag(noise), y, 0.0)
+    close(result.inv_quad.value, form, 1e-10)
+    close(result.logdet.value, logdet, 0.02)
+    solution = jnp.linalg.solve(matrix + jnp.diag(noise), y)
+    close(result.solution, solution, 1e-5)
+    close(slope, -(solution**2), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +230,8 @@ def test_exact_where_exact_is_cheap(kind: str) -> None:
         assert jnp.all(estimate.standard_error == 0)
         assert estimate.num_matvecs == (0 if kind in makers else n)
     values = lambda v: tuple(e.value for e in estimates(v))  # noqa: E731
-    close_trees(values(v), want(v), 1e-10)
-    close_trees(jax.jacrev(values)(v), jax.jacrev(want)(v), 1e-8)
+    close(values(v), want(v), 1e-10)
+    close(jax.jacrev(values)(v), jax.jacrev(want)(v), 1e-8)
     want = jnp.linalg.solve(1.2 * matrix + SHIFT * jnp.eye(n), 0.8 * numbers(n))
     close(result.solution, want, 1e-8)
 
@@ -278,44 +268,37 @@ def test_right_hand_sides_that_are_eigenvectors(dtype: Any) -> None:
         want = sum(dense(centred, y)[0] for y in ys)
         close(result.inv_quad.value, want, 1e3 * tolerance)
         assert abs(result.inv_quad.value - want) < result.inv_quad.standard_error
-        low, high = result.logdet.interval(0.999)
-        assert low < dense(centred, ones)[1] < high
+        assert contains(result.logdet, dense(centred, ones)[1], 0.999)
         block = jnp.concatenate([sides.T, numbers(N, 5, seed=7).astype(dtype)], axis=1)
         square = block_krylov(LinearMap(function(centred)), block, 8).projection
         close(square, square.T, tolerance)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("condition", [1e8, 1e9, 1e12])
+@pytest.mark.parametrize("condition", [1e8, 1e12])
 def test_bars_of_solves_that_stop_short(condition: float) -> None:
-    """No shift tells what the least eigenvalue is. All of 300 intervals contain the truth.
-    With half of the least Ritz value in place of it 182, 159 and 79 did."""
-    matrix, ys = hermitian(np.logspace(0, -np.log10(condition), 160)), numbers(300, 160)
+    """No shift tells what the least eigenvalue is. All of 100 intervals contain the truth.
+    With half of the least Ritz value in place of it 182 and 79 of 300 did."""
+    matrix, ys = hermitian(np.logspace(0, -np.log10(condition), 160)), numbers(100, 160)
     want = jnp.sum(ys * jnp.linalg.solve(matrix, ys.T).T, axis=1)
 
     def held(case: Any) -> Any:
         key, y, want = case
-        low, high = both(matrix, y, key, shift=0.0).inv_quad.interval()
-        return (low < want) & (want < high)
+        return contains(both(matrix, y, key, shift=0.0).inv_quad, want)
 
-    keys = jax.random.split(KEY, 300)
+    keys = jax.random.split(KEY, 100)
     assert jnp.mean(jax.lax.map(held, (keys, ys, want))) >= 0.9
 
 
 def test_singular_matrices() -> None:
     """No finite value: infinite errors where rounding hides that, or a wide one of the
-    log-determinant. A matrix that is not semidefinite gives NaN."""
-    y = numbers(N)
-    for least, stored in ((0.0, False), (0.0, True), (-0.1, False), (-0.1, True)):
-        matrix = hermitian(np.append(np.linspace(0.5, 1, N - 1), least))
-        operator = lx.MatrixLinearOperator(matrix, PSD) if stored else function(matrix)
+    log-determinant."""
+    y, matrix = numbers(N), hermitian(np.append(np.linspace(0.5, 1, N - 1), 0.0))
+    stored = lx.MatrixLinearOperator(matrix, PSD)
+    for operator, least in ((function(matrix), 10), (stored, jnp.inf)):
         result = tx.inv_quad_logdet(operator, y, KEY, BUDGET)
-        form, logdet = result.inv_quad, result.logdet
-        if least < 0:
-            assert jnp.isnan(form.value)
-            assert jnp.isnan(logdet.value)
-        assert not form.standard_error < jnp.inf
-        assert not logdet.standard_error < (jnp.inf if stored else 10)
+        assert not result.inv_quad.standard_error < jnp.inf
+        assert not result.logdet.standard_error < least
     exact = tx.inv_quad_logdet(lx.DiagonalLinearOperator(jnp.array([0.0, 2])), y[:2], KEY)
     assert exact.inv_quad.value == -exact.logdet.value == jnp.inf
 
@@ -335,7 +318,7 @@ def test_singular_and_empty() -> None:
     assert jnp.all(nothing.solution == 0)
 
 
-@pytest.mark.parametrize("scale", [1e-25, slow(1.0), slow(1e25)])
+@pytest.mark.parametrize("scale", [1e-25, slow(1e25)])
 def test_single_precision_at_any_scale(scale: float) -> None:
     """The condition is 1000."""
     factor = np.float32(scale)
@@ -351,9 +334,9 @@ def test_single_precision_at_any_scale(scale: float) -> None:
 
 @pytest.mark.slow
 def test_pytrees() -> None:
-    matrix, y, operator = kernel(jnp.asarray(0.0)), numbers(N), pytree(kernel(0.0))
+    matrix, y = kernel(jnp.asarray(0.0)), numbers(N)
     vector = {"a": y[: N // 3], "b": y[N // 3 :]}
-    result = tx.inv_quad_logdet(operator, vector, KEY, BUDGET, shift=SHIFT)
+    result = tx.inv_quad_logdet(two_leaves(matrix), vector, KEY, BUDGET, shift=SHIFT)
     assert jax.tree.structure(result.solution) == jax.tree.structure(vector)
     close(result.inv_quad.value, dense(matrix, y)[0], 1e-10)
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import PSD, cases, function
+from tests.helpers import cases
+from tests.wrappers import PSD, function, matrix_free
 
 N = 96
 
@@ -52,8 +52,7 @@ def test_bars_are_finite_where_values_are(fn: str) -> None:
     f = FUNCTIONS[fn]
 
     def estimates(matrix: Any) -> tuple[tx.Estimate, tx.Estimate]:
-        operator = lx.TaggedLinearOperator(function(matrix), PSD)
-        key = jax.random.key(1)
+        operator, key = function(matrix, PSD), jax.random.key(1)
         sampled = tx.slq_trace(operator, f, key, num_probes=8, num_steps=12)
         return tx.function_trace(operator, f, key, 60), sampled
 
@@ -71,9 +70,7 @@ def test_bars_are_finite_where_values_are(fn: str) -> None:
 def test_a_nilpotent_operator(dtype: Any) -> None:
     """u v* with v* u = 0 has no basis of eigenvectors: tr exp(u v*) = n."""
     u, v = (jnp.asarray(column, dtype) for column in columns(2).T)
-    operator = lx.FunctionLinearOperator(
-        lambda x: u * (v @ x), jax.ShapeDtypeStruct((N,), dtype)
-    )
+    operator = matrix_free(lambda x: u * (v @ x), N, dtype=dtype)
 
     def one(key: Any) -> tx.Estimate:
         return tx.arnoldi_trace(operator, jnp.exp, key, num_probes=4, num_steps=10)

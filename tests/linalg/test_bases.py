@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import pytest
 
 import traceax as tx
 from tests.helpers import cases, close
+from tests.wrappers import PSD, matrix_free
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import times
 
@@ -106,12 +106,9 @@ def test_estimators_on_long_vectors(name: str) -> None:
     n = ROWS["randomised"]
     root = jnp.asarray(factors(n)[2][:, :9])
     estimator = getattr(tx, name)
-    structure = jax.ShapeDtypeStruct((n,), root.dtype)
 
     def loss(root: Any, key: Any) -> tuple[Any, tx.Estimate]:
-        operator = lx.FunctionLinearOperator(
-            lambda v: root @ (root.T @ v), structure, lx.positive_semidefinite_tag
-        )
+        operator = matrix_free(lambda v: root @ (root.T @ v), n, PSD)
         estimate = estimator(operator, key, 60)
         return jnp.sum(estimate.value), estimate
 

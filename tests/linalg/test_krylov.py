@@ -8,7 +8,8 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from tests.helpers import cases, close, general, hermitian, numbers, slow
+from tests.helpers import cases, close, slow
+from tests.matrices import general, hermitian, numbers
 from traceax._core.operator import LinearMap
 from traceax._linalg.columns import times
 from traceax._linalg.krylov import block_krylov, lanczos, next_block

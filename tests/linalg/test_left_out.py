@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import cases, close, hermitian, numbers, slow
-from tests.matrices import krylov_basis
+from tests.helpers import cases, close, slow
+from tests.matrices import hermitian, krylov_basis, numbers
 from traceax._linalg.jackknife import krylov_replicates
 from traceax._linalg.krylov import block_krylov, complements
 

@@ -169,7 +169,7 @@ EYE = np.eye(3)
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: colouring(np.ones((2, 3))), ValueError, r"pattern=.*square.*\(2, 3\)"),
+        (lambda: colouring(np.ones((2, 3))), ValueError, r"pattern=.*\(2, 3\).*B\.T @ B"),
         (lambda: colouring(EYE, power=0), ValueError, r"power=.*at least 1.*got 0"),
         (lambda: colouring(EYE, power=2.0), TypeError, r"power=.*Python int.*got 2.0"),
         (lambda: colouring(EYE, num_colours=0), ValueError, r"num_colours=.*at least 1"),

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general
+from tests.helpers import close
+from tests.matrices import general
+from tests.wrappers import function
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import hadamard_order
 

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function, general, slow
+from tests.helpers import close, slow
+from tests.matrices import general
 from tests.probes.helpers import grid
+from tests.wrappers import function
 
 KEY = jax.random.key(9)
 N = 66
@@ -119,7 +121,7 @@ probing = tx.probing
         (lambda: probing(np.arange(0)), ValueError, r"colours=.*got none"),
         (lambda: probing(np.ones((2, 3))), ValueError, r"pattern=.*square.*\(2, 3\)"),
         (lambda: probing(np.arange(3), power=2), ValueError, r"power=.*come with a pat"),
-        (lambda: probing(np.ones(3)), TypeError, r"colours=.*integers.*got float64"),
+        (lambda: probing(np.ones(3)), TypeError, r"colours=.*float64.*\.astype\(int\)"),
         (lambda: jax.jit(probing)(jnp.arange(3)), TypeError, r"colours=.*traced"),
         (
             lambda: probing(np.arange(5))(KEY, FOUR, 5),

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import function, general
+from tests.matrices import general
+from tests.tables import SAMPLERS
+from tests.wrappers import function
 
 PUBLIC = {
     name: thing
     for name, thing in vars(tx).items()
     if callable(thing) and not name.startswith("_")
 }
-SAMPLERS: list[Any] = [tx.rademacher, tx.normal, tx.sphere, tx.orthogonal, tx.hadamard]
 STRUCTURE = jax.ShapeDtypeStruct((5,), jnp.float32)
 named = pytest.mark.parametrize("sampler", SAMPLERS, ids=repr)
 

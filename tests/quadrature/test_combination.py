@@ -12,16 +12,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import (
-    cases,
-    close,
-    function,
-    given,
-    hermitian,
-    is_unbiased,
-    refused,
-    slow,
-)
+from tests.helpers import cases, close, given, is_unbiased, refused, slow
+from tests.matrices import hermitian
+from tests.wrappers import function, matrix_free
 
 KEY = jax.random.key(3)
 N = 70  # too large for exact answers
@@ -200,9 +193,7 @@ def test_what_is_not_defined_without_each_probe_stays_as_it_is() -> None:
     unit = 3**0.5 * np.eye(3)
 
     def log_trace(c: Any, numbers: Any) -> Any:
-        operator = lx.FunctionLinearOperator(
-            lambda v: c * numbers * v, jax.ShapeDtypeStruct((3,), float)
-        )
+        operator = matrix_free(lambda v: c * numbers * v, 3)
         how: Any = {"counts": (3, 3), "sampler": given(unit)}
         return slq(operator, lambda x: x, jnp.log, **how)
 

@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tx
 from tests.calls import hutchinson
-from tests.helpers import DIAGONALS, ESTIMATORS, Entry
+from tests.tables import DIAGONALS, ESTIMATORS, Entry
 from traceax.testing import check_estimator
 
 COUNTER = count()
