@@ -326,7 +326,7 @@ def line(problem: str, found: dict[str, float], ours: int = 1) -> str:
     first, best = next(iter(found)), min(list(found)[ours:], key=lambda name: found[name])
     ratio = (found[best] + 1e-12) / (found[first] + 1e-12)
     cells = "".join(f"{x:>15.1e}".replace("inf", "  -") for x in found.values())
-    return f"{problem:<34}{cells}{ratio:>10.2g}" + f" ! {best}" * (ratio <= 0.9)
+    return f"{problem:<34}{cells}{ratio:>10.2g}" + f" ! {best}" * bool(ratio <= 0.9)
 
 
 def as_operator(apply: Any, n: int) -> lx.AbstractLinearOperator:
