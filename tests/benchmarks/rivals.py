@@ -406,7 +406,7 @@ def functions(keys: Array) -> Iterator[str]:
             values, slopes = function(x), jax.vmap(jax.grad(function))(x)
             mixed = x * slopes
             truth = np.sum([values, slopes, mixed, 2 * shares * mixed], 1)
-            methods = of_functions(fn, spectrum.min() >= 0, budget) if fn else logs
+            methods = of_functions(fn, bool(spectrum.min() >= 0), budget) if fn else logs
             data = jnp.asarray((basis * spectrum) @ basis.T), shift
             found = errors(methods, data, truth, keys)
             for j, entry in enumerate(("", ": shift", ": scale", ": rows")):
