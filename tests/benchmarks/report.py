@@ -55,6 +55,7 @@ SECTIONS = (
     Section("Sparse inverses: probes that know the graph", "probing"),
     Section("Functions of a matrix: error and coverage", "spectra --keys 100"),
     Section("Log-determinants of kernels, and their gradients", "functions logdet"),
+    Section("Functions of a matrix beside rivals since 2025", "rivals"),
     Section("Likelihoods of Gaussian processes", "likelihoods"),
     Section("Preconditioned solves", "solves"),
     Section("Automatic choices against estimators by name", "automatic --keys 40"),

@@ -89,7 +89,7 @@ def xtrace(
         True
 
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.1,
-    doi:10.1137/23M1548323.
+    doi:10.1137/23M1548323; compare Hallman (2025), arXiv:2512.02316.
     """
     return estimate(XTRACE, operator, key, num_matvecs, sampler=sampler)
 

@@ -125,7 +125,8 @@ def function_trace(
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
     Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323; Chen and Hallman (2023),
-    Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257.
+    Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257;
+    FlexTrace (2026), arXiv:2603.05721; Singh, Barros and Li (2026), arXiv:2605.12801.
     """
     operator = check_request("function_trace", operator, key, num_matvecs, 6)
     fn, structure = scalar_function("function_trace", fn, real_dtype(operator))
@@ -211,7 +212,8 @@ def logdet(
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
     Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323; Chen and Hallman (2023),
-    Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257.
+    Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257;
+    Cortinovis and Toni (2026), one probe and a preconditioner, arXiv:2601.05778.
     """
     operator = check_request("logdet", operator, key, num_matvecs, 6)
     check_shift("logdet", operator, shift)

@@ -419,7 +419,7 @@ def spectral_density(
         True
 
     **Reference**: Lin, Saad and Yang (2016), Approximating spectral densities,
-    doi:10.1137/130934283.
+    doi:10.1137/130934283; compare Matti and others (2025), arXiv:2502.18626.
     """
     name = "spectral_density"
     operator = checks.check_request(name, operator, key, num_matvecs)
