@@ -11,7 +11,7 @@ import numpy as np
 
 import traceax as tx
 from tests.matrices import hermitian
-from tests.wrappers import PSD, function, two_leaves
+from tests.wrappers import PSD, two_leaves
 
 N = 70
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)

@@ -198,9 +198,12 @@ def needs(names: list[str]) -> dict[str, Any]:
         pairs = 1 + (name == "biharmonic")  # two probes, one below the other
         vector = arrays if isinstance(arrays, dict) else arrays[:1]
         block = 4 * pairs * BLOCK * sum(leaf.size for leaf in jax.tree.leaves(vector))
-        memory = compiled.memory_analysis().temp_size_in_bytes
+        memory: Any = compiled.memory_analysis()
         moves = max(moved(compiled.as_text()).values(), default=0)
-        report[name] = {"shares": memory * mesh.size / block, "moved": moves}
+        report[name] = {
+            "shares": memory.temp_size_in_bytes * mesh.size / block,
+            "moved": moves,
+        }
         jax.clear_caches()
     return report
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, function
+from tests.helpers import close
 from tests.probes.helpers import grid, laplacian
+from tests.wrappers import function
 
 KEY = jax.random.key(3)
 PATTERN = grid(12, 11)

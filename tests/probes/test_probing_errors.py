@@ -73,7 +73,8 @@ def test_variances_over_all_signs() -> None:
     matrix = np.asarray(general(n))
     matrix = matrix + matrix.T
     sampler = tx.probing(pattern, power=2)
-    colours, witnesses = sampler.colours, neighbourhood_of(sampler)
+    space = jax.ShapeDtypeStruct((n,), float)
+    colours, witnesses = sampler.colours, neighbourhood_of(sampler, space)
     assert witnesses is not None
     mine = jnp.asarray(colours[:, None] == np.arange(3))
 
@@ -215,7 +216,8 @@ def test_without_edges_the_error_is_infinite() -> None:
         alone = estimate(operator, KEY, sampler.num_colours, sampler=sampler)
         assert jnp.all(alone.standard_error == jnp.inf)
     assert type(colours) is np.ndarray
-    assert neighbourhood_of(tx.probing(np.eye(5))) is None
+    space = jax.ShapeDtypeStruct((5,), float)
+    assert neighbourhood_of(tx.probing(np.eye(5)), space) is None
 
 
 @pytest.mark.parametrize("repeats", [1, slow(3)])

@@ -121,7 +121,7 @@ def _wrapper(operator: object) -> str:
     return f"{wrap} lx.MatrixLinearOperator(jax.numpy.asarray({array}))."
 
 
-def check_key(name: str, key: object, subject: PyTree = None) -> None:
+def check_key(name: str, key: Any, subject: PyTree = None) -> None:
     """One key, and the same in all processes that arrays of `subject` are spread over."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
