@@ -35,7 +35,7 @@ def test_the_table_is_complete() -> None:
 
 
 def test_no_estimator_escapes_the_tables() -> None:
-    """Estimators of traces, diagonals and norms are in the tables of `tests.helpers`. Other
+    """Estimators of traces, diagonals and norms are in the tables of `tests.tables`. Other
     functions with the same arguments have tests of their own."""
     first = ["operator", "key", "num_matvecs"]
     same = {
