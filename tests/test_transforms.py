@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import optax
 import pytest
 
 import traceax as tx
@@ -75,6 +76,31 @@ def test_pytrees_of_mixed_precision() -> None:
             assert eqx.tree_equal(jax.eval_shape(lambda: values), structure) is True  # noqa: B023
         error = jnp.abs(flatten(got.value) - truth)
         assert jnp.mean(error <= 3 * flatten(got.standard_error)) > 0.95
+
+
+def test_training_with_optax() -> None:
+    """An estimator as the loss: drive the trace of a matrix square to zero, in scan."""
+    base = ESTIMATORS[-1].matrix(N) / 10
+    optimiser = optax.adam(0.1)
+
+    def loss(theta: Any, key: Any) -> Any:
+        rest = base - theta * jnp.eye(N)
+        return estimate(ESTIMATORS[-1], rest.T @ rest, key).value
+
+    def step(carry: Any, key: Any) -> Any:
+        theta, state = carry
+        value, gradient = jax.value_and_grad(loss)(theta, key)
+        with jax.numpy_dtype_promotion("standard"):  # as optax needs
+            updates, state = optimiser.update(gradient, state)
+        return (optax.apply_updates(theta, updates), state), value
+
+    start = jnp.array(2.0)
+    start = start, optimiser.init(start)
+    keys = jax.random.split(KEY, 150)
+    (theta, _), values = jax.jit(lambda c: jax.lax.scan(step, c, keys))(start)
+    # tr (B - t I)^T (B - t I) is least where t is the mean of B's diagonal.
+    assert abs(theta - jnp.trace(base) / N) < 0.1
+    assert values[-20:].mean() < values[:20].mean()
 
 
 # Programs with which jax 0.10 hung within ten runs, because two batches of LAPACK calls ran
