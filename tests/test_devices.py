@@ -136,12 +136,13 @@ def test_each_device_needs_a_few_shares_of_a_block(
     names: list[str], devices: int, tmp_path: Path
 ) -> None:
     """No draw, basis or join is whole on a device, and nothing n-long is moved, be the
-    operator's space an array or the leaves of a network that are cut by rows."""
+    operator's space an array or the leaves of a network that are cut by rows. (The blocks
+    that `adaptive_trace` keeps for a derivative have twice as many columns.)"""
     mode = [*PROGRAM, "memory", str(devices), *names]
     found = report(outputs(tmp_path, mode, seconds=400)[0])
     assert found.keys() == set(names)
     for name, needs in found.items():
-        assert needs["shares"] < 7, (name, needs)
+        assert needs["shares"] < (9 if name == "adaptive_trace" else 7), (name, needs)
         assert needs["moved"] < 1_000_000 / devices, (name, needs)
 
 
