@@ -165,7 +165,7 @@ def long_estimate(name: str, arrays: Any, key: Any) -> Any:
             return fn(a, diagonal, key, BLOCK)
         case "deltashift":
             state = fn(BLOCK // 2).init(a, key)
-            return fn(BLOCK // 2).update(2 * a, state, key)[0]
+            return fn(BLOCK // 2).update(a, state, key)[0]
         case _:
             return fn(a, key, BLOCK)
 
