@@ -118,11 +118,13 @@ NETWORK = [f"network, {name}" for name in ("xtrace", "hutchinson_diagonal", "lea
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_processes_agree(tmp_path: Path) -> None:
-    """Values and gradients, with the same in one process."""
-    for seen in two_processes(tmp_path, *SEVERAL, seconds=400):
-        assert seen.keys() == set(SEVERAL)
-        assert seen.pop("function_diagonal") < 1e-6
-        assert max(seen.values()) < 1e-9, seen
+    """Values and gradients of every public function, with the same in one process."""
+    first, second = two_processes(tmp_path, *CALLS, seconds=600)
+    seen = {**first, **second}
+    assert seen.keys() == CALLS.keys()
+    # Of slopes that are rounding, the rule takes roots.
+    assert seen.pop("spectral_density") < 1e-7
+    assert max(seen.values()) < 1e-9, seen
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import traceax as tx
 from tests.helpers import cases, close, given, is_unbiased, refused, slow
 from tests.matrices import hermitian
 from tests.wrappers import function, matrix_free
+from traceax._quadrature.scalar import softening
 
 KEY = jax.random.key(3)
 N = 70  # too large for exact answers
@@ -319,3 +320,11 @@ def test_mistakes_are_named(name: str) -> None:
     for combine, words in mistakes:
         words = rf"{name}\(combine=.*{words}"
         refused(TypeError, words, run, operator, jnp.exp, combine)
+
+
+def test_a_slope_of_rounding_has_no_sign() -> None:
+    """The rule depends on whether slopes change their sign, not on an ulp at a maximum."""
+    sharp, nodes = (lambda x: jnp.exp(-((x - 1) ** 2))[None]), jnp.array([1.0, 1.7])
+    for shift in (-1e-15, 0.0, 1e-15):
+        assert softening(sharp, nodes + shift) == 0
+    close(softening(sharp, nodes - 0.5), jnp.exp(-0.25) / 10, 1e-12)

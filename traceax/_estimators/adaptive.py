@@ -21,8 +21,10 @@ derivative rule as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
@@ -42,10 +44,10 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, run
 from traceax._estimators.driver import SMALL
-from traceax._estimators.readouts import Pairs, leave_one_out_of, trace_pairs
+from traceax._estimators.readouts import leave_one_out_of
 from traceax._estimators.xtrace import xnystrace_of, xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
-from traceax._linalg.columns import column_dots
+from traceax._linalg.columns import column_dots, times
 from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import ProgressMeter, checked_meter
@@ -213,15 +215,41 @@ class _Search(NamedTuple):
         outcome = Outcome(value, error, self.read_by(pairs, level), report)
         return outcome, self.meter.step(shown, jnp.asarray(1.0))
 
-    def read_by(self, pairs: Pairs, level: int) -> Pairs:
+    def read_by(self, pairs: _Pairs, level: int) -> _Pairs:
         """In a traced program padded to the largest level."""
         if is_concrete((pairs, self.tolerances)):
             return pairs
-        n, width = pairs.left.shape
-        widths = (*(2 * k for k in self.levels.sizes), *((n,) if self.levels.exact else ()))
-        padding = ((0, 0), (0, max(widths) - width))
-        left, right = jnp.pad(pairs.left, padding), jnp.pad(pairs.right, padding)
-        return Pairs(left, right, jnp.asarray(level), widths)
+        n, exact = size(self.linear_map.operator), self.levels.exact
+        widths = (*self.levels.sizes, *(((n + 1) // 2,) if exact else ()))
+        more = (0, max(widths) - pairs.lengths.size)
+        basis, tested = (jnp.pad(x, ((0, 0), more)) for x in (pairs.basis, pairs.tested))
+        blocks = basis, tested, jnp.pad(pairs.core, more), jnp.pad(pairs.lengths, more)
+        return _Pairs(*blocks, jnp.asarray(level), widths)
+
+
+class _Pairs(eqx.Module):
+    """The readout tr B = E[<Q C, B Q> + sum_i c_i mu_i* B mu_i]: that of `trace_pairs`, in
+    half the memory. If a traced program has padded the blocks, `widths[level]` columns of
+    each are read."""
+
+    basis: Inexact[Array, "n k"]
+    tested: Inexact[Array, "n k"]
+    core: Inexact[Array, "k k"]
+    lengths: Float[Array, " k"]
+    level: Int[Array, ""] | None = None
+    widths: tuple[int, ...] = eqx.field(static=True, default=())
+
+    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
+        def read(width: int | None) -> Inexact[Array, ""]:
+            q, mu = self.basis[:, :width], self.tested[:, :width]
+            c = self.lengths[:width].astype(q.dtype)
+            left = q @ self.core[:width, :width], times(mu, c[None, :])
+            right = jnp.hstack([q, mu])
+            return jnp.sum(jnp.hstack(left).conj() * linear_map(right))
+
+        if self.level is None:
+            return read(None)
+        return jax.lax.switch(self.level, [partial(read, w) for w in self.widths])
 
 
 def _report(
@@ -286,22 +314,27 @@ class _Growing(NamedTuple):
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
         return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
 
-    def pairs(self, sketch: _Sketch) -> Pairs:
-        """The frozen blocks of the derivative, which is wanted for the last size only."""
+    def pairs(self, sketch: _Sketch) -> _Pairs:
+        """Those of `trace_pairs`, which are wanted for the last size only."""
         basis = sketch.basis or orthonormalise(sketch.products)
         loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
-        return trace_pairs(loo)
+        s, k = loo.directions, loo.x.shape[0]
+        kept = jnp.eye(k, dtype=s.dtype) - s @ s.conj().T / k
+        return _Pairs(basis.columns, loo.mu, kept, loo.resphering / k)
 
     def complete(
         self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], Pairs, int]:
+    ) -> tuple[Inexact[Array, ""], _Pairs, int]:
         """The exact trace, its blocks, and what it costs: where A Q is known, only the
         images of a basis of what is orthogonal to Q."""
         n = size(linear_map.operator)
         identity = jnp.eye(n, dtype=working_dtype(linear_map.operator))
-        pairs = Pairs(identity, identity)
+        half, ones = (n + 1) // 2, jnp.ones((n + 1) // 2, identity.real.dtype)
+        rest = jnp.pad(identity[:, half:], ((0, 0), (0, n % 2)))
+        core = jnp.eye(half, dtype=identity.dtype)
+        pairs = _Pairs(identity[:, :half], rest, core, ones)
         if sketch.basis is None:
-            value = pairs(linear_map)
+            value = jnp.trace(linear_map(identity))
             return (value.real if self.semidefinite else value), pairs, n
         q = sketch.basis.columns
         rest = jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]

@@ -33,7 +33,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
@@ -234,22 +234,13 @@ NORM = Target(_total, lambda operator: None, _squares, is_square=False)
 
 
 class Pairs(eqx.Module):
-    """tr B = E <L, B R>, the sum over entries of conj(L) o (B R). If a traced program has
-    padded the blocks, `widths[level]` columns of them are read."""
+    """tr B = E <L, B R>, the sum over entries of conj(L) o (B R)."""
 
     left: Inexact[Array, "n r"]
     right: Inexact[Array, "n r"]
-    level: Int[Array, ""] | None = None
-    widths: tuple[int, ...] = eqx.field(static=True, default=())
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        def read(width: int | None) -> Inexact[Array, ""]:
-            left, right = self.left[:, :width], self.right[:, :width]
-            return jnp.sum(left.conj() * linear_map(right))
-
-        if self.level is None:
-            return read(None)
-        return jax.lax.switch(self.level, [partial(read, w) for w in self.widths])
+        return jnp.sum(self.left.conj() * linear_map(self.right))
 
 
 def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> Pairs:

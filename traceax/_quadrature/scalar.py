@@ -168,12 +168,14 @@ class Factor(eqx.Module):
 
 def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
     """A tenth of the largest |f'| at the nodes if f' changes its sign there, else 0. The
-    nodes are those of one start, so that it does not depend on other samples."""
+    nodes are those of one start, so that it does not depend on other samples. A slope of
+    rounding, at a node where f is largest, say, has no sign."""
     slopes = jax.vmap(Slope(fn))(jnp.ravel(nodes))
     largest = jnp.max(jnp.abs(slopes), axis=0)
     if jnp.iscomplexobj(slopes):
         return largest / 10
-    changes = (jnp.min(slopes, axis=0) < 0) & (jnp.max(slopes, axis=0) > 0)
+    noise = largest * float(jnp.finfo(slopes.dtype).eps) ** 0.5
+    changes = (jnp.min(slopes, axis=0) < -noise) & (jnp.max(slopes, axis=0) > noise)
     return jnp.where(changes, largest / 10, 0)
 
 
