@@ -16,6 +16,8 @@ from tests.helpers import close, refused, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.tables import ALL, ESTIMATORS, NORMS, REST, REST_ALL, Entry, each
 from tests.wrappers import PSD, function, matrix_free
+from traceax._estimators.driver import estimate
+from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM
 
 KEY = jax.random.key(2)
 
@@ -143,13 +145,18 @@ def test_negative_semidefinite() -> None:
 # The automatic choice.
 
 
+krylov_nystrom = functools.partial(estimate, KRYLOV_NYSTROM)
+
+
 @pytest.mark.parametrize(
     ("budget", "tags", "chosen"),
     [
-        (20, [PSD], tx.xnystrace),
+        (20, [PSD], krylov_nystrom),
+        slow(8, [PSD], krylov_nystrom),
+        slow(7, [PSD], tx.xnystrace),
         slow(3, [PSD], tx.xnystrace),
         slow(2, [PSD], tx.hutchinson_trace),
-        slow(20, [lx.negative_semidefinite_tag], tx.xnystrace),
+        slow(20, [lx.negative_semidefinite_tag], krylov_nystrom),
         (6, [], tx.xtrace),
         (5, [], tx.hutchinson_trace),
     ],
@@ -258,9 +265,9 @@ def test_wrong_arguments_are_named(entry: Entry) -> None:
 def test_dependent_probes() -> None:
     operator = function(hermitian(spectrum("poly", 12)), PSD)
     dependent = r"\(sampler=\.\.\.\).*independent"
-    for estimate in (tx.xtrace, tx.xnystrace):
+    for estimator in (tx.xtrace, tx.xnystrace):
         for sampler in (tx.orthogonal, functools.partial(tx.orthogonal)):
-            refused(ValueError, dependent, estimate, operator, KEY, 10, sampler=sampler)
+            refused(ValueError, dependent, estimator, operator, KEY, 10, sampler=sampler)
     samplers = tx.sphere, functools.partial(tx.sphere)
     one, other = (tx.xtrace(operator, KEY, 10, sampler=s) for s in samplers)
     assert one.value == other.value

@@ -15,6 +15,8 @@ from tests.helpers import close, given, slow
 from tests.matrices import across, all_signs, general, hermitian, projector, spectrum
 from tests.tables import ESTIMATORS, REST
 from tests.wrappers import PSD, function, two_leaves
+from traceax._estimators.driver import estimate as run_method
+from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM
 from traceax._linalg.nystrom import nystrom as nystrom_factors
 
 KEY = jax.random.key(11)
@@ -105,6 +107,58 @@ def test_leave_one_out(name: str, dtype: Any, sampler: Any, k: int) -> None:
     spread = np.abs(replicates - np.mean(replicates))
     error = np.sqrt((k - 1) / k * (spread**2).sum())
     close(got.standard_error, max(error, theory), 1e-9)
+
+
+def krylov_nystrom_by_loop(
+    matrix: np.ndarray, first: np.ndarray, rest: np.ndarray, resphere: bool
+) -> Two:
+    """Probes of `first` and what the operator makes of them are left out together."""
+    samples, variances = [], []
+    of_first = [(others, rest, w) for others, w in left_out(first)]
+    of_rest = [(first, others, w) for others, w in left_out(rest)]
+    for one, other, w in of_first + of_rest:
+        others = np.hstack([one, other, matrix @ one])
+        low, mu = nystrom(matrix, others), w - projector(others) @ w
+        c, residual = factor(mu, others, resphere), (matrix - low) @ w
+        samples.append((np.trace(low) + c * np.vdot(w, residual)).real)
+        variances.append(c**2 * across(residual, mu))
+    return np.array(samples), np.array(variances)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sampler"), [(float, tx.rademacher), (float, tx.sphere), (complex, tx.sphere)]
+)
+def test_leave_one_out_of_a_krylov_space(dtype: Any, sampler: Any) -> None:
+    n, m = 30, 13
+    matrix = hermitian(spectrum("poly", n), dtype)
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    got = run_method(KRYLOV_NYSTROM, operator, KEY, m, sampler)
+    again, k = m // 4, m - m // 4
+    probes = np.asarray(sampler(KEY, jax.ShapeDtypeStruct((n,), matrix.dtype), k)).T
+    first, rest = probes[:, :again], probes[:, again:]
+    resphere, dense = sampler is tx.sphere, np.asarray(matrix)
+    samples, variances = krylov_nystrom_by_loop(dense, first, rest, resphere)
+    close(got.value, samples.mean(), 1e-11)
+    fewer = [(others, rest) for others, _ in left_out(first)]
+    fewer += [(first, others) for others, _ in left_out(rest)]
+    replicates = [krylov_nystrom_by_loop(dense, *b, resphere)[0].mean() for b in fewer]
+    error = (k - 1) ** 0.5 * np.std(replicates)
+    theory = np.sqrt((2 if dtype is float else 1) * variances.mean() / k) * resphere
+    close(got.standard_error, max(error, theory), 1e-9)
+
+
+def test_a_krylov_space_is_unbiased_by_enumeration() -> None:
+    """Over all signs of three probes in five dimensions, many of which depend on each
+    other; also for operators whose Krylov space is exhausted at once."""
+    signs = jnp.asarray(all_signs(15).reshape(-1, 3, 5))
+    for eigenvalues in (np.arange(1.0, 6), [2.0] * 5, [3.0, 1, 1, 1, 1], [4.0, 0, 0, 0, 0]):
+        operator = lx.MatrixLinearOperator(hermitian(np.array(eigenvalues)), PSD)
+
+        def value(z: Any, operator: Any = operator) -> Any:
+            return run_method(KRYLOV_NYSTROM, operator, KEY, 4, given(z)).value
+
+        mean = jnp.mean(jax.jit(jax.vmap(value))(signs))
+        close(mean, sum(eigenvalues), 1e-6)
 
 
 # Diagonals: entry by entry; the error is the spread of the samples, times sqrt(2) for what

@@ -34,6 +34,7 @@ from traceax._estimators.hutchinson import (
     HUTCHINSON_LEAVES,
     HUTCHINSON_TRACE,
 )
+from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
 from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE, MIXED_DIAGONAL
 from traceax._estimators.xdiag import XDIAG, XNYSDIAG
@@ -56,7 +57,9 @@ def trace(
        reaches n;
     3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
        are enough to keep three steps apart;
-    4. `xnystrace` if it is tagged positive or negative semidefinite, from 3 matvecs on;
+    4. if it is tagged positive or negative semidefinite, from 3 matvecs on, `xnystrace`, to
+       which from 8 on a quarter of the budget adds products A Q, as in `xtrace`: so it is
+       right for decaying eigenvalues and for a few large ones over a flat rest;
     5. for all others, from 12 matvecs on, `xtrace` if singular values decay and
        `hutchinson_trace` if they do not; half of the budget is spent on this decision,
        which is random where the probes disagree;
@@ -183,7 +186,7 @@ class Choices(NamedTuple):
 
 FOR_TRACES = Choices(
     TRACE,
-    semidefinite=((3, XNYSTRACE),),
+    semidefinite=((8, KRYLOV_NYSTROM), (3, XNYSTRACE)),
     general=((12, EITHER_TRACE), (6, XTRACE)),
     few=HUTCHINSON_TRACE,
 )

@@ -246,7 +246,7 @@ def xtrace_replicates(
     cross = cross + c * pairs.along(s_adjoint @ coimage).conj()
     second = times(squared_modulus(pairs.tests) * pairs.inverse, uhu)
     products = times(pairs.resphering, remainders[None, :] + cross + second)
-    return _mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
+    return mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
 
 
 def row_norm_replicates(
@@ -295,7 +295,7 @@ def xnystrace_replicates(
         single = diagonal(test).real
         lost = squared_modulus(test) / single[:, None]
         remainders *= residual_rank * (single[None, :] - lost)
-    return _mean_of_others(total - pair / squared + remainders)
+    return mean_of_others(total - pair / squared + remainders)
 
 
 def xnysdiag_replicates(
@@ -376,7 +376,7 @@ def krylov_replicates(
     first = jnp.einsum("a,pab,b->p", *promoted(tests[0].conj(), own, tests[0]))
     total = samples[:, 0].astype(own.dtype) + jnp.einsum("paa->p", own) - first
     pairs = total[:, None, None] - removed + times(factors[None], tested)
-    return jax.vmap(_mean_of_others)(pairs)
+    return jax.vmap(mean_of_others)(pairs)
 
 
 def _pair_blocks(square: Inexact[Array, "kq kq"], k: int) -> Inexact[Array, "{k} {k} p p"]:
@@ -417,7 +417,7 @@ def one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k
     return jnp.where(jnp.eye(overlap.shape[0], dtype=bool), 1, floored)
 
 
-def _mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
+def mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
     k = estimates.shape[0]
     others = jnp.where(jnp.eye(k, dtype=bool), 0, estimates)
     return jnp.sum(others, axis=1) / (k - 1)
