@@ -20,8 +20,9 @@ import os
 import re
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -99,11 +100,19 @@ def faults(stored: dict[str, Any], fresh: dict[str, Any], *, whole: bool) -> lis
     return found
 
 
-def executed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+class Run(NamedTuple):
+    path: Path
+    fresh: dict[str, Any]
+    drawings: dict[str, str]
+    seconds: float
+
+
+def executed(path: Path) -> Run:
     """The notebook after a run in a new kernel, and the drawings that the run saved."""
     import nbclient  # noqa: PLC0415  (an extra; the comparison does without)
     import nbformat  # noqa: PLC0415
 
+    start = time.perf_counter()
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
@@ -115,7 +124,7 @@ def executed(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     fresh = json.loads(nbformat.writes(notebook))
     for cell in code_cells(fresh):
         cell["outputs"] = [o for o in cell["outputs"] if not is_progress(o)]
-    return fresh, drawings
+    return Run(path, fresh, drawings, time.perf_counter() - start)
 
 
 def lighter(picture: str) -> str:
@@ -150,25 +159,19 @@ def main() -> None:
     parser.add_argument("--store", action="store_true", help="the outputs, in place")
     chosen = parser.parse_args()
     whole = float(os.environ.get("TRACEAX_SHARE", "1")) == 1
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+    paths = [path for path in paths if not chosen.names or path.stem in chosen.names]
     failed = False
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        if chosen.names and path.stem not in chosen.names:
-            continue
-        start, stored = time.perf_counter(), json.loads(path.read_text())
-        fresh, drawings = executed(path)
-        if chosen.store:
-            store(path, fresh)
-            stored = fresh
-            for name, drawing in drawings.items():
-                (NOTEBOOKS / name).write_text(drawing)
-        found = faults(stored, fresh, whole=whole)
-        print(
-            f"{path.stem}: {time.perf_counter() - start:.0f} s",
-            *found,
-            sep="\n  ",
-            flush=True,
-        )
-        failed = failed or bool(found)
+    with ProcessPoolExecutor(2) as pool:  # compilation, most of the time, takes one core
+        for path, fresh, drawings, seconds in pool.map(executed, paths):
+            stored = fresh if chosen.store else json.loads(path.read_text())
+            if chosen.store:
+                store(path, fresh)
+                for name, drawing in drawings.items():
+                    (NOTEBOOKS / name).write_text(drawing)
+            found = faults(stored, fresh, whole=whole)
+            print(f"{path.stem}: {seconds:.0f} s", *found, sep="\n  ", flush=True)
+            failed = failed or bool(found)
     if failed:
         raise SystemExit(1)
 
