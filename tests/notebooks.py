@@ -161,6 +161,8 @@ def main() -> None:
     whole = float(os.environ.get("TRACEAX_SHARE", "1")) == 1
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     paths = [path for path in paths if not chosen.names or path.stem in chosen.names]
+    # The compiler would complain that beside another notebook it is slow.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     failed = False
     with ProcessPoolExecutor(2) as pool:  # compilation, most of the time, takes one core
         for path, fresh, drawings, seconds in pool.map(executed, paths):
