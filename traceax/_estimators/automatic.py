@@ -34,7 +34,7 @@ from traceax._estimators.hutchinson import (
     HUTCHINSON_LEAVES,
     HUTCHINSON_TRACE,
 )
-from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM
+from traceax._estimators.krylov_nystrom import FEWEST, KRYLOV_NYSTROM
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
 from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE, MIXED_DIAGONAL
 from traceax._estimators.xdiag import XDIAG, XNYSDIAG
@@ -186,7 +186,7 @@ class Choices(NamedTuple):
 
 FOR_TRACES = Choices(
     TRACE,
-    semidefinite=((8, KRYLOV_NYSTROM), (3, XNYSTRACE)),
+    semidefinite=((FEWEST, KRYLOV_NYSTROM), (3, XNYSTRACE)),
     general=((12, EITHER_TRACE), (6, XTRACE)),
     few=HUTCHINSON_TRACE,
 )

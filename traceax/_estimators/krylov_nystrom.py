@@ -63,15 +63,20 @@ from traceax._linalg.columns import (
     largest_modulus,
     mean,
     over,
+    promoted,
+    squared_modulus,
     times,
 )
 from traceax._linalg.nystrom import NOISE
 from traceax._probes.draw import draw, is_rotation_invariant
 
+# Products; with fewer, second ones of two directions would take too many.
+FEWEST = 8
+
 
 def _drawn(request: Request, cost: int = 1) -> Drawn:
     spent = request.num_matvecs // cost
-    again = spent // 4
+    again = spent // 4 if spent >= FEWEST else 0
     count = spent - again
     block = draw(request.name, request.sampler, request.key, request.operator, count)
     blocks = block[:, :again], block[:, again:]
@@ -81,7 +86,7 @@ def _drawn(request: Request, cost: int = 1) -> Drawn:
 
 def _krylov_nystrom(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     first, block = probes.blocks[0], jnp.hstack(probes.blocks)
-    if first.shape[1] == 0:  # the budget is too small for second products
+    if first.shape[1] == 0:
         return XNYSTRACE.run(linear_map, Probes((block,), probes.resphere), target)
     sign = -1 if is_negative(linear_map.operator) else 1
     sketch = sign * linear_map(block)
@@ -164,7 +169,8 @@ def _value_and_error(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """From S and A S."""
     (n, m), size = test.shape, jnp.linalg.norm(images)
-    of_a = fit(test.conj().T @ images, images, directions, eps * size)
+    noise = eps * jnp.maximum(size, 1e-3)
+    of_a = fit(test.conj().T @ images, images, directions, noise)
     ridge = jnp.asarray(10 * m * eps, size.dtype)
     of_one = fit(test.conj().T @ test, test, directions, ridge)
     factors = jnp.full_like(of_a.squares, n)
@@ -214,9 +220,15 @@ def _blocks(square: Inexact[Array, "twice twice"]) -> Inexact[Array, "k k 2 2"]:
 
 
 def _inverse(matrices: Inexact[Array, "k k 2 2"]) -> Inexact[Array, "k k 2 2"]:
-    """Of I - C* C, whose determinant is at least rounding."""
-    a, b, d = matrices[..., 0, 0], matrices[..., 0, 1], matrices[..., 1, 1]
-    least = jnp.finfo(a.dtype).eps * jnp.maximum(a.real, d.real)
-    determinant = jnp.maximum((a * d).real - jnp.abs(b) ** 2, least)
-    rows = jnp.stack([d, -b], -1), jnp.stack([-b.conj(), a], -1)
-    return over(jnp.stack(rows, -2), determinant[..., None, None])
+    """Of I - C* C, by elimination of the first row. That is skipped where v_i and v_j
+    coincide, as they do if A has fewer dimensions than Q."""
+    first, last = matrices[..., 0, 0].real, matrices[..., 1, 1].real
+    corner = matrices[..., 1, 0]
+    eps = float(jnp.finfo(first.dtype).eps)
+    above = jnp.where(first > 1e3 * eps, 1 / first, 0)
+    ratio = times(above, corner)
+    below = 1 / jnp.maximum(last - above * squared_modulus(corner), eps)
+    beside = -times(below, ratio)
+    outer = above + squared_modulus(ratio) * below
+    entries = promoted(outer, beside.conj(), beside, below)
+    return jnp.stack(entries, axis=-1).reshape(matrices.shape)

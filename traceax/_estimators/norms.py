@@ -92,7 +92,7 @@ def frobenius_norm_squared(
 
     It is tr B* B, or tr B B* if B has fewer rows than columns, estimated as by `trace` for
     semidefinite operators from m = num_matvecs // 2 products with B* B. Unbiased. Exact (to
-    rounding) if the rank of B is below m - m // 4, if B* B is a multiple of I (and probes
+    rounding) if the rank of B is below 3m/4, if B* B is a multiple of I (and probes
     are resphered), or if `num_matvecs` reaches the smaller dimension of B. On flat spectra
     the mean of |B w|^2, which takes one application for each probe, has up to 1.7 times
     less error.
