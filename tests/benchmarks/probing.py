@@ -9,12 +9,16 @@ the road network of Minnesota, with its Laplacian. The error is the root mean sq
 keys and entries, relative to that of the true entries; *held* the share of entries in
 `interval(0.95)`; a factor the error of another estimator over that of probing.
 
+Log-determinants with `pattern=` and without, of the Laplacian of a grid of 200 x 200 plus
+0.1, from 240 matvecs: relative to the truth, which is known.
+
 Then colourings alone, for a field of 64 x 64: what one repeat leaves, exactly, over all
 signs.
 """
 
 import argparse
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import scipy.sparse
 from jaxtyping import Float
 
 import traceax as tx
@@ -198,6 +203,31 @@ def print_colourings() -> None:
     verdict(factor <= 1, "no worse than by hand, error over that", f"{factor:.3f}")
 
 
+def print_logdets(num_keys: int = 4) -> None:
+    side, shift = 200, 0.1
+    line = 2 - 2 * np.cos(np.pi * np.arange(1, side + 1) / (side + 1))
+    truth = np.sum(np.log(line[:, None] + line[None, :] + shift))
+    path = 2 * np.eye(side) - np.eye(side, k=1) - np.eye(side, k=-1)
+    graph = scipy.sparse.kronsum(path, path)
+
+    def apply(v: jax.Array) -> jax.Array:
+        field = jnp.pad(v.reshape(side, side), 1)
+        around = field[2:, 1:-1] + field[:-2, 1:-1] + field[1:-1, 2:] + field[1:-1, :-2]
+        return (4 * field[1:-1, 1:-1] - around).ravel() + shift * v
+
+    structure = jax.ShapeDtypeStruct((side**2,), float)
+    operator = lx.FunctionLinearOperator(apply, structure, SEMIDEFINITE)
+    print(f"\nLog-determinant of a grid of {side} x {side}: error, standard error, seconds")
+    for name, pattern in (("with pattern=", graph), ("without", None)):
+        for number in range(num_keys):
+            start = time.perf_counter()
+            key = jax.random.key(number)
+            found = tx.logdet(operator, key, 240, pattern=pattern)
+            off, bar = float(found.value) / truth - 1, float(found.standard_error) / truth
+            seconds = time.perf_counter() - start
+            print(f"{name:<16}{abs(off):>9.1e}{abs(bar):>9.1e}{seconds:>7.1f}")
+
+
 def main(num_keys: int = 20) -> None:
     jax.config.update("jax_enable_x64", True)
     cells = [
@@ -222,6 +252,7 @@ def main(num_keys: int = 20) -> None:
     for kappa_squared in KAPPAS_SQUARED:
         claim_probing(cells, kappa_squared)
     claim_automatic(cells)
+    print_logdets()
     print_colourings()
 
 

@@ -62,11 +62,13 @@ DEGREES = 5.0
 
 class Neighbourhood(eqx.Module):
     """For each dimension: its colour; its neighbours, in rows filled up with itself; the
-    colours at its last two distances that are kept apart, and at the next two."""
+    colours at its last two distances that are kept apart, and at the next two, and whether
+    there are any, which the compiler would take a second to find."""
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
     beyond: Bool[Any, "n c 2"]
+    has_beyond: Bool[Any, "n 2"]
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
@@ -111,7 +113,8 @@ def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None
     if found is not None and len(jax.tree.leaves(structure)) > 1:
         order = in_rows(np.arange(found.colours.size), structure)
         neighbours = np.argsort(order)[found.neighbours[order]]
-        found = Neighbourhood(found.colours[order], neighbours, found.beyond[order])
+        beyond, has_beyond = found.beyond[order], found.has_beyond[order]
+        found = Neighbourhood(found.colours[order], neighbours, beyond, has_beyond)
     return None if found is None else jax.tree.map(jnp.asarray, found)
 
 
@@ -141,7 +144,7 @@ class NeighbourResiduals(eqx.Module):
             variances = (variances + mean(variances[near.neighbours])) / 2
         error = self.scale * jnp.sqrt(variances) / repeats
         none = self.beyond <= 4 * eps * self.size[:, None]
-        has_beyond = jnp.any(near.beyond, axis=1)
+        has_beyond = near.has_beyond
         some, all_none = jnp.any(has_beyond, axis=0), jnp.all(none | ~has_beyond, axis=0)
         is_exact = jnp.any(jnp.where(has_beyond, none, (some & all_none)[None]), axis=1)
         return jnp.where(is_exact, 0, error)
@@ -308,7 +311,8 @@ def probing_of_graph(step: Sparse, best: Best) -> Probing:
     if step.nnz == best.colours.size:
         return Probing(best.colours, None)
     beyond = _beyond(best.colours, step, best.power)
-    return Probing(best.colours, Neighbourhood(best.colours, _neighbours(step), beyond))
+    near = best.colours, _neighbours(step), beyond, np.any(beyond, axis=1)
+    return Probing(best.colours, Neighbourhood(*near))
 
 
 def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
