@@ -29,6 +29,9 @@ others only, whatever the shift is, so that nothing is biased. F = A S G*, and
 The same with I in the place of A gives dim S_-j and w_j* (I - P_j) w_j. So both are
 consistent, and multiples of I are exact.
 
+**Derivative.** It is read through XTrace's weight on the range of A S, from which probe j
+is left out in the same way, with a ridge in the place of the shift (`_readout`).
+
 **Error.** The jackknife's (`jackknife`), where the pair {i, j} lacks span(N_i, N_j). With
 C = N_i* N_j and K = (I - C* C)^{-1}, both 2 x 2, and M = F* F,
 
@@ -53,14 +56,14 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.operator import LinearMap, gram, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request
-from traceax._estimators.readouts import TRACE, Target, leave_one_out, trace_pairs
+from traceax._estimators.readouts import TRACE, Pairs, Target
 from traceax._estimators.xtrace import XNYSTRACE
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
-    largest_modulus,
+    column_scales,
     mean,
     over,
     promoted,
@@ -92,13 +95,13 @@ def _krylov_nystrom(linear_map: LinearMap, probes: Probes, target: Target) -> Ou
     sketch = sign * linear_map(block)
     basis = orthonormalise(sketch[:, : first.shape[1]])
     images = sign * linear_map(basis.columns)
-    root, scale = block.shape[0] ** 0.5, largest_modulus(sketch)
+    root, scale = block.shape[0] ** 0.5, column_scales(sketch.reshape(-1, 1))[0]
     test = jnp.hstack([block / root, basis.columns])
     images = over(jnp.hstack([sketch / root, images]), scale)
     directions = downdate(basis).directions
     eps = unit_roundoff(linear_map.operator)
     value, error = _value_and_error(test, images, directions, eps, probes.resphere)
-    weight = trace_pairs(leave_one_out(sketch, block, resphere=probes.resphere))
+    weight = _readout(block, images, directions, eps, probes.resphere)
     return Outcome(sign * scale * value, scale * error, weight)
 
 
@@ -118,12 +121,15 @@ class Fit(NamedTuple):
     shift: Float[Array, ""]
 
     @property
+    def columns(self) -> Inexact[Array, "m twice"]:
+        """All N_j side by side."""
+        return jnp.moveaxis(self.vectors, 0, 1).reshape(len(self.gram), -1)
+
+    @property
     def traces(self) -> Float[Array, " k"]:
         """tr A<S_-j>."""
-        removed = jnp.einsum(
-            "kma,mp,kpa->k", self.vectors.conj(), self.gram, self.vectors
-        ).real
-        return jnp.trace(self.gram).real - removed
+        removed = column_dots(self.columns, self.gram @ self.columns).real
+        return jnp.trace(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
 
     @property
     def remainders(self) -> Float[Array, " k"]:
@@ -131,20 +137,32 @@ class Fit(NamedTuple):
         return self.squares - self.shift
 
 
-def fit(
-    core: Inexact[Array, "m m"],
+def fit_to_core(
+    test: Inexact[Array, "n m"],
     images: Inexact[Array, "n m"],
     directions: Inexact[Array, "a a"],
     noise: Float[Array, ""],
 ) -> Fit:
     """NaN if the core clearly is not positive semidefinite."""
-    again = directions.shape[0]
-    k = core.shape[0] - again
+    core = test.conj().T @ images
     noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)
     indefinite = jnp.maximum(-values[0] - noise, 0)
     indefinite = jnp.where(indefinite > NOISE * values[-1], jnp.nan, indefinite)
     shift = jnp.maximum(noise, 4 * indefinite)
+    return fit(values, vectors, images, directions, shift)
+
+
+def fit(
+    values: Float[Array, " m"],
+    vectors: Inexact[Array, "m m"],
+    images: Inexact[Array, "n m"],
+    directions: Inexact[Array, "a a"],
+    shift: Float[Array, ""],
+) -> Fit:
+    """From the eigenvalues and eigenvectors of the core."""
+    again = directions.shape[0]
+    k = values.size - again
     half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift))[None, :])
     right, left = half.conj().T, images @ half
     v = right[:, k:] @ directions
@@ -160,6 +178,42 @@ def fit(
     return Fit(left, gram, jnp.moveaxis(removed, 1, 0), residuals, squares, shift)
 
 
+def _readout(
+    block: Inexact[Array, "n k"],
+    images: Inexact[Array, "n m"],
+    directions: Inexact[Array, "a a"],
+    eps: float,
+    resphere: bool,
+) -> Pairs:
+    """The mean of 2 P_j - P_j^2 + c_j mu_j mu_j*, P_j = F C_j F* of A S with C_j =
+    I - N_j N_j*, mu_j = (I - P_j) w_j: its expectation is I, projector or not."""
+    (n, k), (_, m) = block.shape, images.shape
+    # The squares of the singular values, which fall far, without squaring the block.
+    basis = orthonormalise(images)
+    sizes, right = lapack.svd(basis.factor)[1:]
+    ridge = 16 * eps * sizes[0] ** 2
+    images, vectors = over(images, basis.scale), right.conj().T
+    space = fit(sizes**2, vectors, images, directions, ridge)
+    v, gram, columns = space.vectors, space.gram, space.columns
+    inner = v.conj().swapaxes(1, 2) @ gram @ v
+    spread = jnp.moveaxis(v @ inner, 0, 1).reshape(m, 2 * k) @ columns.conj().T / k
+    removed = columns @ columns.conj().T / k
+    cross, unit = removed @ gram, jnp.eye(m, dtype=gram.dtype)
+    kept = 2 * (unit - removed) - gram + cross + cross.conj().T - spread
+
+    inside = space.left.conj().T @ block
+    along = jnp.einsum("kma,mk->ka", v.conj(), inside)
+    mu = block - space.left @ (inside - jnp.einsum("kma,ka->mk", v, along))
+    lengths = jnp.ones(k, sizes.dtype)
+    if resphere:  # n - tr(2 P_j - P_j^2)
+        second = jnp.sum(column_norms_squared(gram @ columns).reshape(k, 2), axis=1)
+        squares = jnp.sum(squared_modulus(gram)) - 2 * second
+        squares = squares + jnp.sum(squared_modulus(inner), axis=(1, 2))
+        lengths = (n - 2 * space.traces + squares) / column_norms_squared(mu)
+    left = space.left @ kept, times(mu, lengths[None, :] / k)
+    return Pairs(jnp.hstack(left), jnp.hstack([space.left, mu]))
+
+
 def _value_and_error(
     test: Inexact[Array, "n m"],
     images: Inexact[Array, "n m"],
@@ -170,9 +224,9 @@ def _value_and_error(
     """From S and A S."""
     (n, m), size = test.shape, jnp.linalg.norm(images)
     noise = eps * jnp.maximum(size, 1e-3)
-    of_a = fit(test.conj().T @ images, images, directions, noise)
+    of_a = fit_to_core(test, images, directions, noise)
     ridge = jnp.asarray(10 * m * eps, size.dtype)
-    of_one = fit(test.conj().T @ test, test, directions, ridge)
+    of_one = fit_to_core(test, test, directions, ridge)
     factors = jnp.full_like(of_a.squares, n)
     if resphere:
         factors = (n - of_one.traces) / of_one.remainders
@@ -198,8 +252,7 @@ def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, 
 
 def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
     """tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j."""
-    k, m, _ = fit.vectors.shape
-    columns = jnp.moveaxis(fit.vectors, 0, 1).reshape(m, 2 * k)
+    columns = fit.columns
     c = _blocks(columns.conj().T @ columns)
     forms = _blocks(columns.conj().T @ fit.gram @ columns)
     own, adjoint = jnp.einsum("iiab->iab", forms), jnp.swapaxes(c, 2, 3).conj()
