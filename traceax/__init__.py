@@ -23,11 +23,11 @@ from traceax._estimators.hutchinson import hutchinson_trace as hutchinson_trace
 from traceax._estimators.hutchpp import diagpp as diagpp
 from traceax._estimators.hutchpp import hutchpp_trace as hutchpp_trace
 from traceax._estimators.hutchpp import na_hutchpp_trace as na_hutchpp_trace
+from traceax._estimators.krylov_nystrom import xnystrace as xnystrace
 from traceax._estimators.norms import frobenius_norm_squared as frobenius_norm_squared
 from traceax._estimators.norms import row_norms_squared as row_norms_squared
 from traceax._estimators.xdiag import xdiag as xdiag
 from traceax._estimators.xdiag import xnysdiag as xnysdiag
-from traceax._estimators.xtrace import xnystrace as xnystrace
 from traceax._estimators.xtrace import xtrace as xtrace
 from traceax._functions.equations import preconditioner as preconditioner
 from traceax._functions.function_diagonal import function_diagonal as function_diagonal

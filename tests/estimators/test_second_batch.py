@@ -17,9 +17,9 @@ from tests.wrappers import PSD, function, matrix_free
 from traceax._core.operator import LinearMap
 from traceax._estimators import second_batch
 from traceax._estimators.driver import Probes
+from traceax._estimators.krylov_nystrom import products_of_sketch
 from traceax._estimators.readouts import DIAGONAL, TRACE, leave_one_out
 from traceax._linalg.columns import promoted, times
-from traceax._linalg.nystrom import nystrom
 
 KEY = jax.random.key(5)
 TAGS = {"general": (), "symmetric": lx.symmetric_tag, "semidefinite": PSD}
@@ -66,7 +66,8 @@ def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
     def shares(block: Any) -> Any:
         sketch = matrix @ block
         if what == "semidefinite":
-            return second_batch.nystrom_shares(nystrom(sketch, block), sketch, block)
+            known = products_of_sketch(sketch, block, 1e-16)
+            return second_batch.nystrom_shares(known, known.fitted)
         loo = leave_one_out(sketch, block, resphere=what == "trace")
         return second_batch.missed_shares(loo, sketch, of_diagonal=what == "diagonal")
 
@@ -170,7 +171,8 @@ def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> No
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
         probes = Probes((block,), resphere=False)
-        weights = second_batch.shared_weights(nystrom(sketch, block), sketch, block)
+        known = products_of_sketch(sketch, block, 1e-16)
+        weights = second_batch.shared_weights(known, known.fitted)
         return weights, read(second_batch.mixed(maps[0], probes, DIAGONAL), maps)
 
     weights, got = run(blocks)

@@ -205,7 +205,7 @@ def _sketched_laplacian(
 ) -> Estimate:
     """The width of the sketch is a sixth of the budget, but at least 2 columns, because one
     often misses a dominant direction."""
-    space, width = subject.space, max(2, (num_matvecs + 2) // 6)
+    space, width = subject.space, max(2, (num_matvecs + 2) // 4)
     rest = num_matvecs - 2 * width
     probes = draw("laplacian", normal, key, space, width + rest)
     correction = (1 - rest / (size(space) - width)) ** 0.5

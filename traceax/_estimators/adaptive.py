@@ -44,8 +44,9 @@ from traceax._core.operator import (
 )
 from traceax._core.rule import Outcome, run
 from traceax._estimators.driver import SMALL
+from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
 from traceax._estimators.readouts import leave_one_out_of
-from traceax._estimators.xtrace import xnystrace_of, xtrace_of
+from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots, times
 from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
@@ -309,8 +310,9 @@ class _Growing(NamedTuple):
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         eps, resphere = unit_roundoff(linear_map.operator), self.resphere
         if sketch.basis is None:
-            of_sketch = xnystrace_of(sketch.products, sketch.probes, eps, resphere=resphere)
-            return self.sign * of_sketch[0], of_sketch[1]
+            known = products_of_sketch(sketch.products, sketch.probes, eps)
+            value, error = value_and_error(known, resphere=resphere)
+            return self.sign * value, error
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
         return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
 

@@ -4,10 +4,8 @@ They choose by structure, tags and budget, never by looking at the estimate.
 
 The entries of a leaf have correlated errors, so the error of their sum is computed from the
 samples of the diagonal's estimators, each summed first. For XDiag's samples the covariance
-of pairs is enough (`jackknife.shared_error`); for XNysDiag's, if the decay is fast, parts
-of many probes matter, and the jackknife is needed (`jackknife.xnysdiag_replicates`).
-Measured on 11 spectra: intervals of the first contain the truth in at least 90 % of runs,
-those of the second by the covariance of pairs only in 59 %.
+of pairs is enough (`jackknife.shared_error`); for a Nyström approximation's, if the decay
+is fast, parts of many probes matter, and the jackknife is needed (`krylov_nystrom`).
 """
 
 from __future__ import annotations
@@ -34,11 +32,16 @@ from traceax._estimators.hutchinson import (
     HUTCHINSON_LEAVES,
     HUTCHINSON_TRACE,
 )
-from traceax._estimators.krylov_nystrom import FEWEST, KRYLOV_NYSTROM
+from traceax._estimators.krylov_nystrom import (
+    FEWEST,
+    KRYLOV_NYSTROM,
+    KRYLOV_NYSTROM_OF_LEAVES,
+    XNYSTRACE,
+)
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
 from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE, MIXED_DIAGONAL
 from traceax._estimators.xdiag import XDIAG, XNYSDIAG
-from traceax._estimators.xtrace import XNYSTRACE, XTRACE
+from traceax._estimators.xtrace import XTRACE
 from traceax._probes.draw import check_pattern, for_pattern
 from traceax._probes.stream import SILENT
 
@@ -139,9 +142,9 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
         value[leaf] = sum of diag A over the entries of the leaf
 
     The curvature of each layer of a network, say. One sketch serves all leaves: that of
-    `xnysdiag` for operators tagged semidefinite, that of `xdiag` for others; for small
-    budgets, plain probes. Unbiased. Exact where `trace` is, whose error bar is that of the
-    sum over all leaves.
+    `trace` for operators tagged semidefinite (signs in the place of the sphere), that of
+    `xdiag` for others; for small budgets, plain probes. Unbiased. Exact where `trace` is,
+    whose error bar is that of the sum over all leaves.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget if
     n > 64, at least 1. Default 100.
@@ -149,7 +152,7 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
     **Returns** an `Estimate` with the operator's input structure, one number for each leaf.
 
     **Derivatives**: by the rule of the diagonal; exact where the value is. **Cost**: that
-    of `diagonal`; for semidefinite operators 10 n k^2 flops more.
+    of `diagonal`; for semidefinite operators that of `trace`.
 
     **Example**
 
@@ -198,7 +201,10 @@ FOR_DIAGONALS = Choices(
 )
 FOR_LEAVES = Choices(
     LEAVES,
-    semidefinite=((3, XNYSDIAG._replace(target=LEAVES)),),
+    semidefinite=(
+        (FEWEST, KRYLOV_NYSTROM_OF_LEAVES),
+        (3, KRYLOV_NYSTROM_OF_LEAVES._replace(name="xnysdiag")),
+    ),
     general=((6, XDIAG._replace(target=LEAVES)),),
     few=HUTCHINSON_LEAVES,
 )

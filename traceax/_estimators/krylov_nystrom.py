@@ -1,85 +1,144 @@
-"""Nyström in a Krylov space: traces of semidefinite operators, whatever their spectrum is.
+"""Nyström approximations of semidefinite operators: traces, and sums over leaves.
 
-XNysTrace's approximation leaves about tr(rest)/k in the direction of a large eigenvalue.
-XTrace's second product A Q leaves next to nothing there, but a sketch by half of the
-probes is worse where eigenvalues decay. So a quarter of the budget is spent on second
-products: with probes Omega_1, a of them, Omega_2, and Q R = A Omega_1, the test matrix is
+With S a test matrix, A<S> = A S (S* A S)^{-1} (A S)* the Nyström approximation from it, and
+A<S_-j> that without probe j and what was made of it,
 
-    S = [Omega_1, Omega_2, Q],        A<S> = A S (S* A S)^{-1} (A S)*.
+    tr A = E[ tr A<S_-j> + c_j w_j* (A - A<S_-j>) w_j ]        for every j,
 
-Without probe j, S_-j lacks the column w_j and, if that is one of Omega_1, the direction
-s_j of Q, which the other columns of R do not have (`basis.downdate`). So S_-j depends on
-the other probes only, all k probes are left out in turn, and the mean of
+since w_j is isotropic and independent of the others. The k estimates of the right-hand side
+are averaged. If the probes are resphered, c_j = (n - dim S_-j)/(w_j* (I - P_j) w_j) with
+P_j the projector on S_-j, which removes all of the variance that a multiple of I
+contributes; else c_j is 1. `_linalg.nystrom` has the approximations without a probe, and
+without two, of which the jackknife's error is made. The same with I in the place of A gives
+dim S_-j and w_j* (I - P_j) w_j.
 
-    t_j = tr A<S_-j> + c_j w_j* (A - A<S_-j>) w_j
+**XNysTrace** has S = Omega, all k probes: one application a probe.
 
-is unbiased, with c_j = (n - dim S_-j)/(w_j* (I - P_j) w_j) if the probes are resphered.
-No decision is made, so none can be wrong.
+**In a Krylov space.** XNysTrace leaves about tr(rest)/k in the direction of a large
+eigenvalue. XTrace's second product A Q leaves next to nothing there, but a sketch by half
+of the probes is worse where eigenvalues decay. So a quarter of the budget is spent on
+second products: with probes Omega_1, a of them, Omega_2, and Q R = A Omega_1,
 
-**Without a rank.** In the directions of A = c I + (low rank) S has dependent columns, and
-how many is not for rounding to decide. So let a shift be added to the core, H = S* A S +
-shift I = G^{-1} G^{-*}, with the columns of S of length about 1. This is the approximation
-of diag(A, shift I) from the rows [S; I], which are independent. It is computed from the
-others only, whatever the shift is, so that nothing is biased. F = A S G*, and
+    S = [Omega_1, Omega_2, Q].
 
-    A<S> = F F*,   A<S_-j> = F (I - N_j N_j*) F*,   N_j = [v_j, u_j/|u_j|],
-    v_j = G [0; s_j], normalised (0 for Omega_2),   u_j = g_j - v_j v_j* g_j,
-    w_j* (A - A<S_-j>) w_j = 1/|u_j|^2 - shift,     (A - A<S_-j>) w_j = F u_j/|u_j|^2.
-
-The same with I in the place of A gives dim S_-j and w_j* (I - P_j) w_j. So both are
-consistent, and multiples of I are exact.
+With probe j of Omega_1 goes the direction s_j of Q, which the other columns of R do not
+have (`basis.downdate`). No decision is made, so none can be wrong.
 
 **Derivative.** It is read through XTrace's weight on the range of A S, from which probe j
 is left out in the same way, with a ridge in the place of the shift (`_readout`).
 
-**Error.** The jackknife's (`jackknife`), where the pair {i, j} lacks span(N_i, N_j). With
-C = N_i* N_j and K = (I - C* C)^{-1}, both 2 x 2, and M = F* F,
+**Sums over leaves** have the same estimates, each summed over the rows of a leaf, without
+resphering, so that signs are exact for the diagonal part of the remainder. Their derivative
+is XDiag's on the sketch A [Omega_1, Omega_2].
 
-    tr A<S_-ij> = |F|^2 - tr N_i* M N_i - tr K (N_j - N_i C)* M (N_j - N_i C),
-
-and probe j's remainder is K_uu/|u_j|^2 - shift.
-
-Measured (`tests.benchmarks.choices`): on decaying spectra .7 to .95 of XNysTrace's error,
-on a few large eigenvalues over a flat rest at most XTrace's, on flat spectra 1.15 times
-Hutchinson's. It is worse than XNysTrace only where nearly all of the trace is in more
-eigenvalues than there are second products, and in fewer than there are products.
+Measured (`tests.benchmarks.choices`): on decaying spectra .6 to 1 of XNysTrace's error, up
+to 1.3 where the decay is so slow that the budget cuts it off; on a few large eigenvalues
+over a flat rest at most XTrace's, from about four products for each on (ten at 24 products:
+4.5 times); on flat spectra 1.15 times Hutchinson's in theory. It is worse than XNysTrace
+where nearly all of the trace is in more eigenvalues than there are second products, and in
+fewer than there are products.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.operator import LinearMap, gram, is_negative, unit_roundoff
+from traceax._core.estimate import Estimate
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    Structure,
+    gram,
+    is_negative,
+    unflatten_rows,
+    unit_roundoff,
+)
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import Drawn, Method, Probes, Request
-from traceax._estimators.readouts import TRACE, Pairs, Target
-from traceax._estimators.xtrace import XNYSTRACE
+from traceax._estimators.driver import Drawn, Method, Probes, Request, estimate
+from traceax._estimators.readouts import (
+    LEAVES,
+    TRACE,
+    Pairs,
+    Target,
+    leave_one_out,
+    trace_pairs,
+    two_sided,
+)
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
-    column_dots,
     column_norms_squared,
-    column_scales,
+    diagonal,
+    largest_modulus,
     mean,
     over,
-    promoted,
     squared_modulus,
     times,
 )
-from traceax._linalg.nystrom import NOISE
+from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
 from traceax._probes.draw import draw, is_rotation_invariant
+from traceax._probes.samplers import Sampler, rademacher
 
 # Products; with fewer, second ones of two directions would take too many.
 FEWEST = 8
 
 
-def _drawn(request: Request, cost: int = 1) -> Drawn:
+def xnystrace(
+    operator: Operator,
+    key: PRNGKeyArray,
+    num_matvecs: int,
+    *,
+    sampler: Sampler | None = None,
+) -> Estimate:
+    """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
+
+    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
+    out of it, and estimates the remainder of the approximation by the others:
+
+        value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
+
+    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
+    probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
+    estimators wherever it applies.
+
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
+    `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
+
+    **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
+    `standard_error` grows by n times the modulus of the most negative eigenvalue found. If
+    this modulus is above a hundredth of the largest eigenvalue, the tag was wrong: both are
+    NaN.
+
+    **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
+    multiple of I, and for tangents that need not be semidefinite. A gradient costs 2k
+    matvec-VJPs. **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k;
+    about 8 n k^2 flops.
+
+    **Example**
+
+        >>> import jax, lineax as lx, traceax as tx
+        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
+        >>> tag = lx.positive_semidefinite_tag
+        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
+        >>> estimate = tx.xnystrace(operator, jax.random.key(1), 20)
+        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
+        True
+
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.2,
+    doi:10.1137/23M1548323.
+    """
+    return estimate(XNYSTRACE, operator, key, num_matvecs, sampler=sampler)
+
+
+def _drawn(request: Request, cost: int = 1, fewest: float = FEWEST) -> Drawn:
     spent = request.num_matvecs // cost
-    again = spent // 4 if spent >= FEWEST else 0
+    again = spent // 4 if spent >= fewest else 0
     count = spent - again
     block = draw(request.name, request.sampler, request.key, request.operator, count)
     blocks = block[:, :again], block[:, again:]
@@ -87,113 +146,96 @@ def _drawn(request: Request, cost: int = 1) -> Drawn:
     return Drawn(probes, spent * cost, max(count - 1, 1))
 
 
-def _krylov_nystrom(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    first, block = probes.blocks[0], jnp.hstack(probes.blocks)
-    if first.shape[1] == 0:
-        return XNYSTRACE.run(linear_map, Probes((block,), probes.resphere), target)
-    sign = -1 if is_negative(linear_map.operator) else 1
-    sketch = sign * linear_map(block)
-    basis = orthonormalise(sketch[:, : first.shape[1]])
-    images = sign * linear_map(basis.columns)
-    root, scale = block.shape[0] ** 0.5, column_scales(sketch.reshape(-1, 1))[0]
-    test = jnp.hstack([block / root, basis.columns])
-    images = over(jnp.hstack([sketch / root, images]), scale)
-    directions = downdate(basis).directions
+class Products(NamedTuple):
+    """All probes, S, A S/scale (of -A if `sign` is -1), and the directions of Q."""
+
+    block: Inexact[Array, "n k"]
+    test: Inexact[Array, "n m"]
+    images: Inexact[Array, "n m"]
+    directions: Inexact[Array, "a a"]
+    sign: int
+    scale: Float[Array, ""]
+    eps: float
+
+    @property
+    def fitted(self) -> Fit:
+        """With the shift of what the products are rounded by."""
+        noise = self.eps * jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
+        return fit_to_core(self.test, self.images, self.directions, noise)
+
+    @property
+    def sketch(self) -> Inexact[Array, "n k"]:
+        """A/scale times the probes."""
+        return self.images[:, : self.block.shape[1]] * self.block.shape[0] ** 0.5
+
+
+def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
+    """Of all blocks of probes; second products from the sketch of the first of two."""
+    block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
+    again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
     eps = unit_roundoff(linear_map.operator)
-    value, error = _value_and_error(test, images, directions, eps, probes.resphere)
-    weight = _readout(block, images, directions, eps, probes.resphere)
-    return Outcome(sign * scale * value, scale * error, weight)
+    known = products_of_sketch(sketch, block, eps)._replace(sign=sign)
+    if again == 0:
+        return known
+    basis = orthonormalise(sketch[:, :again])
+    images = over(sign * linear_map(basis.columns), known.scale)
+    return known._replace(
+        test=jnp.hstack([known.test, basis.columns]),
+        images=jnp.hstack([known.images, images]),
+        directions=downdate(basis).directions,
+    )
 
 
-KRYLOV_NYSTROM = Method("xnystrace + A Q", TRACE, _krylov_nystrom, _drawn)
+def products_of_sketch(
+    sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"], eps: float
+) -> Products:
+    root, scale = block.shape[0] ** 0.5, largest_modulus(sketch)
+    images, none = over(sketch / root, scale), jnp.zeros((0, 0), block.dtype)
+    return Products(block, block / root, images, none, 1, scale, eps)
+
+
+def _trace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    del target
+    known, resphere = products(linear_map, *probes.blocks), probes.resphere
+    value, error = value_and_error(known, resphere=resphere)
+    if known.directions.size:
+        weight = _readout(known, resphere)
+    else:
+        loo = leave_one_out(known.images, known.block, resphere=resphere)
+        weight = trace_pairs(loo)
+    return Outcome(known.sign * value, error, weight)
+
+
+XNYSTRACE = Method(
+    "xnystrace", TRACE, _trace, partial(_drawn, fewest=math.inf), instead="xtrace"
+)
+KRYLOV_NYSTROM = Method("xnystrace + A Q", TRACE, _trace, _drawn)
 KRYLOV_NYSTROM_OF_GRAM = KRYLOV_NYSTROM._replace(draw=partial(_drawn, cost=2), acts_on=gram)
 
 
-class Fit(NamedTuple):
-    """F, M = F* F, and of each probe N_j, the root of H^{-1} times u_j/|u_j|^2, and
-    1/|u_j|^2."""
-
-    left: Inexact[Array, "n m"]
-    gram: Inexact[Array, "m m"]
-    vectors: Inexact[Array, "k m 2"]
-    residuals: Inexact[Array, "m k"]
-    squares: Float[Array, " k"]
-    shift: Float[Array, ""]
-
-    @property
-    def columns(self) -> Inexact[Array, "m twice"]:
-        """All N_j side by side."""
-        return jnp.moveaxis(self.vectors, 0, 1).reshape(len(self.gram), -1)
-
-    @property
-    def traces(self) -> Float[Array, " k"]:
-        """tr A<S_-j>."""
-        removed = column_dots(self.columns, self.gram @ self.columns).real
-        return jnp.trace(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
-
-    @property
-    def remainders(self) -> Float[Array, " k"]:
-        """w_j* (A - A<S_-j>) w_j."""
-        return self.squares - self.shift
+def _leaves(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+    known = products(linear_map, *probes.blocks)
+    value, error = _leaf_by_leaf(known, linear_map.operator.in_structure())
+    weight = two_sided(target, leave_one_out(known.sketch, known.block, resphere=False))
+    return Outcome(known.sign * value, error, weight)
 
 
-def fit_to_core(
-    test: Inexact[Array, "n m"],
-    images: Inexact[Array, "n m"],
-    directions: Inexact[Array, "a a"],
-    noise: Float[Array, ""],
-) -> Fit:
-    """NaN if the core clearly is not positive semidefinite."""
-    core = test.conj().T @ images
-    noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
-    values, vectors = lapack.eigh((core + core.conj().T) / 2)
-    indefinite = jnp.maximum(-values[0] - noise, 0)
-    indefinite = jnp.where(indefinite > NOISE * values[-1], jnp.nan, indefinite)
-    shift = jnp.maximum(noise, 4 * indefinite)
-    return fit(values, vectors, images, directions, shift)
+KRYLOV_NYSTROM_OF_LEAVES = KRYLOV_NYSTROM._replace(
+    name="xnysdiag + A Q", target=LEAVES, run=_leaves, sampler=rademacher
+)
 
 
-def fit(
-    values: Float[Array, " m"],
-    vectors: Inexact[Array, "m m"],
-    images: Inexact[Array, "n m"],
-    directions: Inexact[Array, "a a"],
-    shift: Float[Array, ""],
-) -> Fit:
-    """From the eigenvalues and eigenvectors of the core."""
-    again = directions.shape[0]
-    k = values.size - again
-    half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift))[None, :])
-    right, left = half.conj().T, images @ half
-    v = right[:, k:] @ directions
-    v = over(v, jnp.sqrt(column_norms_squared(v))[None, :])
-    v = jnp.pad(v, ((0, 0), (0, k - again)))
-    g = right[:, :k]
-    for _ in range(2):
-        g = g - times(column_dots(v, g)[None, :], v)
-    squares = 1 / column_norms_squared(g)
-    residuals = times(squares[None, :], g)
-    removed = jnp.stack([v, times(jnp.sqrt(squares)[None, :], g)], axis=-1)
-    gram = left.conj().T @ left
-    return Fit(left, gram, jnp.moveaxis(removed, 1, 0), residuals, squares, shift)
-
-
-def _readout(
-    block: Inexact[Array, "n k"],
-    images: Inexact[Array, "n m"],
-    directions: Inexact[Array, "a a"],
-    eps: float,
-    resphere: bool,
-) -> Pairs:
+def _readout(known: Products, resphere: bool) -> Pairs:
     """The mean of 2 P_j - P_j^2 + c_j mu_j mu_j*, P_j = F C_j F* of A S with C_j =
     I - N_j N_j*, mu_j = (I - P_j) w_j: its expectation is I, projector or not."""
-    (n, k), (_, m) = block.shape, images.shape
+    block, (n, m) = known.block, known.images.shape
+    k = block.shape[1]
     # The squares of the singular values, which fall far, without squaring the block.
-    basis = orthonormalise(images)
+    basis = orthonormalise(known.images)
     sizes, right = lapack.svd(basis.factor)[1:]
-    ridge = 16 * eps * sizes[0] ** 2
-    images, vectors = over(images, basis.scale), right.conj().T
-    space = fit(sizes**2, vectors, images, directions, ridge)
+    ridge = 16 * known.eps * sizes[0] ** 2
+    images, vectors = over(known.images, basis.scale), right.conj().T
+    space = fit(sizes**2, vectors, images, known.directions, ridge)
     v, gram, columns = space.vectors, space.gram, space.columns
     inner = v.conj().swapaxes(1, 2) @ gram @ v
     spread = jnp.moveaxis(v @ inner, 0, 1).reshape(m, 2 * k) @ columns.conj().T / k
@@ -214,34 +256,29 @@ def _readout(
     return Pairs(jnp.hstack(left), jnp.hstack([space.left, mu]))
 
 
-def _value_and_error(
-    test: Inexact[Array, "n m"],
-    images: Inexact[Array, "n m"],
-    directions: Inexact[Array, "a a"],
-    eps: float,
-    resphere: bool,
+def value_and_error(
+    known: Products, *, resphere: bool
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """From S and A S."""
-    (n, m), size = test.shape, jnp.linalg.norm(images)
-    noise = eps * jnp.maximum(size, 1e-3)
-    of_a = fit_to_core(test, images, directions, noise)
-    ridge = jnp.asarray(10 * m * eps, size.dtype)
-    of_one = fit_to_core(test, test, directions, ridge)
+    (n, m), k, of_a = known.test.shape, known.block.shape[1], known.fitted
+    ridge = jnp.asarray(10 * m * known.eps, of_a.squares.dtype)
+    of_one = fit_to_core(known.test, known.test, known.directions, ridge)
     factors = jnp.full_like(of_a.squares, n)
     if resphere:
         factors = (n - of_one.traces) / of_one.remainders
     samples = of_a.traces + factors * of_a.remainders
-    rounding = 4 * eps * mean(samples) + n * of_a.shift
-    replicates = _replicates(of_a, of_one, n, resphere)
-    error = jackknife.jackknife_error(replicates, rounding)
-    if resphere:
+    rounding = 4 * known.eps * mean(samples) + n * of_a.shift
+    error = jnp.full_like(rounding, jnp.inf)
+    if k > 1:
+        replicates = _replicates(of_a, of_one, n, resphere)
+        error = jackknife.jackknife_error(replicates, rounding)
+    if resphere and k > 1:
         along = of_a.remainders / of_one.remainders
         across = of_a.left @ of_a.residuals
         across = across - of_one.left @ times(along[None, :], of_one.residuals)
         missed = factors**2 * column_norms_squared(across) / n
-        real = not jnp.iscomplexobj(test)
+        real = not jnp.iscomplexobj(known.test)
         error = jackknife.no_less_than_theory(error, missed, real=real)
-    return mean(samples), error
+    return known.scale * mean(samples), known.scale * error
 
 
 def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, " k"]:
@@ -252,36 +289,53 @@ def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, 
 
 def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
     """tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j."""
-    columns = fit.columns
-    c = _blocks(columns.conj().T @ columns)
-    forms = _blocks(columns.conj().T @ fit.gram @ columns)
-    own, adjoint = jnp.einsum("iiab->iab", forms), jnp.swapaxes(c, 2, 3).conj()
-    unit, cross = jnp.eye(2, dtype=c.dtype)[None, None], adjoint @ forms
-    inverse = _inverse(unit - adjoint @ c)
-    mixed = own[None] - cross - jnp.swapaxes(cross, 2, 3).conj()
-    mixed = mixed + adjoint @ own[:, None] @ c
-    removed = jnp.einsum("ijab,ijba->ij", inverse, mixed).real
-    removed = removed + jnp.einsum("iaa->i", own).real[:, None]
+    pairs, columns = left_out_in_pairs(fit), fit.columns
+    removed = pairs.removed(columns.conj().T @ fit.gram @ columns)
     traces = jnp.trace(fit.gram).real - removed
-    return traces, inverse[..., 1, 1].real * fit.squares[None, :] - fit.shift
+    return traces, pairs.inverse[..., 1, 1].real * fit.squares[None, :] - fit.shift
 
 
-def _blocks(square: Inexact[Array, "twice twice"]) -> Inexact[Array, "k k 2 2"]:
-    """Of each pair."""
-    k = square.shape[0] // 2
-    return jnp.moveaxis(square.reshape(k, 2, k, 2), 1, 2)
+def _leaf_by_leaf(
+    known: Products, structure: Structure
+) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"]]:
+    """With F_L and W_L the rows of a leaf,
+
+        t_j = tr F_L C_j F_L* + n w_jL* F_L u_j/|u_j|^2,
+
+    and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed."""
+    (n, k), fitted = known.block.shape, known.fitted
+    grams, tested, counts = _grams(fitted.left, known.test[:, :k], structure)
+    pairs, columns = left_out_in_pairs(fitted), fitted.columns
+    roots = jnp.sqrt(fitted.squares)
+
+    def of_leaf(leaf: tuple[Array, Array]) -> tuple[Array, Array]:
+        gram, tested = leaf
+        forms, along = columns.conj().T @ gram @ columns, tested @ columns
+        total = jnp.trace(gram).real
+        of_one = jnp.sum(diagonal(forms).real.reshape(k, 2), axis=1)
+        rest = diagonal(along.reshape(k, k, 2)[..., 1]).real
+        samples = total - of_one + n * roots * rest
+        rest = roots[None, :] * pairs.tested(along)
+        replicates = jackknife.mean_of_others(total - pairs.removed(forms) + n * rest)
+        return mean(samples), replicates
+
+    values, replicates = jax.lax.map(of_leaf, (grams, tested))
+    rounding = jnp.sum(values) / n * known.eps * 4 + fitted.shift
+    rounding = 4 * known.eps * jnp.abs(values) + counts * rounding
+    error = jackknife.jackknife_error(replicates, rounding)
+    return times(known.scale, values), times(known.scale, error)
 
 
-def _inverse(matrices: Inexact[Array, "k k 2 2"]) -> Inexact[Array, "k k 2 2"]:
-    """Of I - C* C, by elimination of the first row. That is skipped where v_i and v_j
-    coincide, as they do if A has fewer dimensions than Q."""
-    first, last = matrices[..., 0, 0].real, matrices[..., 1, 1].real
-    corner = matrices[..., 1, 0]
-    eps = float(jnp.finfo(first.dtype).eps)
-    above = jnp.where(first > 1e3 * eps, 1 / first, 0)
-    ratio = times(above, corner)
-    below = 1 / jnp.maximum(last - above * squared_modulus(corner), eps)
-    beside = -times(below, ratio)
-    outer = above + squared_modulus(ratio) * below
-    entries = promoted(outer, beside.conj(), beside, below)
-    return jnp.stack(entries, axis=-1).reshape(matrices.shape)
+def _grams(
+    left: Inexact[Array, "n m"], probes: Inexact[Array, "n k"], structure: Structure
+) -> tuple[Array, Array, Array]:
+    """Of each leaf F_L* F_L, W_L* F_L, and the number of its rows."""
+    leaves = jax.tree.leaves(structure)
+    as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
+    rows = [unflatten_rows(block.T, as_they_are) for block in (left, probes)]
+    rows = [[leaf.reshape(leaf.shape[0], -1) for leaf in block] for block in rows]
+    pairs = list(zip(*rows, strict=True))
+    grams = jnp.stack([f.conj() @ f.T for f, _ in pairs])
+    tested = jnp.stack([w.conj() @ f.T for f, w in pairs])
+    counts = [leaf.size for leaf in leaves]
+    return grams, tested, jnp.asarray(counts, left.real.dtype)

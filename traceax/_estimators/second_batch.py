@@ -105,9 +105,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import LinearMap, is_negative, unit_roundoff
+from traceax._core.operator import LinearMap, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request, one_block
+from traceax._estimators.krylov_nystrom import Products, products
 from traceax._estimators.readouts import (
     DIAGONAL,
     TRACE,
@@ -133,7 +134,7 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
-from traceax._linalg.nystrom import Nystrom, nystrom
+from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import draw, is_rotation_invariant
 from traceax._probes.samplers import rademacher
 
@@ -278,6 +279,18 @@ def missed_shares(
     return shares_of(missed, w, over(sketch, loo.basis.scale))
 
 
+def missed_share(loo: LeaveOneOut) -> Float[Array, ""]:
+    """The share of the variance that the sketch leaves, from all probes: of the y_j and of
+    their distances from the others, what is orthogonal to w_j and to mu_j."""
+    q, w, factor = loo.basis.columns, loo.probes, loo.basis.factor
+    inside = q.conj().T @ w
+    across = squared_modulus(column_dots(loo.directions, inside))
+    missed = loo.distances**2 * (1 - across / column_norms_squared(loo.mu))
+    along = squared_modulus(column_dots(inside, factor)) / column_norms_squared(w)
+    whole = jnp.sum(column_norms_squared(factor) - along)
+    return jnp.sum(missed) / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
+
+
 def shares_of(
     missed: Float[Array, "k k"],
     probes: Inexact[Array, "n k"],
@@ -336,16 +349,12 @@ LEAST_SHARED, WIDTH_SHARED = 0.8, 0.2
 
 
 def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    (block,) = probes.blocks
-    sign = -1 if is_negative(linear_map.operator) else 1
-    sketch = sign * linear_map(block)
-    factor = nystrom(sketch, block)
-    weights = shared_weights(factor, sketch, block)
-    eps = unit_roundoff(linear_map.operator)
-    samples = _shared_samples(factor, sketch, block, weights, eps)
-    value, error = samples.value_and_error()
-    loo = leave_one_out(sketch, block, resphere=False)
-    return Outcome(sign * value, error, _shared_readout(target, loo, weights))
+    known = products(linear_map, *probes.blocks)
+    fitted = known.fitted
+    weights = shared_weights(known, fitted)
+    value, error = _shared_samples(known, fitted, weights).value_and_error()
+    loo = leave_one_out(known.sketch, known.block, resphere=False)
+    return Outcome(known.sign * value, error, _shared_readout(target, loo, weights))
 
 
 MIXED_DIAGONAL = Method(
@@ -358,19 +367,15 @@ MIXED_DIAGONAL = Method(
 )
 
 
-def shared_weights(
-    factor: Nystrom, sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]
-) -> Float[Array, " k"]:
+def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
     """The a_i."""
-    return ramp(nystrom_shares(factor, sketch, probes), LEAST_SHARED, WIDTH_SHARED)
+    return ramp(nystrom_shares(known, fitted), LEAST_SHARED, WIDTH_SHARED)
 
 
-def nystrom_shares(
-    factor: Nystrom, sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]
-) -> Float[Array, " k"]:
-    n, k = probes.shape
-    images = factor.left @ factor.right
-    gram = factor.right.conj().T @ factor.right
+def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
+    (n, k), right = known.block.shape, over(fitted.residuals, fitted.squares[None, :])
+    images = fitted.left @ right
+    gram = right.conj().T @ right
     forms = images.conj().T @ images
     lengths, own = diagonal(gram).real[:, None], diagonal(forms).real
     along = over(gram, lengths)
@@ -378,25 +383,18 @@ def nystrom_shares(
     inverse = 1 / jnp.where(jnp.eye(k, dtype=bool), 1, left)
     products = own[None, :] - 2 * (along.conj() * forms).real
     products = products + squared_modulus(along) * own[:, None]
-    missed = (products - 1 / n) * inverse**2
-    return shares_of(missed, probes, over(sketch, factor.scale))
+    return shares_of(n * (products - 1) * inverse**2, known.block, known.sketch)
 
 
-def _shared_samples(
-    factor: Nystrom,
-    sketch: Inexact[Array, "n k"],
-    probes: Inexact[Array, "n k"],
-    weights: Float[Array, " k"],
-    eps: float,
-) -> Samples:
+def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -> Samples:
     """The g_i. Of their terms only the e_i share probes."""
-    scale, share = factor.scale, mean(weights)
-    sketched = xnysdiag_samples(factor, probes, eps)
-    sampled = independent(probes.conj() * over(sketch, scale), scale, eps, hermitian=True)
+    share, sketched = mean(weights), xnysdiag_samples(known, fitted)
+    forms = known.block.conj() * known.sketch
+    sampled = independent(forms, known.scale, known.eps, hermitian=True)
     values = weights[None, :] * sketched.values
     values = values + (1 - weights)[None, :] * sampled.values
     rounding = share * sketched.rounding + (1 - share) * sampled.rounding
-    return Samples(values, rounding, scale, 1 + share)
+    return Samples(values, rounding, known.scale, 1 + share)
 
 
 def _shared_readout(

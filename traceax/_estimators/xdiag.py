@@ -21,7 +21,7 @@ times more accurate (n = 300, singular vectors independent or nearly equal, five
 There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of y_i.
 
 XNysDiag, semidefinite: A_i = A<Omega_-i> is the Nyström approximation without probe i,
-F F* - z_i z_i*, of A + shift I, and B_i w_i = z_i (z_i* w_i) = z_i/|g_i| (`nystrom`).
+F F* - z_i z_i*, z_i = F u_i/|u_i|, and B_i w_i = z_i/|u_i| (`nystrom`).
 
 All differentiate by the two-sided readout (`readouts.TwoSided`): on tangents a one-sided
 one is first order only.
@@ -30,12 +30,13 @@ one is first order only.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, is_negative, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
+from traceax._estimators.krylov_nystrom import Products, products
 from traceax._estimators.readouts import (
     DIAGONAL,
     LeaveOneOut,
@@ -47,7 +48,6 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg.columns import (
     column_dots,
-    column_norms_squared,
     mean,
     over,
     row_dots,
@@ -55,8 +55,7 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
-from traceax._linalg.jackknife import jackknife_error, xnysdiag_replicates
-from traceax._linalg.nystrom import Nystrom, nystrom
+from traceax._linalg.nystrom import Fit
 from traceax._probes.samplers import Sampler, rademacher
 
 
@@ -207,19 +206,10 @@ def xnysdiag(
 
 
 def _xnysdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    """Of sums over leaves parts of many probes matter, so their error is the jackknife's:
-    see `automatic.leaf_traces`."""
-    (block,) = probes.blocks
-    sign = -1 if is_negative(linear_map.operator) else 1
-    sketch, eps = sign * linear_map(block), unit_roundoff(linear_map.operator)
-    factor = nystrom(sketch, block)
-    samples = xnysdiag_samples(factor, block, eps).of(target, linear_map)
-    value, error = samples.value_and_error()
-    if target is not DIAGONAL and block.shape[1] > 2:
-        of_rows = target.of(replicates_of(factor, block), linear_map)
-        error = factor.scale * jackknife_error(of_rows, samples.rounding)
-    weight = two_sided(target, leave_one_out(sketch, block, resphere=False))
-    return Outcome(sign * value, error, weight)
+    known = products(linear_map, *probes.blocks)
+    value, error = xnysdiag_samples(known, known.fitted).value_and_error()
+    weight = two_sided(target, leave_one_out(known.sketch, known.block, resphere=False))
+    return Outcome(known.sign * value, error, weight)
 
 
 XNYSDIAG = Method(
@@ -227,25 +217,11 @@ XNYSDIAG = Method(
 )
 
 
-def xnysdiag_samples(factor: Nystrom, probes: Inexact[Array, "n k"], eps: float) -> Samples:
-    whole, z, lengths = _parts(factor)
-    tested = (z * probes.conj()).real / lengths[None, :]
-    samples = whole[:, None] - squared_modulus(z) + tested - factor.shift
-    rounding = 4 * eps * (whole + mean(whole)) + factor.indefinite
-    return Samples(samples, rounding, factor.scale)
-
-
-def replicates_of(factor: Nystrom, probes: Inexact[Array, "n k"]) -> Float[Array, "n k"]:
-    """The jackknife's, of every entry."""
-    whole, z, _ = _parts(factor)
-    gram = factor.right.conj().T @ factor.right
-    return xnysdiag_replicates(whole, z, probes, gram)
-
-
-def _parts(
-    factor: Nystrom,
-) -> tuple[Float[Array, " n"], Inexact[Array, "n k"], Float[Array, " k"]]:
-    """The diagonal of F F*, the z_i, and the lengths of the g_i."""
-    lengths = jnp.sqrt(column_norms_squared(factor.right))
-    z = factor.left @ over(factor.right, lengths[None, :])
-    return row_norms_squared(factor.left), z, lengths
+def xnysdiag_samples(known: Products, fitted: Fit) -> Samples:
+    """With z_i = F u_i/|u_i|, diag F F* - |z_i|^2 + conj(w_i) o z_i/|u_i|."""
+    whole, root = row_norms_squared(fitted.left), known.block.shape[0] ** 0.5
+    missed = root * (fitted.left @ fitted.residuals)
+    removed = over(squared_modulus(missed), root**2 * fitted.squares[None, :])
+    tested = (missed * known.block.conj()).real
+    rounding = 4 * known.eps * (whole + mean(whole)) + fitted.shift
+    return Samples(whole[:, None] - removed + tested, rounding, known.scale)

@@ -16,19 +16,6 @@ W = Q (I - S S*/k) Q* + sum_i mu_i (c_i/k) mu_i*, 2k columns.
 
 The e_i share probes, so their spread understates the error of their mean by up to three
 times: the standard error is the jackknife's (`jackknife`).
-
-**XNysTrace**: the leave-one-out estimator of semidefinite operators.
-
-With A<Omega> the Nyström approximation from all k probes and A<Omega_-i> that without w_i,
-
-    tr A = E[ tr A<Omega_-i> + w_i* (A - A<Omega_-i>) w_i ]        for every i,
-
-since w_i is isotropic and independent of the others; the k estimates of the right-hand side
-are averaged. With the factors A<Omega> = F F* and (Omega* A Omega)^{-1} = G* G of
-`nystrom`, taking probe i out takes z_i z_i* out of F F*, z_i = F g_i/|g_i|. One application
-a probe serves sketch and remainder both. Resphering takes all of the variance that a
-multiple of I contributes. The derivative is read through XTrace's weight on the same sketch
-(`leave_one_out`); the standard error is the jackknife's.
 """
 
 from __future__ import annotations
@@ -37,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, is_negative, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.readouts import (
@@ -49,7 +36,6 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg import jackknife
 from traceax._linalg.columns import column_dots, column_norms_squared, mean, over, times
-from traceax._linalg.nystrom import nystrom
 from traceax._probes.samplers import Sampler
 
 
@@ -157,118 +143,3 @@ def _missed(
     along = over(remainders, column_norms_squared(loo.mu))
     across = products - q @ inside - loo.mu * along[None, :]
     return loo.resphering**2 * column_norms_squared(across)
-
-
-def xnystrace(
-    operator: Operator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    *,
-    sampler: Sampler | None = None,
-) -> Estimate:
-    """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
-
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates the remainder of the approximation by the others:
-
-        value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
-
-    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
-    probes are resphered), or if `num_matvecs` reaches n. The most accurate of the
-    estimators wherever it applies.
-
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
-    `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
-
-    **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
-    `standard_error` grows by n times the modulus of the most negative eigenvalue found. If
-    this modulus is above a hundredth of the largest eigenvalue, the tag was wrong: both are
-    NaN.
-
-    **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
-    multiple of I, and for tangents that need not be semidefinite. A gradient costs 2k
-    matvec-VJPs. **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k;
-    about 8 n k^2 flops.
-
-    **Example**
-
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> tag = lx.positive_semidefinite_tag
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
-        >>> estimate = tx.xnystrace(operator, jax.random.key(1), 20)
-        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-        True
-
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.2,
-    doi:10.1137/23M1548323.
-    """
-    return estimate(XNYSTRACE, operator, key, num_matvecs, sampler=sampler)
-
-
-def _xnystrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    del target
-    (block,), resphere = probes.blocks, probes.resphere
-    sign = -1 if is_negative(linear_map.operator) else 1
-    sketch, eps = sign * linear_map(block), unit_roundoff(linear_map.operator)
-    value, error = xnystrace_of(sketch, block, eps, resphere=resphere)
-    weight = trace_pairs(leave_one_out(sketch, block, resphere=resphere))
-    return Outcome(sign * value, error, weight)
-
-
-XNYSTRACE = Method("xnystrace", TRACE, _xnystrace, one_block(1), instead="xtrace")
-
-
-def xnystrace_of(
-    sketch: Inexact[Array, "n k"],
-    probes: Inexact[Array, "n k"],
-    eps: float,
-    *,
-    resphere: bool,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Value and standard error from A Omega.
-
-    The remainder w_i* (A - A<Omega_-i>) w_i is the Schur complement 1/(H^{-1})_ii of the
-    core H = Omega* A Omega: no long vectors, and no projections of probes."""
-    n, k = probes.shape
-    factor = nystrom(sketch, probes)
-    right, test = factor.right, factor.test_inverse  # roots of H^{-1}, (Omega* Omega)^{-1}
-    removed, squares = factor.left @ right, column_norms_squared(right)
-    whole = jnp.sum(column_norms_squared(factor.left))
-    resphering = (n - k + 1) * column_norms_squared(test)
-    resphering = resphering if resphere else jnp.ones_like(resphering)
-    missed = (resphering - column_norms_squared(removed)) / squares
-    samples = whole + missed - factor.shift * n
-
-    rounding = 4 * eps * whole + n * factor.indefinite
-    if k < 3:
-        error = jackknife.standard_error(samples, rounding)
-    else:
-        replicates = jackknife.xnystrace_replicates(
-            whole,
-            right.conj().T @ right,
-            removed.conj().T @ removed,
-            test.conj().T @ test,
-            n - k + 2 if resphere else None,
-        )
-        error = jackknife.jackknife_error(replicates, rounding)
-    if resphere and k > 1:
-        missed = _missed_by_nystrom(removed, squares, test, probes, resphering)
-        real = not jnp.iscomplexobj(sketch)
-        error = jackknife.no_less_than_theory(error, missed, real=real)
-    scale = factor.scale
-    return scale * mean(samples), scale * error
-
-
-def _missed_by_nystrom(
-    removed: Inexact[Array, "n k"],
-    squares: Float[Array, " k"],
-    test: Inexact[Array, "k k"],
-    probes: Inexact[Array, "n k"],
-    resphering: Float[Array, " k"],
-) -> Float[Array, " k"]:
-    """c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with mu_i what w_i has outside of the
-    span of the others, and r_i = (A - A<Omega_-i>) w_i = F g_i/|g_i|^2, also outside."""
-    inverse = test.conj().T @ test
-    across = over(removed - probes @ inverse, squares[None, :])
-    return resphering**2 * column_norms_squared(across)

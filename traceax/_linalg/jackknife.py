@@ -16,22 +16,12 @@ with L = S* S and a^2 = 1 - |L_ij|^2:
     mu_ij = mu_j + Q u (u* w_j)
     mu_ij* A mu_ij = t_j + conj(c) (Q u)* A mu_j + c mu_j* A Q u + |c|^2 u* H u,  c = u* w_j
 
-**XNysTrace.** With K = H^{-1}, the inverse of the core, and D = |F G|^2, the removal of the
-pair {i, j} takes tr(D_pp K_pp^{-1}) from ||F||_F^2, p the principal block of size 2. The
-remainder of probe j is the Schur complement 1/(K_jj a^2), a^2 = 1 - |K_ij|^2/(K_ii K_jj).
-
-**XNysDiag** does the same for each row. With f the row of F, z_i = F g_i / |g_i| and the
-overlaps r_ij = K_ij / sqrt(K_ii K_jj),
-
-    e_ij = |f|^2 - (|z_i|^2 + |z_j|^2 - 2 Re conj(z_i) z_j r_ji) / a^2
-           + conj(w_j) (z_j - z_i r_ij) / (sqrt(K_jj) a^2).
-
 **Row norms** are like XTrace, with b Q u = (v_i - v_j L_ji)/a for each row b of B, where
 v = b Q S. With beta = u* w_j / a and c_ij the factor that restores the length of mu_ij,
 
     e_ij = |b P_j|^2 - |b Q u|^2 + c_ij |b mu_j + beta (v_i - v_j L_ji)|^2.
 
-For diagonals and row norms the sums over j != i are products with k x k matrices.
+The sums over j != i are products with k x k matrices.
 
 **Krylov spaces** (notation of `krylov`). With F the matrix that is read (f(T)), and J the
 identity on the coordinates that exist,
@@ -56,7 +46,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._linalg.columns import diagonal, mean, over, promoted, squared_modulus, times
+from traceax._linalg.columns import diagonal, mean, promoted, squared_modulus, times
 from traceax._linalg.krylov import Complements
 
 
@@ -273,56 +263,6 @@ def row_norm_replicates(
     mixed = over_j(v, times(inverse - tested, cross))
     mixed = mixed + over_j(remainders, times(c, beta.conj()))
     return over_j(known, others) + own + of_i + 2 * (v.conj() * mixed).real
-
-
-def xnystrace_replicates(
-    total: Float[Array, ""],
-    gram: Inexact[Array, "k k"],
-    removed: Inexact[Array, "k k"],
-    test: Inexact[Array, "k k"],
-    residual_rank: int | None,
-) -> Float[Array, " k"]:
-    """`total` is ||F||_F^2, `gram` K, `removed` D, and `test` (Omega* Omega)^{-1}. The
-    shift, the same in all replicates, is left out. The diagonal of K scales all matrices,
-    so that nothing overflows."""
-    core, overlap, squared = _scaled_core(gram)
-    root = jnp.sqrt(core)
-    normed = over(over(removed, root[None, :]), root[:, None])
-    own = diagonal(normed).real
-    pair = own[:, None] + own[None, :] - 2 * (normed * overlap.conj()).real
-    remainders = 1 / (core[None, :] * squared)
-    if residual_rank is not None:
-        single = diagonal(test).real
-        lost = squared_modulus(test) / single[:, None]
-        remainders *= residual_rank * (single[None, :] - lost)
-    return mean_of_others(total - pair / squared + remainders)
-
-
-def xnysdiag_replicates(
-    total: Float[Array, " n"],
-    z: Inexact[Array, "n k"],
-    probes: Inexact[Array, "n k"],
-    gram: Inexact[Array, "k k"],
-) -> Float[Array, "n k"]:
-    """Of each entry of a diagonal: `total` is |f|^2, `gram` is K, the shift is left out."""
-    core, overlap, squared = _scaled_core(gram)
-    k = core.size
-    pairs = (1 - jnp.eye(k, dtype=core.dtype)) / (k - 1) / squared
-    tested, squares = over(probes.conj(), jnp.sqrt(core)[None, :]), squared_modulus(z)
-    removed = squares * jnp.sum(pairs, axis=1)[None, :] + squares @ pairs.T
-    removed = removed - 2 * (z.conj() * (z @ times(overlap, pairs.T))).real
-    left = (tested * z) @ pairs.T.astype(z.dtype) - z * (tested @ times(overlap, pairs).T)
-    return total[:, None] - removed + left.real
-
-
-def _scaled_core(
-    gram: Inexact[Array, "k k"],
-) -> tuple[Float[Array, " k"], Inexact[Array, "k k"], Float[Array, "k k"]]:
-    """The diagonal of K, the overlaps K_ij / sqrt(K_ii K_jj), and a^2."""
-    core = diagonal(gram).real
-    root = jnp.sqrt(core)
-    overlap = over(over(gram, root[None, :]), root[:, None])
-    return core, overlap, one_minus_squared_modulus(overlap)
 
 
 def half_jackknife_error(

@@ -1,5 +1,23 @@
 """Nyström approximations, from the sketch of an operator and from its Krylov space.
 
+**Without a probe.** Let S = [Omega, Q] be a test matrix with columns of length about 1: k
+probes w_j, and Q, some of whose directions s_j belong to probes. In A = c I + (low rank), S
+and A S have dependent columns, and how many is not for rounding to decide. So let a shift
+be added to the core, H = S* A S + shift I = G^{-1} G^{-*}. This is the approximation of
+diag(A, shift I) from the rows [S; I], which are independent. Without probe j it is computed
+from the others only, whatever the shift is, so that nothing is biased. F = A S G*, and
+
+    A<S> = F F*,   A<S_-j> = F (I - N_j N_j*) F*,   N_j = [v_j, u_j/|u_j|],
+    v_j = G [0; s_j], normalised (0 if w_j has no direction),   u_j = g_j - v_j v_j* g_j,
+    w_j* (A - A<S_-j>) w_j = 1/|u_j|^2 - shift,     (A - A<S_-j>) w_j = F u_j/|u_j|^2.
+
+Without probes i and j span(N_i, N_j) is removed. With C = N_i* N_j, K = (I - C* C)^{-1},
+both 2 x 2, and M = F* F,
+
+    tr A<S_-ij> = |F|^2 - tr N_i* M N_i - tr K (N_j - N_i C)* M (N_j - N_i C),
+
+and probe j's remainder is K_uu/|u_j|^2 - shift.
+
 **From a Krylov space of A** one knows T = Z* A Z and A Z = Z' T', with orthonormal columns
 Z, and a few more in Z' = [Z, Z_next]. Let B = A + shift I be Hermitian positive definite,
 and 0 < nu <= its least eigenvalue. The Nyström approximation of B - nu I from Z gives
@@ -48,13 +66,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import TALL
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     column_scales,
     largest_modulus,
     over,
+    promoted,
+    squared_modulus,
     times,
 )
 from traceax._linalg.krylov import BlockKrylov, next_block
@@ -64,75 +83,128 @@ from traceax._linalg.krylov import BlockKrylov, next_block
 NOISE = 1e-2
 
 
-class Nystrom(NamedTuple):
-    """A Nyström approximation F F* of A/scale + shift I from the sketch A Omega.
+class Fit(NamedTuple):
+    """F, M = F* F, and of each probe N_j, the root of H^{-1} times u_j/|u_j|^2, and
+    1/|u_j|^2."""
 
-    `right` has columns g_i with (Omega* (A/scale + shift I) Omega)^{-1} = G* G. So probe i
-    contributes z_i = F g_i / |g_i|: without it F F* becomes F F* - z_i z_i*. `test_inverse`
-    is T = R^{-*} for Omega = U R, so that (Omega* Omega)^{-1} = T* T.
-    """
-
-    left: Inexact[Array, "n k"]
-    right: Inexact[Array, "k k"]
+    left: Inexact[Array, "n m"]
+    gram: Inexact[Array, "m m"]
+    vectors: Inexact[Array, "k m 2"]
+    residuals: Inexact[Array, "m k"]
+    squares: Float[Array, " k"]
     shift: Float[Array, ""]
-    scale: Float[Array, ""]
-    test_inverse: Inexact[Array, "k k"]
-    indefinite: Float[Array, ""]
+
+    @property
+    def columns(self) -> Inexact[Array, "m twice"]:
+        """All N_j side by side."""
+        return jnp.moveaxis(self.vectors, 0, 1).reshape(len(self.gram), -1)
+
+    @property
+    def traces(self) -> Float[Array, " k"]:
+        """tr A<S_-j>."""
+        removed = column_dots(self.columns, self.gram @ self.columns).real
+        return jnp.trace(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
+
+    @property
+    def remainders(self) -> Float[Array, " k"]:
+        """w_j* (A - A<S_-j>) w_j."""
+        return self.squares - self.shift
 
 
-def nystrom(sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"]) -> Nystrom:
-    """Stable Nyström factors of a positive semidefinite operator; NaN if it clearly is not.
-
-    The textbook core Omega* A Omega is as ill-conditioned as A, and rounding can make it
-    indefinite. So this orthonormalises the *probes*, Omega = U R, which takes no
-    application. It shifts by rounding plus the asymmetry of the core, which estimates the
-    noise of applications for free, and raises the eigenvalues to the shift. An operator
-    with symmetric noise (a kernel rounded to float32) has negative eigenvalues in the core.
-    Then the shift is four times the depth of the lowest one, and `indefinite` is that
-    depth. If it is deeper than noise can be, the tag is wrong, and everything is NaN.
-    """
-    scale = largest_modulus(sketch)
-    probes, images, turn, inverse, size = _orthonormal(probes, over(sketch, scale))
-    core = turn.conj().T @ (probes.conj().T @ images) @ turn
-    skew = jnp.linalg.norm(core - core.conj().T) / 2
-    noise = jnp.finfo(sketch.dtype).eps * jnp.maximum(size, 1e-3) + skew
-    eigenvalues, vectors = lapack.eigh((core + core.conj().T) / 2)
-    indefinite = jnp.maximum(-eigenvalues[0] - noise, 0)
-    largest = jnp.max(jnp.abs(eigenvalues))
+def fit_to_core(
+    test: Inexact[Array, "n m"],
+    images: Inexact[Array, "n m"],
+    directions: Inexact[Array, "a a"],
+    noise: Float[Array, ""],
+) -> Fit:
+    """From S and A S; the shift is at least `noise`. An operator with symmetric noise (a
+    kernel rounded to float32) has negative eigenvalues in the core: then the shift is four
+    times the depth of the lowest one. NaN if that is deeper than noise can be: the tag is
+    wrong."""
+    core = test.conj().T @ images
+    noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
+    values, vectors = lapack.eigh((core + core.conj().T) / 2)
+    indefinite = jnp.maximum(-values[0] - noise, 0)
+    largest = jnp.max(jnp.abs(values))
     indefinite = jnp.where(indefinite > NOISE * largest, jnp.nan, indefinite)
     shift = jnp.maximum(noise, 4 * indefinite)
-    half = over(vectors, jnp.sqrt(jnp.maximum(eigenvalues + shift, shift))[None, :])
-    left = (images + times(shift, probes)) @ (turn @ half)
-    return Nystrom(left, half.conj().T @ inverse, shift, scale, inverse, indefinite)
+    return fit(values, vectors, images, directions, shift)
 
 
-def _orthonormal(
-    probes: Inexact[Array, "n k"], images: Inexact[Array, "n k"]
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Omega = U R with orthonormal U = V X: returns V, A V, X, R^{-*} and |A U|.
+def fit(
+    values: Float[Array, " m"],
+    vectors: Inexact[Array, "m m"],
+    images: Inexact[Array, "n m"],
+    directions: Inexact[Array, "a a"],
+    shift: Float[Array, ""],
+) -> Fit:
+    """From the eigenvalues and eigenvectors of the core."""
+    again = directions.shape[0]
+    k = values.size - again
+    half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift))[None, :])
+    right, left = half.conj().T, images @ half
+    v = right[:, k:] @ directions
+    v = over(v, jnp.sqrt(column_norms_squared(v))[None, :])
+    v = jnp.pad(v, ((0, 0), (0, k - again)))
+    g = right[:, :k]
+    for _ in range(2):
+        g = g - times(column_dots(v, g)[None, :], v)
+    squares = 1 / column_norms_squared(g)
+    residuals = times(squares[None, :], g)
+    removed = jnp.stack([v, times(jnp.sqrt(squares)[None, :], g)], axis=-1)
+    gram = left.conj().T @ left
+    return Fit(left, gram, jnp.moveaxis(removed, 1, 0), residuals, squares, shift)
 
-    With many more dimensions than probes, these are nearly orthogonal. Then the Gram matrix
-    is well-conditioned, R is its root, V is Omega, and U is never formed. Else U is a
-    basis, and X is I. Probes can depend on others (signs do in few dimensions). Such a
-    probe adds a direction to U outside of the span of the probes, where A is not known; it
-    is set to zero.
-    """
-    n, k = probes.shape
-    eps = jnp.finfo(probes.dtype).eps
-    if n >= TALL * k:
-        squares, vectors = lapack.eigh(probes.conj().T @ probes)
-        kept = squares > 10 * k * eps * squares[-1]
-        roots = jnp.where(kept, 1 / jnp.sqrt(jnp.where(kept, squares, 1)), 0)
-        turn = times(vectors, roots[None, :])
-        size = jnp.linalg.norm(images) * jnp.max(roots)
-        return probes, images, turn, turn.conj().T, size
-    columns, sizes, right = lapack.svd(probes)
-    kept = sizes >= 10 * n**0.5 * eps * jnp.max(jnp.abs(probes))
-    inverse = over(right, jnp.maximum(sizes, eps * jnp.linalg.norm(probes))[:, None])
-    columns = jnp.where(kept[None, :], columns, 0)
-    turned = jnp.where(kept[None, :], images @ inverse.conj().T, 0)
-    turn = jnp.eye(k, dtype=inverse.dtype)
-    return columns, turned, turn, inverse, jnp.linalg.norm(turned)
+
+class LeftOutInPairs(NamedTuple):
+    """C = N_i* N_j and K = (I - C* C)^{-1}."""
+
+    overlaps: Inexact[Array, "k k 2 2"]
+    inverse: Inexact[Array, "k k 2 2"]
+
+    def removed(self, forms: Inexact[Array, "twice twice"]) -> Float[Array, "k k"]:
+        """tr M on span(N_i, N_j), from N* M N."""
+        blocks = _blocks(forms)
+        c, adjoint = self.overlaps, jnp.swapaxes(self.overlaps, 2, 3).conj()
+        own, cross = jnp.einsum("iiab->iab", blocks), adjoint @ blocks
+        mixed = own[None] - cross - jnp.swapaxes(cross, 2, 3).conj()
+        mixed = mixed + adjoint @ own[:, None] @ c
+        removed = jnp.einsum("ijab,ijba->ij", self.inverse, mixed).real
+        return removed + jnp.einsum("iaa->i", own).real[:, None]
+
+    def tested(self, along: Inexact[Array, "k twice"]) -> Float[Array, "k k"]:
+        """|u_j| w_j* F u/|u|^2, u the part of u_j orthogonal to N_i, from W* F N."""
+        blocks = jnp.swapaxes(along.reshape(len(along), -1, 2), 0, 1)
+        own = jnp.einsum("iia->ia", blocks)
+        mixed = own[None] - jnp.einsum("ija,ijab->ijb", blocks, self.overlaps)
+        return jnp.einsum("ijb,ijb->ij", mixed, self.inverse[..., 1]).real
+
+
+def left_out_in_pairs(fit: Fit) -> LeftOutInPairs:
+    c = _blocks(fit.columns.conj().T @ fit.columns)
+    unit = jnp.eye(2, dtype=c.dtype)[None, None]
+    return LeftOutInPairs(c, _inverse(unit - jnp.swapaxes(c, 2, 3).conj() @ c))
+
+
+def _blocks(square: Inexact[Array, "twice twice"]) -> Inexact[Array, "k k 2 2"]:
+    """Of each pair."""
+    k = square.shape[0] // 2
+    return jnp.moveaxis(square.reshape(k, 2, k, 2), 1, 2)
+
+
+def _inverse(matrices: Inexact[Array, "k k 2 2"]) -> Inexact[Array, "k k 2 2"]:
+    """Of I - C* C, by elimination of the first row. That is skipped where v_i and v_j
+    coincide, as they do if A has fewer dimensions than Q."""
+    first, last = matrices[..., 0, 0].real, matrices[..., 1, 1].real
+    corner = matrices[..., 1, 0]
+    eps = float(jnp.finfo(first.dtype).eps)
+    above = jnp.where(first > 1e3 * eps, 1 / first, 0)
+    ratio = times(above, corner)
+    below = 1 / jnp.maximum(last - above * squared_modulus(corner), eps)
+    beside = -times(below, ratio)
+    outer = above + squared_modulus(ratio) * below
+    entries = promoted(outer, beside.conj(), beside, below)
+    return jnp.stack(entries, axis=-1).reshape(matrices.shape)
 
 
 class Preconditioner(eqx.Module):
