@@ -34,23 +34,17 @@ def energy(x: Any, matrix: Any) -> Any:
     return jnp.sum(jnp.sin(matrix @ x))
 
 
-def budgeted(fn: Callable[..., Any], budget: int) -> Callable[..., Any]:
-    return lambda matrix, key: fn(operator(matrix), key, budget)
+def budgeted(fn: Callable[..., Any], budget: int, **how: Any) -> Callable[..., Any]:
+    return lambda matrix, key: fn(operator(matrix), key, budget, **how)
 
 
-def of_function(fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    def call(matrix: Any, key: Any) -> Any:
-        counts = {"num_probes": 4, "num_steps": 5}
-        return fn(operator(matrix), *args, key, **counts)
-
-    return call
+def of_function(fn: Callable[..., Any], *args: Any, **how: Any) -> Callable[..., Any]:
+    how = {"num_probes": 4, "num_steps": 5, **how}
+    return lambda matrix, key: fn(operator(matrix), *args, key, **how)
 
 
-def of_point(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(matrix: Any, key: Any) -> Any:
-        return getattr(tx, name)(fn, matrix[0], key, 6, args=matrix)
-
-    return call
+def of_point(estimate: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda matrix, key: estimate(fn, matrix[0], key, 6, args=matrix)
 
 
 def density(matrix: Any, key: Any) -> Any:
@@ -102,6 +96,7 @@ def hutchinson(apply: Any, probes: Any) -> Any:
     return jnp.mean(samples), jnp.std(samples, ddof=1) / k**0.5, (probes / k, probes)
 
 
+TOLERANCE: dict[str, Any] = {"rtol": 0.3, "max_matvecs": 32}
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
     "hutchinson_trace": budgeted(tx.hutchinson_trace, 6),
@@ -109,13 +104,9 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "na_hutchpp_trace": budgeted(tx.na_hutchpp_trace, 12),
     "xtrace": budgeted(tx.xtrace, 12),
     "xnystrace": budgeted(tx.xnystrace, 10),
-    "adaptive_trace": lambda matrix, key: tx.adaptive_trace(
-        operator(matrix), key, rtol=0.3, max_matvecs=32
-    ),
+    "adaptive_trace": lambda m, key: tx.adaptive_trace(operator(m), key, **TOLERANCE),
     "deltashift": tracked,
-    "custom_trace": lambda matrix, key: tx.custom_trace(
-        hutchinson, operator(matrix), key, 6
-    ),
+    "custom_trace": lambda m, key: tx.custom_trace(hutchinson, operator(m), key, 6),
     "diagonal": budgeted(tx.diagonal, 20),
     "hutchinson_diagonal": budgeted(tx.hutchinson_diagonal, 6),
     "diagpp": budgeted(tx.diagpp, 12),
@@ -123,9 +114,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "xnysdiag": budgeted(tx.xnysdiag, 10),
     "row_norms_squared": budgeted(tx.row_norms_squared, 12),
     "frobenius_norm_squared": budgeted(tx.frobenius_norm_squared, 12),
-    "function_trace": lambda matrix, key: tx.function_trace(
-        operator(matrix), logarithm, key, 40
-    ),
+    "function_trace": lambda m, key: tx.function_trace(operator(m), logarithm, key, 40),
     "logdet": budgeted(tx.logdet, 40),
     "inv_quad_logdet": likelihood,
     "slq_trace": of_function(tx.slq_trace, logarithm),
@@ -133,10 +122,10 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "function_diagonal": of_function(tx.function_diagonal, logarithm),
     "schatten_norm": of_function(tx.schatten_norm, 1),
     "spectral_density": density,
-    "divergence": of_point("divergence", field),
-    "laplacian": of_point("laplacian", energy),
-    "biharmonic": of_point("biharmonic", energy),
-    "hessian_diagonal": of_point("hessian_diagonal", energy),
+    "divergence": of_point(tx.divergence, field),
+    "laplacian": of_point(tx.laplacian, energy),
+    "biharmonic": of_point(tx.biharmonic, energy),
+    "hessian_diagonal": of_point(tx.hessian_diagonal, energy),
     "leaf_traces": by_leaves,
     "pool": pooled,
     "unbiased_square": squared,
@@ -144,33 +133,17 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 
 # Further paths: exact answers, and probes in batches.
 WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
-    "trace, exact": lambda m, k: tx.trace(operator(m), k, N),
-    "hutchinson_trace, exact": lambda m, k: tx.hutchinson_trace(operator(m), k, N),
-    "hutchinson_diagonal, exact": lambda m, k: tx.hutchinson_diagonal(operator(m), k, N),
-    "hutchinson_trace, batched": lambda m, k: tx.hutchinson_trace(
-        operator(m), k, 12, batch_size=5
+    "trace, exact": budgeted(tx.trace, N),
+    "hutchinson_trace, exact": budgeted(tx.hutchinson_trace, N),
+    "hutchinson_diagonal, exact": budgeted(tx.hutchinson_diagonal, N),
+    "hutchinson_trace, batched": budgeted(tx.hutchinson_trace, 12, batch_size=5),
+    "hutchinson_diagonal, batched": budgeted(
+        tx.hutchinson_diagonal, 12, sampler=partial(tx.sphere), batch_size=5
     ),
-    "hutchinson_diagonal, batched": lambda m, k: tx.hutchinson_diagonal(
-        operator(m), k, 12, sampler=partial(tx.sphere), batch_size=5
-    ),
-    "slq_trace, batched": lambda m, k: tx.slq_trace(
-        operator(m), logarithm, k, num_probes=4, num_steps=5, batch_size=3
-    ),
+    "slq_trace, batched": of_function(tx.slq_trace, logarithm, batch_size=3),
 }
 
 # Public names that are no estimators.
-OTHERS = {
-    "Estimate",
-    "InvQuadLogdet",
-    "Layout",
-    "colouring",
-    "empirical_fisher",
-    "gauss_newton",
-    "hadamard",
-    "normal",
-    "orthogonal",
-    "preconditioner",
-    "probing",
-    "rademacher",
-    "sphere",
-}
+OTHERS = {"Estimate", "InvQuadLogdet", "Layout", "colouring", "preconditioner", "probing"}
+OTHERS |= {"empirical_fisher", "gauss_newton"}
+OTHERS |= {"hadamard", "normal", "orthogonal", "rademacher", "sphere"}

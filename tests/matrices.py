@@ -56,13 +56,31 @@ def all_signs(count: int) -> np.ndarray:
 
 def krylov_basis(matrix: Any, starts: Any, depth: int = 1) -> np.ndarray:
     """Orthonormal columns that span `depth` blocks of a Krylov space."""
-    blocks = [np.asarray(starts)]
+    matrix, blocks = np.asarray(matrix), [np.asarray(starts)]
     for _ in range(depth - 1):
         product = matrix @ blocks[-1]
         size = np.linalg.norm(product, axis=0).max()
         blocks.append(product / size if size > 0 else product)
     columns, sizes, _ = np.linalg.svd(np.hstack(blocks), full_matrices=False)
     return columns[:, sizes > 1e-10 * sizes[0]]
+
+
+def remainder(
+    matrix: Any, block: Any, depth: int, tested: int, *left_out: int, resphere: bool = True
+) -> Any:
+    """The projector on the Krylov space of a block without some columns, and what it leaves
+    of one column, of the length that it should have."""
+    columns = krylov_basis(matrix, np.delete(block, left_out, axis=1), depth)
+    p = columns @ columns.conj().T
+    r = block[:, tested] - p @ block[:, tested]
+    free = len(matrix) - columns.shape[1]
+    return p, r * (free**0.5 / np.linalg.norm(r) if resphere else 1)
+
+
+def sample(matrix: Any, block: Any, depth: int, f: Any, *probes: int) -> Any:
+    """tr(P f P) + r* f r of such a projector and remainder."""
+    p, r = remainder(matrix, block, depth, *probes)
+    return np.trace(p @ f) + np.vdot(r, f @ r)
 
 
 def projector(block: Any) -> np.ndarray:

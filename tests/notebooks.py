@@ -88,9 +88,8 @@ def differences(stored: Cell, fresh: Cell) -> list[str]:
 
 def faults(stored: dict[str, Any], fresh: dict[str, Any], *, whole: bool) -> list[str]:
     found = []
-    for i, (old, new) in enumerate(
-        zip(code_cells(stored), code_cells(fresh), strict=True), start=1
-    ):
+    pairs = zip(code_cells(stored), code_cells(fresh), strict=True)
+    for i, (old, new) in enumerate(pairs, start=1):
         noise = [text_of(o) for o in new["outputs"] if o.get("name") == "stderr"]
         found += [f"cell {i} complains: {words}" for words in noise]
         if whole:

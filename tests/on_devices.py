@@ -33,7 +33,7 @@ from jax.experimental.multihost_utils import process_allgather  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import traceax as tx  # noqa: E402
-from tests.calls import CALLS, MATRIX, hutchinson, operator  # noqa: E402
+from tests.calls import CALLS, MATRIX, operator  # noqa: E402
 
 N, RANK, K = 1600, 5, 20
 PSD = lx.positive_semidefinite_tag
@@ -67,12 +67,9 @@ def loss(estimator: Estimator) -> Any:
 
     def value(parameters: Any, key: Any) -> tuple[Any, tx.Estimate]:
         diagonal, factor = parameters
-        operator = lx.FunctionLinearOperator(
-            lambda v: diagonal * v + factor @ (factor.T @ v),
-            jax.ShapeDtypeStruct(diagonal.shape, diagonal.dtype),
-            PSD,
-        )
-        estimate = estimator(operator, key)
+        apply = lambda v: diagonal * v + factor @ (factor.T @ v)  # noqa: E731
+        space = jax.ShapeDtypeStruct(diagonal.shape, diagonal.dtype)
+        estimate = estimator(lx.FunctionLinearOperator(apply, space, PSD), key)
         return jnp.sum(estimate.value * jnp.cos(jnp.arange(estimate.value.size))), estimate
 
     return jax.jit(jax.value_and_grad(value, has_aux=True))
@@ -92,11 +89,8 @@ def moved(program: Any) -> dict[str, int]:
 
 
 def difference(a: Any, b: Any) -> float:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return max(
-        float(np.max(np.abs(np.asarray(x) - np.asarray(y))) / np.max(np.abs(y)))
-        for x, y in pairs
-    )
+    pairs = zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (a, b)), strict=True)
+    return max(float(np.max(np.abs(x - y)) / np.max(np.abs(y))) for x, y in pairs)
 
 
 def on_a_mesh(names: list[str]) -> dict[str, Any]:
@@ -130,10 +124,6 @@ def energy(x: Any, arrays: Any) -> Any:
     return jnp.sum(arrays[0] * jnp.sin(x)) + jnp.sum((arrays[1].T @ jnp.cos(x)) ** 2)
 
 
-def field(x: Any, arrays: Any) -> Any:
-    return arrays[0] * jnp.sin(x) + arrays[1] @ (arrays[1].T @ x)
-
-
 def network_loss(p: Any, x: Any) -> Any:
     hidden = jnp.tanh(x @ p["first"].T + p["bias"][None])
     return jnp.mean((p["scale"] * hidden @ p["second"] - x) ** 2)
@@ -143,24 +133,16 @@ def long_estimate(name: str, arrays: Any, key: Any) -> Any:
     """From 96 applications to a million dimensions."""
     diagonal, factor = arrays
     structure = jax.eval_shape(lambda: diagonal)
-    a = lx.FunctionLinearOperator(
-        lambda v: diagonal * v + factor @ (factor.T @ v), structure, PSD
-    )
+    apply = lambda v: diagonal * v + factor @ (factor.T @ v)  # noqa: E731
+    a = lx.FunctionLinearOperator(apply, structure, PSD)
     fn = getattr(tx, name.partition(", ")[0])
     match name:
         case "xtrace, sphere":
             return fn(a, key, BLOCK, sampler=tx.sphere)
         case "function_trace" | "function_diagonal" | "slq_trace" | "arnoldi_trace":
             return fn(a, jnp.log, key, num_probes=12, num_steps=8)
-        case "schatten_norm" | "spectral_density":
-            return fn(a, 1 if name == "schatten_norm" else None, key, BLOCK)
-        case "divergence" | "laplacian" | "biharmonic" | "hessian_diagonal":
-            fn_of_x = field if name == "divergence" else energy
-            return fn(fn_of_x, diagonal, key, BLOCK, args=arrays)
-        case "adaptive_trace":
-            return fn(a, key, rtol=1e-3, max_matvecs=BLOCK)
-        case "custom_trace":
-            return fn(hutchinson, a, key, BLOCK)
+        case "laplacian" | "hessian_diagonal":
+            return fn(energy, diagonal, key, BLOCK, args=arrays)
         case "inv_quad_logdet":
             return fn(a, diagonal, key, BLOCK)
         case "deltashift":
@@ -191,19 +173,15 @@ def needs(names: list[str]) -> dict[str, Any]:
         if name.startswith("network, "):
             run = partial(of_network, name=name.partition(", ")[2])
             shapes = {"first": (4096, 124), "bias": (4096,), "second": (4096, 124)}
-            arrays = {leaf: cut(*shape) for leaf, shape in shapes.items()} | {
-                "scale": cut()
-            }
+            arrays = {leaf: cut(*shape) for leaf, shape in shapes.items()}
+            arrays["scale"] = cut()
         compiled = jax.jit(run).lower(arrays, jax.random.key(0)).compile()
-        pairs = 1 + (name == "biharmonic")  # two probes, one below the other
         vector = arrays if isinstance(arrays, dict) else arrays[:1]
-        block = 4 * pairs * BLOCK * sum(leaf.size for leaf in jax.tree.leaves(vector))
+        block = 4 * BLOCK * sum(leaf.size for leaf in jax.tree.leaves(vector))
         memory: Any = compiled.memory_analysis()
         moves = max(moved(compiled.as_text()).values(), default=0)
-        report[name] = {
-            "shares": memory.temp_size_in_bytes * mesh.size / block,
-            "moved": moves,
-        }
+        shares = memory.temp_size_in_bytes * mesh.size / block
+        report[name] = {"shares": shares, "moved": moves}
         jax.clear_caches()
     return report
 

@@ -20,6 +20,10 @@ def row_norms(matrix: Any) -> Any:
     return jnp.sum(abs(matrix) ** 2, axis=1)
 
 
+def square(matrix: Any) -> Any:
+    return jnp.sum(row_norms(matrix))
+
+
 class Entry(NamedTuple):
     """`euler`: the value is read through the frozen blocks of its derivative; `truth`: of a
     dense matrix, homogeneous of degree `degree` in it."""
@@ -75,16 +79,10 @@ DIAGONALS = [
     Entry("xdiag", tx.xdiag, 2, truth=jnp.diagonal, euler=False),
     Entry("xnysdiag", tx.xnysdiag, 1, semidefinite=True, truth=jnp.diagonal, euler=False),
 ]
+frobenius = tx.frobenius_norm_squared
 NORMS = [
     Entry("row_norms_squared", tx.row_norms_squared, 3, truth=row_norms, degree=2),
-    Entry(
-        "frobenius_norm_squared",
-        tx.frobenius_norm_squared,
-        2,
-        truth=lambda m: jnp.sum(row_norms(m)),
-        degree=2,
-        euler=False,
-    ),
+    Entry("frobenius_norm_squared", frobenius, 2, euler=False, truth=square, degree=2),
 ]
 REST = [*DIAGONALS, *NORMS]
 REST_ALL = [*REST, Entry("diagonal", tx.diagonal, 1, truth=jnp.diagonal)]
@@ -99,7 +97,6 @@ def names(entries: list[Entry]) -> list[str]:
 
 
 def each(entries: list[Entry], *quick: str) -> pytest.MarkDecorator:
-    """Parametrises a test by the entries of a table. If names are given, only those entries
-    are in the quick run."""
+    """A test for the entries of a table; only the named ones are in the quick run."""
     chosen = cases(entries, *quick) if quick else entries
     return pytest.mark.parametrize("entry", chosen, ids=lambda entry: entry.name)

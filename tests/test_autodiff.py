@@ -9,7 +9,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, slow
+from tests.helpers import close, over_keys, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.tables import ESTIMATORS, REST, Entry, each
 from tests.wrappers import PSD, function, matrix_free
@@ -144,21 +144,9 @@ def test_matvec_vjps_of_a_gradient(entry: Entry) -> None:
 
     jax.block_until_ready(jax.grad(loss)(matrix))
     jax.effects_barrier()
-    k, third, quarter = BUDGET // 2, BUDGET // 3, BUDGET // 4
-    expected = {
-        "hutchinson_diagonal": BUDGET,
-        "diagpp": 2 * third,
-        "xdiag": 2 * k,
-        "xnysdiag": 2 * BUDGET,
-        "row_norms_squared": 2 * k,
-        "frobenius_norm_squared": 4 * k,
-        "hutchinson_trace": BUDGET,
-        "hutchpp_trace": 2 * third,
-        "na_hutchpp_trace": 2 * quarter,
-        "xtrace": 2 * k,
-        "xnystrace": 2 * BUDGET,
-    }
-    assert len(backward_calls) == expected[entry.name]
+    others = {"hutchpp_trace": 2 / 3, "diagpp": 2 / 3, "na_hutchpp_trace": 1 / 2}
+    others |= dict.fromkeys(("xnystrace", "xnysdiag", "frobenius_norm_squared"), 2)
+    assert len(backward_calls) == pytest.approx(others.get(entry.name, 1) * BUDGET)
 
 
 @each(REST[1:4], "xdiag")
@@ -178,7 +166,7 @@ def test_tangents_of_diagonals_are_second_order(entry: Entry) -> None:
         def slope(key: Any) -> Any:
             return jax.jvp(lambda m: estimate(m, key), (matrix,), (tangent,))[1]
 
-        slopes = jax.jit(lambda keys: jax.lax.map(slope, keys))(jax.random.split(KEY, 10))
+        slopes = over_keys(slope, KEY, 10)
         truth = jnp.diagonal(tangent)
         missed = jnp.linalg.norm(slopes - truth[None]) / 10**0.5
         return float(missed / jnp.linalg.norm(truth))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import DRAWN, close, leaks_checked, slow
+from tests.helpers import DRAWN, close, leaks_checked, refused, slow
 from tests.wrappers import PSD, matrix_free
 
 N, K, KEY = 40, 23, jax.random.key(3)
@@ -33,9 +33,7 @@ def own(key: Any, structure: Any, num_probes: int) -> Any:
     return jax.random.normal(key, (num_probes, *structure.shape), structure.dtype)
 
 
-def calculus(
-    name: str, fn: Callable[..., Any], num_matvecs: int = K, **how: Any
-) -> Callable[..., Any]:
+def calculus(name: str, fn: Any, num_matvecs: int = K, **how: Any) -> Callable[..., Any]:
     def estimate(matrix: Any, **batches: Any) -> Any:
         x, args = matrix[0].real, matrix.real
         return getattr(tx, name)(fn, x, KEY, num_matvecs, args=args, **batches, **how)
@@ -57,6 +55,7 @@ def quadrature(fn: Callable[..., Any]) -> Callable[..., Any]:
     return estimate
 
 
+FIVE = tx.probing(np.arange(N) % 5)
 CASES: dict[str, Callable[..., Any]] = {
     "trace": of("hutchinson_trace"),
     "trace, sphere": of("hutchinson_trace", sampler=tx.sphere),
@@ -65,9 +64,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "trace, exact": of("hutchinson_trace", 100),
     "diagonal": of("hutchinson_diagonal"),
     "diagonal, normal": of("hutchinson_diagonal", sampler=tx.normal),
-    "diagonal, probing": of(
-        "hutchinson_diagonal", 30, sampler=tx.probing(np.arange(N) % 5)
-    ),
+    "diagonal, probing": of("hutchinson_diagonal", 30, sampler=FIVE),
     "diagonal, exact": of("hutchinson_diagonal", 100),
     "slq_trace": quadrature(lambda a, *x, **y: tx.slq_trace(a, jnp.log, *x, **y)),
     "spectral_density": quadrature(
@@ -105,10 +102,9 @@ PROBES = {"diagonal, probing": 30, "slq_trace": 11, "spectral_density": 11}
 
 @pytest.mark.parametrize(("name", "dtype", "batch_size"), RUNS)
 def test_batches_change_no_number_and_are_shown_once(
-    name: str, dtype: Any, batch_size: int, capfd: pytest.CaptureFixture[str]
+    name: str, dtype: Any, batch_size: int, capfd: Any
 ) -> None:
-    """Values, errors and gradients, whether batches divide the number of probes or not. The
-    backward pass shows nothing."""
+    """Whether they divide the number of probes or not. Backward passes show nothing."""
     if "probing" in name:  # at least one sample
         batch_size = 10
     matrix = matrix_of(dtype)
@@ -132,9 +128,8 @@ def test_batches_change_no_number_and_are_shown_once(
 def test_batches_at_any_scale() -> None:
     """The sums of squares over batches neither overflow nor underflow."""
     for scale in (2.0**-660, 2.0**660):
-        parts = tx.hutchinson_diagonal(
-            operator(scale * matrix_of(float)), KEY, K, batch_size=5
-        )
+        scaled = operator(scale * matrix_of(float))
+        parts = tx.hutchinson_diagonal(scaled, KEY, K, batch_size=5)
         whole = tx.hutchinson_diagonal(operator(matrix_of(float)), KEY, K)
         close(parts.value / scale, whole.value, 1e-12)
         close(parts.standard_error / scale, whole.standard_error, 1e-10)
@@ -173,17 +168,14 @@ def test_a_gradient_holds_one_batch() -> None:
 
 
 def test_wrong_batch_sizes() -> None:
-    a, sampler = operator(matrix_of(float)), tx.probing(np.arange(N) % 5)
-    for few in (0, -1):
-        with pytest.raises(ValueError, match=r"batch_size=.*at least 1"):
-            tx.hutchinson_trace(a, KEY, 5, batch_size=few)
-    wrong: Any = 2.0
-    with pytest.raises(TypeError, match=r"batch_size=.*Python int"):
-        tx.slq_trace(a, jnp.log, KEY, num_probes=3, num_steps=2, batch_size=wrong)
-    with pytest.raises(ValueError, match=r"spectral_density\(batch_size="):
-        CASES["spectral_density"](matrix_of(float), batch_size=0)
-    with pytest.raises(ValueError, match=r"batch_size=.*at least 5.*sample"):
-        tx.hutchinson_diagonal(a, KEY, 10, sampler=sampler, batch_size=4)
+    matrix, few, slq = matrix_of(float), "batch_size=.*at least 1", CASES["slq_trace"]
+    for size in (0, -1):
+        refused(ValueError, few, CASES["trace"], matrix, batch_size=size)
+    refused(TypeError, "batch_size=.*Python int", slq, matrix, batch_size=2.0)
+    words, density = r"spectral_density\(batch_size=", CASES["spectral_density"]
+    refused(ValueError, words, density, matrix, batch_size=0)
+    words, how = "batch_size=.*at least 5.*sample", {"sampler": FIVE}
+    refused(ValueError, words, of("hutchinson_diagonal", 10, **how), matrix, batch_size=4)
 
 
 def test_without_batches_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
@@ -194,5 +186,5 @@ def test_without_batches_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_wrong_meters(name: str) -> None:
-    with pytest.raises(TypeError, match=r"progress_meter=\.\.\.\) must be a progress"):
-        CASES[name](matrix_of(float), batch_size=10, progress_meter=print)
+    words, how = r"progress_meter=\.\.\.\) must be a progress", {"progress_meter": print}
+    refused(TypeError, words, CASES[name], matrix_of(float), batch_size=10, **how)

@@ -31,8 +31,7 @@ class Tally:
 
 
 class Counted(lx.AbstractLinearOperator):
-    """An operator of a user's own class. It counts the columns that it and its transpose
-    are applied to."""
+    """A user's operator. It counts the columns that it and its transpose are applied to."""
 
     matrix: Any
     tally: Tally = eqx.field(static=True)
@@ -93,14 +92,18 @@ def test_applications_are_counted_right(entry: Entry, tagged: bool) -> None:
     assert estimate.num_matvecs == cost * (budget // cost)
 
 
-@pytest.mark.parametrize("num_steps", [1, slow(5)])
-def test_applications_of_functions_by_colours_are_counted_right(num_steps: int) -> None:
-    """The applications that measure the quadrature error are counted, too."""
-    counter = Counted(hermitian(spectrum("poly", 70)), Tally(), known=True)
-    sampler = tx.probing(np.arange(70) % 6)
-    estimate = tx.function_diagonal(
-        counter, jnp.exp, KEY, num_probes=6, num_steps=num_steps, sampler=sampler
-    )
+@pytest.mark.parametrize("num_steps", [0, 1, slow(5)])
+@pytest.mark.parametrize("tagged", [slow(False), True])
+def test_applications_of_others_are_counted_right(num_steps: int, tagged: bool) -> None:
+    """The applications that measure the quadrature error are counted, too. An adaptive
+    trace (0 steps) applies the operator once to each of its columns."""
+    counter = Counted(hermitian(spectrum("poly", 70)), Tally(), tagged)
+    if num_steps:
+        how: Any = {"num_probes": 6, "sampler": tx.probing(np.arange(70) % 6)}
+        estimate = tx.function_diagonal(counter, jnp.exp, KEY, num_steps=num_steps, **how)
+    else:
+        estimate = tx.adaptive_trace(counter, KEY, rtol=0.0, max_matvecs=64)
+        assert estimate.num_matvecs == 64
     jax.block_until_ready(estimate)
     assert estimate.num_matvecs == counter.counted()
 
@@ -191,8 +194,7 @@ def test_the_automatic_choice_is_exact_where_that_is_cheaper() -> None:
 
 
 def test_a_tangent_has_no_tags() -> None:
-    """lineax returns the tags of the primal, but the derivative of a semidefinite operator
-    need not be semidefinite."""
+    """lineax returns the tags of the primal, of which derivatives know nothing."""
     matrix = hermitian(spectrum("poly", 70))
     direction = hermitian(np.arange(70.0) - 40, seed=1)
     make = functools.partial(function, tags=PSD)

@@ -1,12 +1,7 @@
 """Operators whose arrays are distributed over devices and processes."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +12,18 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from tests.calls import CALLS, MATRIX
+from tests.helpers import SECONDS, address, cases, close, outputs, programs
 
 PAGE = Path(__file__).parent.parent / "notebooks/site/docs/guide/several_machines.md"
-# On two cores, jax 0.10 sometimes hangs where eight devices meet: try once more.
-ATTEMPTS, SECONDS = 2, 100
 PROGRAM = ["-m", "tests.on_devices"]
-
-
-def outputs(folder: Path, *programs: list[str], seconds: int = SECONDS) -> list[str]:
-    """What programs print that run at once, in processes of their own. If one fails, the
-    others would wait for it; each has a log of its own."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    logs = [folder / f"{number}.log" for number in range(len(programs))]
-    for _ in range(ATTEMPTS):
-        running = []
-        for program, log in zip(programs, logs, strict=True):
-            with log.open("w") as file:
-                run = [sys.executable, *program]
-                running.append(
-                    subprocess.Popen(run, stdout=file, stderr=file, env=environment)
-                )
-        deadline = time.monotonic() + seconds
-        try:
-            while any(process.poll() is None for process in running):
-                failed = any(process.poll() for process in running)
-                if failed or time.monotonic() > deadline:
-                    break
-                time.sleep(0.1)
-        finally:
-            for process in running:
-                process.kill()
-            codes = [process.wait() for process in running]
-        texts = [log.read_text() for log in logs]
-        if not any(codes):
-            return texts
-        if any(code > 0 for code in codes):
-            pytest.fail("\n\n".join(texts))
-    pytest.fail(f"no answer in {seconds} seconds, {ATTEMPTS} times")
 
 
 def report(text: str) -> dict[str, Any]:
     return json.loads(text.splitlines()[-1])
 
 
-def address() -> tuple[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return "127.0.0.1", str(free.getsockname()[1])
-
-
 def two_processes(folder: Path, *names: str, seconds: int = SECONDS) -> list[Any]:
-    port = address()[1]
+    port = address().partition(":")[2]
     modes = [[*PROGRAM, "process", index, port, *names] for index in "01"]
     return [report(text) for text in outputs(folder, *modes, seconds=seconds)]
 
@@ -75,11 +31,9 @@ def two_processes(folder: Path, *names: str, seconds: int = SECONDS) -> list[Any
 @pytest.mark.timeout(240)
 def test_the_program_of_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
     """As it stands: a log-determinant, its gradient, and pooled runs."""
-    (program,) = re.findall(
-        r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
+    (program,) = programs(PAGE.read_text(), "py")
     (tmp_path / "several.py").write_text(program)
-    run = [str(tmp_path / "several.py"), ":".join(address()), "2"]
+    run = [str(tmp_path / "several.py"), address(), "2"]
     texts = outputs(tmp_path, *([*run, index] for index in "01"))
     one, other = ([x for x in t.splitlines() if not x.startswith("[")] for t in texts)
     assert one == other
@@ -109,7 +63,7 @@ def test_two_processes_agree_outside_of_jit(tmp_path: Path) -> None:
     assert both[0]["alone"] != both[1]["alone"]
 
 
-# One of each kind; `python -m tests.on_devices` takes the names of others, too.
+# One of each kind.
 SEVERAL = ["xtrace", "xnysdiag", "logdet", "function_diagonal", "inv_quad_logdet"]
 SEVERAL += ["laplacian", "leaf_traces", "deltashift"]
 NETWORK = [f"network, {name}" for name in ("xtrace", "hutchinson_diagonal", "leaf_traces")]
@@ -162,13 +116,7 @@ def test_blocks_stay_distributed(names: list[str], tmp_path: Path) -> None:
         assert seen["sharded"], name
 
 
-QUICK = ["logdet", "divergence"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CALLS],
-)
+@pytest.mark.parametrize("name", cases(CALLS, "logdet", "divergence"))
 def test_inside_of_shard_map(name: str) -> None:
     """Values and gradients are those outside. (One device has the types of many.)"""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
@@ -178,14 +126,10 @@ def test_inside_of_shard_map(name: str) -> None:
         leaves = jax.tree.leaves(CALLS[name](matrix, key).value)
         return jnp.stack([jnp.sum(jnp.real(leaf)) for leaf in leaves]).sum(keepdims=True)
 
-    inside = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(PartitionSpec("devices"), PartitionSpec()),
-        out_specs=PartitionSpec("devices"),
-        check_vma=False,
-    )
+    rows, whole = PartitionSpec("devices"), PartitionSpec()
+    how: Any = {"in_specs": (rows, whole), "out_specs": rows, "check_vma": False}
+    inside = jax.shard_map(run, mesh=mesh, **how)
     both = (jax.jit(jax.value_and_grad(lambda m, f=f: f(m, key)[0])) for f in (inside, run))
     (value, slopes), (expected, exact) = (f(matrix) for f in both)
-    np.testing.assert_allclose(value, expected, rtol=1e-10)
+    close(value, expected, 1e-10)
     np.testing.assert_allclose(slopes, exact, rtol=1e-7, atol=1e-9 * np.max(np.abs(exact)))

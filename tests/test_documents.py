@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, default_settings
+from tests.helpers import cases, default_settings, programs
 from traceax import testing
 
 ROOT = Path(__file__).parent.parent
@@ -23,22 +23,11 @@ TESTING = {name: getattr(testing, name) for name in testing.__all__}
 PUBLIC = {name: value for name, value in vars(tx).items() if not name.startswith("_")}
 PUBLIC = {n: v for n, v in PUBLIC.items() if not inspect.ismodule(v)} | TESTING
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
-SECTIONS = {
-    "**Arguments**": True,
-    "**Returns**": False,
-    "**Raises**": False,
-    "**Derivatives**": False,
-    "**Cost**": True,
-    "**Example**": True,
-    "**Reference**": True,
-}
+SECTIONS = ("Arguments", "Returns", "Raises", "Derivatives", "Cost", "Example", "Reference")
+NEEDED = ("Arguments", "Cost", "Example", "Reference")
 CONVENTIONS = (ROOT / "notebooks/site/docs/guide/conventions.md").read_text()
 # Arguments that the page of conventions explains for all functions.
 EXPLAINED_ONCE = ("operator", "key", "sampler", "batch_size", "progress_meter", "x", "args")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -50,12 +39,11 @@ def test_docstrings_are_complete_and_in_order(name: str) -> None:
     summary, blank = documentation.split("\n")[:2]
     assert summary.endswith(".")
     assert not blank
-    places = {section: documentation.find(section) for section in SECTIONS}
-    for section, needed in SECTIONS.items():
-        assert not needed or places[section] >= 0, section
+    places = {section: documentation.find(f"**{section}**") for section in SECTIONS}
+    assert [section for section in NEEDED if places[section] < 0] == []
     found = [place for place in places.values() if place >= 0]
     assert found == sorted(found)
-    arguments = documentation[places["**Arguments**"] : found[1]]
+    arguments = documentation[places["Arguments"] : found[1]]
     for parameter in inspect.signature(FUNCTIONS[name]).parameters:
         if f"`{parameter}`" not in arguments:
             assert parameter in EXPLAINED_ONCE
@@ -83,10 +71,10 @@ def test_examples_in_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, Any] = {}
     printed = []
     with default_settings():
-        for block in blocks("python"):
+        for block in programs(README):
             exec(compile(block, "README.md", "exec"), scope)
             printed.append(capsys.readouterr().out)
-    (output,) = blocks("text")
+    (output,) = programs(README, "text")
     assert NUMBER.sub("#", printed[0]) == NUMBER.sub("#", output)
     for new, old in zip(NUMBER.findall(printed[0]), NUMBER.findall(output), strict=True):
         assert float(new) == pytest.approx(float(old), rel=0.02)
@@ -115,9 +103,8 @@ def test_the_numbers_of_the_readme_are_in_the_tables_of_the_benchmarks() -> None
     assert f"{min(less):.1f} to {max(less):.0f} times less" in text
     longer = [ours / other for ours, other in zip(*times, strict=True)]
     assert f"in {spans(longer, 1)} times the time" in text
-    ours, other = (
-        measured(r"(?:flat|poly|exp|step) +\d+(?: +[0-9.]+%){3}", c) for c in (0, 2)
-    )
+    row = r"(?:flat|poly|exp|step) +\d+(?: +[0-9.]+%){3}"
+    ours, other = (measured(row, column) for column in (0, 2))
     assert len(ours) == len(other) == 12
     assert f"in {spans(ours, 1)} % of runs, matfree's in {spans(other, 1)} %" in text
 

@@ -81,9 +81,7 @@ def symmetric(n: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["a.mtx", slow("a.npz"), slow("a.npy")])
-def test_a_definite_matrix(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_definite_matrix(name: str, tmp_path: Path, capsys: Any) -> None:
     matrix = symmetric(300)
     file = write(tmp_path / name, matrix if name != "a.npy" else matrix.toarray())
     assert main([str(file)]) == 0
@@ -210,10 +208,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_file_is_one_line(
-    what: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    what: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     name, content, reason = BAD[what]

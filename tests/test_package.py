@@ -1,11 +1,8 @@
-"""What `import traceax` imports, how its public names call themselves, and that the tests
-check its annotations."""
+"""What `import traceax` imports, names of public things, checked annotations."""
 
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,14 +10,10 @@ import jaxtyping
 import pytest
 
 import traceax
+from tests.helpers import python
 from traceax._linalg.columns import column_dots
 
 PACKAGE = Path(traceax.__file__).parent
-
-
-def output_of(program: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-c", program]
-    return subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_public_things_have_the_name_that_users_import() -> None:
@@ -31,19 +24,20 @@ def test_public_things_have_the_name_that_users_import() -> None:
 
 def test_the_import_leaves_out_what_few_calls_need() -> None:
     before = "import sys, jax, equinox, lineax; before = set(sys.modules)"
-    done = output_of(f"{before}; import traceax; print(*(set(sys.modules) - before))")
-    new = done.stdout.split()
+    after = "import traceax; print(*(set(sys.modules) - before))"
+    new = python("-c", f"{before}; {after}").split()
     assert "traceax" in new
-    heavy = ("hypothesis", "scipy.sparse", "jax.experimental.sparse", "matplotlib")
-    heavy = (*heavy, "argparse", "traceax.testing")
-    assert not [name for name in new if name.startswith(heavy)]
+    heavy = ["hypothesis", "scipy.sparse", "jax.experimental.sparse", "matplotlib"]
+    heavy += ["argparse", "traceax.testing"]
+    assert not [name for name in new if name.startswith(tuple(heavy))]
 
 
 def test_the_testing_module_says_that_it_needs_hypothesis() -> None:
-    done = output_of("import sys; sys.modules['hypothesis'] = None; import traceax.testing")
-    *_, last = done.stderr.strip().splitlines()
-    assert last.startswith("ImportError: traceax.testing must have hypothesis")
-    assert 'pip install "traceax[test]"' in last
+    program = "import sys; sys.modules['hypothesis'] = None; import traceax.testing"
+    with pytest.raises(AssertionError) as caught:
+        python("-c", program)
+    assert "ImportError: traceax.testing must have hypothesis" in str(caught.value)
+    assert 'pip install "traceax[test]"' in str(caught.value)
 
 
 def test_the_map_of_the_package_names_only_what_exists() -> None:

@@ -29,9 +29,7 @@ class Case(NamedTuple):
     key: Any
     budget: int
 
-    def estimate(
-        self, entry: Entry, scale: Any = None, budget: int | None = None
-    ) -> tx.Estimate:
+    def estimate(self, entry: Entry, scale: Any = None, budget: int = 0) -> tx.Estimate:
         operator = self.operator
         if scale is not None:
             operator = scale.astype(self.dense.dtype) * operator
@@ -60,15 +58,11 @@ def drawn(draw: Any, *, semidefinite: bool) -> Case:
     return Case(operator, dense, key, budget)
 
 
-def suitable(data: st.DataObject, entry: Entry) -> Case:
-    return data.draw(drawn(semidefinite=entry.semidefinite))
-
-
 @each(ESTIMATORS, "xtrace")
 @hypothesis.given(data=st.data())
 def test_exact_at_full_budget_and_within_budget(entry: Entry, data: st.DataObject) -> None:
     """And the same key gives the same answer."""
-    case = suitable(data, entry)
+    case: Case = data.draw(drawn(semidefinite=entry.semidefinite))
     n = case.dense.shape[0]
     exact = case.estimate(entry, budget=n)
     if n >= entry.minimum:
@@ -86,7 +80,7 @@ def test_exact_at_full_budget_and_within_budget(entry: Entry, data: st.DataObjec
 @hypothesis.given(data=st.data())
 def test_jvp_is_vjp_and_euler(entry: Entry, data: st.DataObject) -> None:
     """In a factor of the operator, and in all its arrays."""
-    case = suitable(data, entry)
+    case: Case = data.draw(drawn(semidefinite=entry.semidefinite))
 
     def value(scale: Any) -> Any:
         return case.estimate(entry, scale).value.real

@@ -60,14 +60,7 @@ def test_the_second_call_compiles_nothing(name: str) -> None:
 
 
 # Most faults show in tracing. These functions are run, too.
-EXECUTED = (
-    "xtrace",
-    "xnystrace",
-    "xdiag",
-    "row_norms_squared",
-    "slq_trace",
-    "deltashift",
-)
+EXECUTED = ("xtrace", "xnystrace", "xdiag", "row_norms_squared", "slq_trace", "deltashift")
 
 
 @every_function

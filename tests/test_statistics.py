@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import contains, slow
+from tests.helpers import contains, over_keys, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.tables import ESTIMATORS, REST, SAMPLERS, Entry
 from tests.wrappers import PSD, function, matrix_free
@@ -34,9 +34,8 @@ def mean_is(samples: Any, truth: Any, sigma: float) -> bool:
     return bool(abs(np.mean(samples) - truth) <= 6 * sigma / np.sqrt(len(samples)))
 
 
-def repeated(function: Any, repeats: int = REPEATS, key: Any = KEY) -> Any:
-    keys = jax.random.split(key, repeats)
-    return jax.tree.map(np.asarray, jax.jit(lambda keys: jax.lax.map(function, keys))(keys))
+def repeated(function: Any, repeats: int = REPEATS) -> Any:
+    return jax.tree.map(np.asarray, over_keys(function, KEY, repeats))
 
 
 def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
@@ -167,12 +166,8 @@ def coupled(i: int, j: int) -> Any:
     return jnp.zeros((100, 100)).at[i, j].set(1.0).at[j, i].set(1.0)
 
 
-TRIANGLE = coupled(0, 1) + coupled(0, 2) + coupled(1, 2)
-SPARSE = {
-    "pair": coupled(0, 1),
-    "one sided": coupled(0, 1).at[1, 0].set(0.0),
-    "triangle": TRIANGLE,
-}
+SPARSE = {"pair": coupled(0, 1), "one sided": coupled(0, 1).at[1, 0].set(0.0)}
+SPARSE["triangle"] = coupled(0, 1) + coupled(0, 2) + coupled(1, 2)
 
 
 @pytest.mark.slow

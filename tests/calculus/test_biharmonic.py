@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, refused
+from tests.helpers import cases, close, contains, over_keys, refused
 from tests.matrices import all_signs
 from traceax._calculus.laplacian import FourthDerivatives
 
@@ -98,8 +98,6 @@ def test_error_bars_are_honest_where_nested_ones_are_not() -> None:
         inner = lambda x, args: tx.laplacian(fn, x, other, 6).value  # noqa: E731
         return tx.laplacian(inner, x, key, 6)
 
-    keys = jax.random.split(KEY, 300)
-
     def score(estimate: Any) -> tuple[float, float]:
         """Root mean square error over standard error, and how often the interval held."""
 
@@ -107,7 +105,7 @@ def test_error_bars_are_honest_where_nested_ones_are_not() -> None:
             got = estimate(key)
             return got.value - truth, got.standard_error, contains(got, truth)
 
-        error, bar, held = jax.jit(lambda ks: jax.lax.map(run, ks))(keys)
+        error, bar, held = over_keys(run, KEY, 300)
         z = jnp.sqrt(jnp.mean(error**2) / jnp.mean(bar**2))
         return float(z), float(jnp.mean(held))
 

@@ -43,8 +43,7 @@ def network(name: str, n: int, depth: int = 1) -> Any:
 
 
 def padded(array: Any, value: Any) -> Any:
-    """Of `jax.lax.pad` JAX itself has no gradient where the value alone moves, as it does
-    in the second coefficients."""
+    """`jax.lax.pad` has no gradient in JAX where the value alone moves, as here."""
     longer = jax.lax.pad(array, value, ((1, -1, 1),))
     return longer[1] * jnp.sin(longer).sum()
 
@@ -57,24 +56,28 @@ def as_complex(x: Any) -> Any:
     return x.astype(complex)
 
 
+def cubes(x: Any) -> Any:
+    return jnp.sum(x**3)
+
+
+def shifted(x: Any) -> Any:
+    return lx.MatrixLinearOperator(A + jnp.diag(x))
+
+
 FUNCTIONS = {
     "quadratic": lambda x: x @ A @ x,
     "product": lambda x: jnp.tanh(A @ x).sum() * jnp.prod(x),
     "custom rules": lambda x: jax.nn.softplus(A @ x).sum() + jax.nn.logsumexp(A.T @ x),
     "norm": lambda x: jnp.linalg.norm(x) ** 3,
     "many values": lambda x: jnp.sin(A @ x),
-    "complex values": lambda x: (
-        jnp.exp(1j * as_complex(A @ x).sum()) * as_complex(x**2).sum()
-    ),
+    "complex values": lambda x: jnp.exp(1j * as_complex(A @ x).sum()) * as_complex(x @ x),
     "complex parts": lambda x: (
         jnp.abs(jnp.exp((1 + 2j) * as_complex(A @ x))).sum() ** 2
         + jnp.angle(jnp.sum((1j + as_complex(x)) ** 2))
     ),
     "scan": lambda x: jax.lax.scan(lambda c, a: (jnp.sin(a @ x) * c, None), 1.0, A)[0],
     "loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c * x.sum()), 1.0),
-    "branch": lambda x: jax.lax.cond(
-        x[0] > 0, lambda y: (y**3).sum(), lambda y: jnp.cos(y).prod(), x
-    ),
+    "branch": lambda x: jax.lax.cond(x[0] > 0, cubes, lambda y: jnp.cos(y).prod(), x),
     "checkpoint": lambda x: jax.checkpoint(lambda y: jnp.sin(y).sum() ** 2)(x),
     "determinant": lambda x: jnp.linalg.slogdet(A @ A.T + jnp.diag(x**2))[1],
     "solve": lambda x: jnp.linalg.solve(A + jnp.diag(x), x)[0],
@@ -83,9 +86,7 @@ FUNCTIONS = {
     "transform": lambda x: jnp.fft.fft(x)[1:3].real.sum() ** 2 + jnp.cumsum(x)[3] ** 3,
     "quotient": lambda x: (x / (1 + x @ x)).sum() + jnp.sum(1 / x) + (2.0**x).sum(),
     "powers": lambda x: x[::-1] @ jnp.power(jnp.abs(x), 2.5) + jnp.maximum(x, 0.1).prod(),
-    "solver": lambda x: lx.linear_solve(
-        lx.MatrixLinearOperator(A + jnp.diag(x)), x**2
-    ).value.sum(),
+    "solver": lambda x: lx.linear_solve(shifted(x), x**2).value.sum(),
     "stopped": lambda x: x**2 @ jnp.sqrt(jax.lax.stop_gradient(jax.nn.relu(x))),
     "modulus": lambda x: jnp.abs(jnp.fft.fft(x))[1] ** 3,
     "linear": lambda x: x.sum(),
@@ -102,8 +103,7 @@ SHORT = ("many values", "custom rules", "scan", "complex values", "padding, the 
 
 @pytest.mark.parametrize("what", cases(FUNCTIONS, *SHORT))
 def test_every_operation_has_its_second_derivative(what: str) -> None:
-    """Value, value along few probes, and gradient, of the collapsed Taylor expansion. The
-    true gradient is taken forwards."""
+    """Value, value along few probes, and gradient; the true gradient is taken forwards."""
     fn = FUNCTIONS[what]
     tolerance = 1e-5 if what == "bits" else 1e-11
 
@@ -195,10 +195,8 @@ def test_points_of_any_structure(name: str) -> None:
         total = (a.sum().astype(b.dtype) * b.sum()) ** 2 + x["b"][1] ** 3
         if name != "divergence":
             return total
-        return {
-            "a": (a * b[0, 0].astype(single)).astype(single),
-            "b": (b * total, total * x["b"][1]),
-        }
+        pair = b * total, total * x["b"][1]
+        return {"a": (a * b[0, 0].astype(single)).astype(single), "b": pair}
 
     def flat(v: Any) -> Any:
         """The same in double precision."""
@@ -209,8 +207,7 @@ def test_points_of_any_structure(name: str) -> None:
     estimate = CALCULUS[name](mixed, x, KEY, 4)
     assert estimate.num_matvecs == 4
     assert not any(jnp.any(leaf) for leaf in jax.tree.leaves(estimate.standard_error))
-    got = estimate.value
-    v = jnp.array([0.3, -0.2, 0.5, 2.0])
+    got, v = estimate.value, jnp.array([0.3, -0.2, 0.5, 2.0])
     scalar = flat if name == "divergence" else lambda v: flat(v)[0]
     if name == "hessian_diagonal":
         assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, x)
@@ -223,8 +220,7 @@ def test_points_of_any_structure(name: str) -> None:
 
 @every_name
 def test_the_mean_over_all_signs_is_the_truth(name: str) -> None:
-    """Enumeration: the estimate, and its derivative, are unbiased. Of one probe the error
-    is unknown."""
+    """Estimate and derivative are unbiased. Of one probe the error is unknown."""
     n = 3
     net = network(name, n)
 
@@ -248,8 +244,7 @@ def test_the_mean_over_all_signs_is_the_truth(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_hessian_diagonal_is_sketched_where_that_is_better() -> None:
-    """As `diagonal` would, in the structure of the point; not in batches, nor with a
-    sampler that somebody asks for."""
+    """As `diagonal` would; not in batches, nor with a sampler that somebody asks for."""
     net = network("hessian_diagonal", 12)
     parameters, static = eqx.partition(net, eqx.is_inexact_array)
     points = jax.random.normal(KEY, (40, 12))
@@ -273,9 +268,10 @@ def test_a_hessian_diagonal_is_sketched_where_that_is_better() -> None:
     assert off(8) == off(8, sampler=tx.rademacher)
 
 
-@pytest.mark.parametrize(
-    "name", cases(["rademacher", "normal", "orthogonal", "square"], "square")
-)
+SQUARE_OR_SAMPLER = ["rademacher", "normal", "orthogonal", "square"]
+
+
+@pytest.mark.parametrize("name", cases(SQUARE_OR_SAMPLER, "square"))
 def test_intervals_hold_the_truth(name: str) -> None:
     """Of a Laplacian by each sampler, and of the square of a trace."""
     fn, x, matrix = FUNCTIONS["product"], jnp.linspace(-1, 1, 6), numbers((8, 8))
@@ -375,11 +371,9 @@ def test_wrong_use_says_the_cure(name: str) -> None:
     call: Any = CALCULUS[name]
     net = network(name, 3)
     fn = lambda x, args: net(x)  # noqa: E731
-    x, traced = jnp.ones(3), jax.jit(lambda k: call(fn, x, KEY, k))
+    x, traced, real = jnp.ones(3), jax.jit(lambda k: call(fn, x, KEY, k)), "of real arrays"
     refused(TypeError, r"fn=.*must be a function fn\(x, args\)", call, x, fn, KEY, 1)
-    refused(
-        TypeError, r"x=.*must be a pytree of real arrays", call, fn, as_complex(x), KEY, 1
-    )
+    refused(TypeError, f"x=.*must be a pytree {real}", call, fn, as_complex(x), KEY, 1)
     refused(TypeError, r"x=.*got str", call, fn, "x", KEY, 1)
     refused(ValueError, r"x=.*must have at least one entry", call, fn, (), KEY, 1)
     refused(TypeError, r"key=", call, fn, x, 0, 1)

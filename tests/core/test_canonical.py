@@ -109,9 +109,7 @@ def run(apply: Any, v: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", cases(SAME + OTHERS, "scanned", "closed_over", "crossed"))
-def test_programs_are_shared_by_equals_and_by_no_others(
-    make: Callable[[int], Apply],
-) -> None:
+def test_programs_are_shared_by_equals_alone(make: Callable[[int], Apply]) -> None:
     """Values, forward and reverse derivatives, of functions made anew."""
     v = jnp.arange(5.0) - 2
     for i in (0, 1, 0, 1):
@@ -186,41 +184,6 @@ def test_large_constants_cost_nothing() -> None:
     estimate()
     product = min(seconds(lambda: matrix @ jnp.ones((14_000, 2))) for _ in range(3))
     assert min(seconds(estimate) for _ in range(3)) < 5 * product + 0.1
-
-
-# Estimators.
-
-
-ESTIMATES: dict[str, tuple[float, Callable[..., tx.Estimate]]] = {
-    "xtrace": (2, lambda a, fn: tx.xtrace(a, KEY, 12)),
-    "slq_trace": (1, lambda a, fn: tx.slq_trace(a, fn, KEY, num_probes=4, num_steps=5)),
-}
-"""With the power of a scale that the value is proportional to."""
-
-
-@pytest.mark.parametrize("name", ESTIMATES)
-def test_functions_made_anew_compile_nothing(name: str) -> None:
-    """As in a user's loop, with new functions each time. Their arrays are inputs of the
-    program. Another function is another program."""
-    first, (degree, estimate) = jnp.linspace(1.0, 2.0, N), ESTIMATES[name]
-
-    def value(numbers: Any, power: float) -> Any:
-        def apply(v: Any) -> Any:
-            return jax.lax.scan(lambda u, _: (numbers * u, None), v, None, length=2)[0]
-
-        operator = lx.FunctionLinearOperator(apply, SPACE, PSD)
-        return estimate(operator, lambda x: x**power).value
-
-    once = value(first, 0.5)
-    for scale in (2.0, 3.0):
-        numbers = scale * first
-        with compilations() as compiled:
-            again = value(numbers, 0.5)
-        assert not compiled
-        close(again, once * scale**degree, 1e-9)
-    close(again, jax.jit(lambda a: value(a, 0.5))(3 * first), 1e-11)  # pyright: ignore
-    if name == "slq_trace":
-        assert abs(value(first, 1.0) - once) > 1
 
 
 def test_operators_of_ones_own_effects_and_other_arguments() -> None:

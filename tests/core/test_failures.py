@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, leaks_checked
+from tests.helpers import close, leaks_checked, slow
 from tests.tables import ALL, REST_ALL, Entry
 from tests.wrappers import BANDED, EVERY, part_of
 
@@ -26,18 +26,12 @@ QUICK = (("xtrace", "nested"), ("xtrace", "PyTree"), ("xdiag", "nested"))
 
 
 def pairs(entries: list[Entry], kinds: Any, *dtypes: type) -> list[Any]:
-    words = [dtype.__name__ for dtype in dtypes]
-    return [
-        pytest.param(
-            *dtypes,
-            entry,
-            kind,
-            id="-".join([entry.name, kind, *words]),
-            marks=[] if (entry.name, kind) in QUICK else [pytest.mark.slow],
-        )
-        for entry in entries
-        for kind in kinds
-    ]
+    every = [(entry, kind, *dtypes) for entry in entries for kind in kinds]
+    return [x if (x[0].name, x[1]) in QUICK else slow(*x) for x in every]
+
+
+def name(x: Any) -> str:
+    return x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
 
 
 # Classes differ in the application and its adjoint. XTrace meets all classes for the one,
@@ -46,16 +40,18 @@ XTRACE = [entry for entry in ALL if entry.name == "xtrace"]
 XDIAG = [entry for entry in REST_ALL if entry.name == "xdiag"]
 OTHERS = [entry for entry in ALL + REST_ALL if entry not in XTRACE + XDIAG]
 every_pair = pytest.mark.parametrize(
-    ("dtype", "entry", "kind"),
+    ("entry", "kind", "dtype"),
     pairs(XTRACE, EVERY, complex)
     + pairs(XTRACE, ("Matrix", *BANDED), float)
     + pairs(XDIAG, (*EXECUTED, "Tangent"), complex)
     + pairs(XDIAG, BANDED, float)
     + pairs(OTHERS, ("nested",), complex),
+    ids=name,
 )
 most_pairs = pytest.mark.parametrize(
     ("entry", "kind"),
     pairs(XTRACE, (*EXECUTED, "Tangent")) + pairs(XDIAG + OTHERS, ("nested",)),
+    ids=name,
 )
 
 

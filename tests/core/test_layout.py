@@ -100,9 +100,10 @@ def test_a_layout_is_found_under_other_tags() -> None:
     assert "scan" in str(program)
 
 
-@pytest.mark.parametrize(
-    ("n", "sampler"), [slow(99_999, tx.sphere), (100_000, tx.rademacher)]
-)
+LONG = [slow(99_999, tx.sphere), (100_000, tx.rademacher)]
+
+
+@pytest.mark.parametrize(("n", "sampler"), LONG)
 def test_sketches_of_long_vectors_are_made_of_signs(n: int, sampler: Any) -> None:
     operator = lx.DiagonalLinearOperator(jnp.linspace(1.0, 2.0, n))
     chosen = tx.xtrace(operator, KEY, 4, sampler=sampler)

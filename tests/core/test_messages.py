@@ -1,7 +1,6 @@
 """Error messages name the argument, the least that suffices, and a cure that works."""
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.experimental.sparse import BCOO
 from scipy.sparse import csr_array, csr_matrix
 
 import traceax
+from tests.helpers import refused
 from tests.wrappers import matrix_free
 
 KEY = jax.random.key(3)
@@ -38,97 +38,53 @@ density: Any = partial(tx.spectral_density, a, key=KEY, **COUNTS)
 likelihood: Any = partial(tx.inv_quad_logdet, a, jnp.ones(N), KEY)
 interval: Any = tx.Estimate(jnp.asarray(1.0), jnp.asarray(1.0), 10).interval
 
-# The call, the error, and the words of its message.
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "budget None": (lambda: tx.trace(a, KEY, None), TypeError, "got None. Pass a whole"),
-    "budget NaN": (lambda: tx.trace(a, KEY, np.nan), TypeError, "got nan. Pass a whole"),
-    "a traced one": (
-        lambda: jax.jit(lambda k: tx.trace(a, KEY, k))(50),
-        TypeError,
-        "static_argnames",
-    ),
-    "tags": (lambda: tx.xnysdiag(a, KEY, 20), ValueError, r"use traceax\.xdiag\."),
-    "p = -1": (
-        lambda: tx.schatten_norm(a, jnp.asarray(-1.0), KEY, **COUNTS),
-        ValueError,
-        r"schatten_norm\(p=.*positive",
-    ),
-    "p = 0 under jit": (
-        lambda: jax.jit(lambda: tx.schatten_norm(a, np.float32(0), KEY, **COUNTS).value)(),
-        ValueError,
-        r"schatten_norm\(p=.*positive.*Pass 1 for the nuclear norm",
-    ),
-    "width": (
-        lambda: density(grid=jnp.linspace(0, 3, 5), width=-1.0),
-        ValueError,
-        r"spectral_density\(width=.*positive",
-    ),
-    "width, own grid": (
-        lambda: density(grid=None, width=0.0),
-        ValueError,
-        r"spectral_density\(width=.*positive",
-    ),
-    "own grid in batches": (
-        lambda: density(grid=None, batch_size=2),
-        ValueError,
-        r"spectral_density\(grid=.*because no batch sees.*Pass jax\.numpy\.linspace",
-    ),
-    "no width": (lambda: density(grid=jnp.ones(1)), ValueError, r"width=.*None"),
-    "sphere, -1": (lambda: tx.sphere(KEY, SPACE, -1), ValueError, "num_probes.*least 1"),
-    "a shape": (lambda: tx.normal(KEY, (5,), 2), TypeError, r"normal\(structure=.*got \(5"),
-    "integers": (
-        lambda: tx.rademacher(KEY, jax.ShapeDtypeStruct((5,), int), 2),
-        TypeError,
-        r"rademacher\(structure=.*real or complex",
-    ),
-    "slq, by colours": (
-        lambda: tx.slq_trace(a, jnp.exp, KEY, **COUNTS, sampler=tx.probing(COLOURS)),
-        ValueError,
-        "slq_trace.num_probes=.*must be at least 12, one for each colour",
-    ),
-    "colours alone": (
-        lambda: tx.hutchinson_trace(a, KEY, 20, sampler=COLOURS),
-        TypeError,
-        r"hutchinson_trace\(sampler=.*got ndarray.*probing\(colours\)",
-    ),
-    "colours forgotten": (
-        lambda: tx.hutchinson_trace(a, KEY, 20, sampler=tx.probing),
-        TypeError,
-        r"hutchinson_trace\(sampler=.*got traceax.probing itself.*probing\(colours\)",
-    ),
-    "too few for the colours": (
-        lambda: tx.function_diagonal(
-            a, jnp.exp, KEY, **COUNTS, sampler=tx.probing(COLOURS)
-        ),
-        ValueError,
-        r"function_diagonal\(num_probes=.*at least 12.*got 4",
-    ),
-    "shifts in a list": (
-        lambda: likelihood(shift=[0.1, 0.2]),
-        TypeError,
-        "real, a number or an lx.Diagonal.*got",
-    ),
-    "a list of numbers": (
-        lambda: tx.inv_quad_logdet(a, [1.0] * N, KEY),
-        ValueError,
-        r"vector=.*Make arrays of these shapes",
-    ),
-    "a class of meters": (
-        lambda: tx.hutchinson_trace(a, KEY, 20, batch_size=10, progress_meter=Meter),
-        TypeError,
-        r"progress_meter=.*got a class. Pass diffrax\.TextProgressMeter\(\)",
-    ),
-    "level in words": (lambda: interval("0.9"), TypeError, "must be a number.*'0.9'"),
-    "level None": (lambda: interval(None), TypeError, "must be a number.*None"),
-}
+
+def rejected(kind: type[Exception], words: str, call: Any, *args: Any, **how: Any) -> None:
+    """By a message in the form of all messages."""
+    form = rf"(?s)^(?=.*{words})traceax\.[\w.]+\(\w+=\.\.\.\) must "
+    refused(kind, form, call, *args, **how)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_arguments(case: str) -> None:
-    call, error, words = REFUSED[case]
-    with pytest.raises(error, match=f"(?s){words}") as caught:
-        call()
-    assert re.match(r"traceax\.[\w.]+\(\w+=\.\.\.\) must ", str(caught.value))
+def test_wrong_budgets_and_numbers() -> None:
+    value, kind, norm = ValueError, TypeError, partial(tx.schatten_norm, a, **COUNTS)
+    positive, words = r"\(p=.*positive", "must be a number"
+    traced, grid = jax.jit(lambda k: tx.trace(a, KEY, k)), jnp.linspace(0, 3, 5)
+    rejected(kind, "got None. Pass a whole", tx.trace, a, KEY, None)
+    rejected(kind, "got nan. Pass a whole", tx.trace, a, KEY, np.nan)
+    rejected(kind, "static_argnames", traced, 50)
+    rejected(value, r"use traceax\.xdiag\.", tx.xnysdiag, a, KEY, 20)
+    rejected(value, f"schatten_norm{positive}", norm, jnp.asarray(-1.0), KEY)
+    zero = jax.jit(lambda: norm(np.float32(0), KEY).value)
+    rejected(value, f"schatten_norm{positive}.*Pass 1 for the nuclear norm", zero)
+    for points, width in ((grid, -1.0), (None, 0.0)):
+        words_of_width = r"spectral_density\(width=.*positive"
+        rejected(value, words_of_width, density, grid=points, width=width)
+    batches = r"spectral_density\(grid=.*because no batch sees.*Pass jax\.numpy\.linspace"
+    rejected(value, batches, density, grid=None, batch_size=2)
+    rejected(value, "width=.*None", density, grid=jnp.ones(1))
+    rejected(kind, f"{words}.*'0.9'", interval, "0.9")
+    rejected(kind, f"{words}.*None", interval, None)
+
+
+def test_wrong_samplers_vectors_and_meters() -> None:
+    value, kind, trace = ValueError, TypeError, partial(tx.hutchinson_trace, a, KEY, 20)
+    integers, by_colours = jax.ShapeDtypeStruct((5,), int), {"sampler": tx.probing(COLOURS)}
+    rejected(value, "num_probes.*least 1", tx.sphere, KEY, SPACE, -1)
+    rejected(kind, r"normal\(structure=.*got \(5", tx.normal, KEY, (5,), 2)
+    words = r"rademacher\(structure=.*real or complex"
+    rejected(kind, words, tx.rademacher, KEY, integers, 2)
+    for call in (tx.slq_trace, tx.function_diagonal):
+        words = rf"{call.__name__}\(num_probes=.*must be at least 12, one for each c.*got 4"
+        rejected(value, words, call, a, jnp.exp, KEY, **COUNTS, **by_colours)
+    words = r"hutchinson_trace\(sampler=.*got ndarray.*probing\(colours\)"
+    rejected(kind, words, trace, sampler=COLOURS)
+    words = r"hutchinson_trace\(sampler=.*got traceax.probing itself.*probing\(colours\)"
+    rejected(kind, words, trace, sampler=tx.probing)
+    rejected(kind, "real, a number or an lx.Diagonal.*got", likelihood, shift=[0.1, 0.2])
+    words = "vector=.*Make arrays of these shapes"
+    rejected(value, words, tx.inv_quad_logdet, a, [1.0] * N, KEY)
+    words = r"progress_meter=.*got a class. Pass diffrax\.TextProgressMeter\(\)"
+    rejected(kind, words, trace, batch_size=10, progress_meter=Meter)
 
 
 DENSE = jnp.diag(jnp.arange(1.0, 71.0), 0).at[0, 3].set(2.0)

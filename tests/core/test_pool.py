@@ -14,7 +14,7 @@ import pytest
 from jax import export
 
 import traceax as tx
-from tests.helpers import cases, close, contains
+from tests.helpers import cases, close, contains, over_keys, refused
 from tests.matrices import general
 from tests.wrappers import PSD, function
 
@@ -150,15 +150,13 @@ def test_pools_are_as_honest_as_their_parts(runs: int) -> None:
     def pooled(key: Any) -> Any:
         budgets = (4, 10, 20, 40) * (runs // 2) if runs > 2 else (6, 30)
         keys = jax.random.split(key, len(budgets))
-        each = [
-            tx.hutchinson_trace(function(MATRIX), k, m)
-            for k, m in zip(keys, budgets, strict=True)
-        ]
+        pairs, operator = zip(keys, budgets, strict=True), function(MATRIX)
+        each = [tx.hutchinson_trace(operator, key, budget) for key, budget in pairs]
         whole = tx.pool(each[:runs])
         return whole.value, contains(whole, truth)
 
-    mapped, truth = jax.jit(lambda ks: jax.lax.map(pooled, ks)), jnp.trace(MATRIX)
-    value, held = mapped(jax.random.split(KEY, 400))
+    truth = jnp.trace(MATRIX)
+    value, held = over_keys(pooled, KEY, 400)
     assert jnp.mean(held) > 0.92
     assert abs(jnp.mean(value) - truth) < 5 * jnp.std(value) / 400**0.5
 
@@ -167,20 +165,14 @@ ONE = tx.Estimate(jnp.ones(()), jnp.ones(()), 3)
 OTHER = tx.Estimate(jnp.ones(2), jnp.ones(2), 3)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "words"),
-    [
-        (3.0, TypeError, "sequence.*got float.*list"),
-        ([], ValueError, "at least one"),
-        ([ONE, 3.0], TypeError, "got float as number 1"),
-        ([ONE, OTHER], ValueError, "one quantity.*number 1"),
-        (ONE, ValueError, r"leading axis.*jax\.vmap"),
-        (OTHER, ValueError, r"leading axis.*jax\.vmap"),
-    ],
-)
-def test_wrong_arguments(wrong: Any, error: Any, words: str) -> None:
-    with pytest.raises(error, match=rf"pool\(estimates=.*{words}"):
-        tx.pool(wrong)
+def test_wrong_arguments() -> None:
+    words, pool, axis = r"pool\(estimates=.*", tx.pool, r"leading axis.*jax\.vmap"
+    refused(TypeError, f"{words}sequence.*got float.*list", pool, 3.0)
+    refused(ValueError, f"{words}at least one", pool, [])
+    refused(TypeError, f"{words}got float as number 1", pool, [ONE, 3.0])
+    refused(ValueError, f"{words}one quantity.*number 1", pool, [ONE, OTHER])
+    for alone in (ONE, OTHER):
+        refused(ValueError, words + axis, pool, alone)
 
 
 # Files.

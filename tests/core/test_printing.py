@@ -35,9 +35,7 @@ def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
         (np.float32(2e38), np.float32(1e37), "(2.00 ± 0.10)e+38"),
     ],
 )
-def test_numbers_show_two_digits_of_their_error(
-    value: Any, error: float, words: str
-) -> None:
+def test_numbers_show_two_digits_of_their_error(value: Any, error: Any, words: str) -> None:
     assert str(estimate(value, error)) == f"{words} (50 matvecs)"
     assert repr([estimate(value, error)]) == f"[<{words} (50 matvecs)>]"
     assert f"{estimate(value, error)}" == f"{words} (50 matvecs)"
@@ -73,9 +71,8 @@ def test_more_numbers_show_their_relative_error(scale: float) -> None:
     shown = str(estimate(values, errors))
     assert shown == "(2, 8) ± 2.8 % in norm (50 matvecs)"
     assert str(estimate(values, 0 * errors)) == "(2, 8) exact (50 matvecs)"
-    assert (
-        str(estimate(values + np.nan, 0 * errors)) == "(2, 8) ± nan % in norm (50 matvecs)"
-    )
+    unknown = estimate(values + np.nan, 0 * errors)
+    assert str(unknown) == "(2, 8) ± nan % in norm (50 matvecs)"
     assert str(estimate(values, np.inf + errors)) == "(2, 8) ± inf % in norm (50 matvecs)"
 
 

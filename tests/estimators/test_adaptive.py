@@ -1,6 +1,5 @@
 """Traces to a tolerance."""
 
-import functools
 from typing import Any
 
 import diffrax
@@ -10,54 +9,44 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, refused, slow
+from tests.helpers import close, refused
 from tests.matrices import general, hermitian, spectrum
-from tests.wrappers import PSD, function, matrix_free
-from traceax._linalg.basis import extend, orthonormalise
+from tests.wrappers import PSD, function
 
 KEY = jax.random.key(4)
 N = 70  # not exact at once
 
 
-def estimate(
-    matrix: Any, key: Any = KEY, tags: Any = (), *, limit: Any = 100, **options: Any
-) -> Any:
-    return tx.adaptive_trace(function(matrix, tags), key, max_matvecs=limit, **options)
-
-
-@functools.cache
-def runs(kind: str, name: str, tolerance: float) -> Any:
-    """200 keys: the compiled function takes the tolerance as an array."""
-    matrix = hermitian(np.abs(spectrum(name, N)) + 1e-9)
-    return compiled(kind)(matrix, jax.random.split(KEY, 200), tolerance), jnp.trace(matrix)
-
-
-@functools.cache
-def compiled(kind: str) -> Any:
-    tags = PSD if kind == "semidefinite" else ()
-    run = lambda m, key, rtol: estimate(m, key, tags, limit=64, rtol=rtol)  # noqa: E731
-    # One after the other: `vmap` would run every size.
-    return jax.jit(lambda m, keys, rtol: jax.lax.map(lambda k: run(m, k, rtol), keys))
+def estimate(a: Any, key: Any = KEY, tags: Any = (), limit: Any = 100, **how: Any) -> Any:
+    return tx.adaptive_trace(function(a, tags), key, max_matvecs=limit, **how)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["general", "semidefinite"])
-def test_it_rarely_fails(kind: str) -> None:
+@pytest.mark.parametrize("tags", [(), PSD])
+def test_it_rarely_fails(tags: Any) -> None:
     """Over spectra and tolerances, at most 5 % of the answers that claim to be within a
-    tolerance are not; and they spend what the tolerance asks for."""
+    tolerance are not; and they spend what the tolerance asks for. In 200 runs, one after
+    the other: `vmap` would run every size."""
+
+    @jax.jit
+    def run(matrix: Any, rtol: Any) -> Any:
+        one = lambda key: estimate(matrix, key, tags, limit=64, rtol=rtol)  # noqa: E731
+        return jax.lax.map(one, jax.random.split(KEY, 200))
+
+    shares = {}
     for name in ("flat", "poly", "exp", "step"):
-        spent = []
+        spent, matrix = [], hermitian(np.abs(spectrum(name, N)) + 1e-9)
         for tolerance in (1e-1, 1e-2, 1e-3):
-            results, truth = runs(kind, name, tolerance)
+            results = run(matrix, tolerance)
             claimed = np.asarray(results.converged)
-            missed = np.abs(results.value / truth - 1) > tolerance
+            missed = np.abs(results.value / jnp.trace(matrix) - 1) > tolerance
             # Of 200: 5 % is 10, and four standard deviations are 12.
             assert np.sum(claimed & missed) <= 10 + 12, (name, tolerance)
             spent.append(float(np.mean(results.num_matvecs)))
             assert np.all(results.num_matvecs <= 64)
+            shares[name, tolerance] = np.mean(claimed)
         assert spent == sorted(spent)
-    # Not by never claiming anything:
-    assert np.mean(runs(kind, "exp", 1e-2)[0].converged) > 0.95
+    assert shares["exp", 1e-2] > 0.95  # not by never claiming anything
 
 
 @pytest.mark.slow
@@ -85,58 +74,21 @@ def test_compiled_and_not_compiled_agree(tags: Any) -> None:
     assert len(reached) == 3
 
 
-def test_probes_and_products_are_used_again() -> None:
-    """Every column goes through the operator once: it is applied num_matvecs times."""
-    seen = []
-
-    def counted(v: Any) -> Any:
-        def note(block: Any) -> Any:
-            seen.append(block.size // N)
-            return block
-
-        shape = jax.ShapeDtypeStruct((N,), v.dtype)
-        v = jax.pure_callback(note, shape, v, vmap_method="broadcast_all")
-        return matrix @ v
-
-    matrix = general(N)
-    result = tx.adaptive_trace(matrix_free(counted, N), KEY, rtol=1e-9, max_matvecs=64)
-    assert not result.converged
-    assert result.num_matvecs == 64
-    assert sum(seen) == 64
-
-
-@pytest.mark.parametrize("dtype", [slow(np.float32), np.float64])
-@pytest.mark.parametrize("rank", [9, 12, 20])
-def test_a_basis_that_grew_is_orthonormal(rank: int, dtype: Any) -> None:
-    """Also where only a part of a block of new columns is new."""
-    eps = float(jnp.finfo(dtype).eps)
-    for matrix in (
-        np.diag((np.arange(N) < rank) * 1.0),
-        hermitian((np.arange(N) < rank) * 1.0),
-        hermitian(0.3 ** np.arange(N)),
-    ):
-        probes = jax.random.normal(KEY, (N, 32), dtype)
-        sketch = jnp.asarray(matrix, dtype) @ probes
-        basis = orthonormalise(sketch[:, :8])
-        for low, high in ((8, 16), (16, 32)):
-            basis = extend(basis, sketch[:, low:high], probes[:, low:high])
-        q = basis.columns
-        close(q.T @ q, jnp.eye(32), 50 * eps)
-        close(basis.scale * q @ basis.factor, sketch, 100 * eps)
-
-
 @pytest.mark.slow
 def test_a_sketch_that_grew_is_as_good_as_one_in_one_go() -> None:
-    """Rank below the probes: exact to rounding, though most of the basis is noise."""
-    matrix = jnp.diag(jnp.asarray(spectrum("rank5", N)))
+    """Rank below the probes: exact to rounding, though most of the basis is noise, or a
+    part of a block of new columns."""
+    i = np.arange(N)
+    matrices = [jnp.diag(jnp.asarray(i < rank, float)) for rank in (5, 12)]
+    matrices += [hermitian(1.0 * (i < 9)), hermitian((i < 9) * 0.3**i)]
+    matrices += [hermitian(1.0 * (i < 9), np.float32)]
     for tags in ((), PSD):
         grown = jax.jit(lambda m, tags=tags: estimate(m, tags=tags, rtol=0.0, limit=32))
-        twelve = grown(jnp.diag(jnp.asarray(np.arange(N) < 12, float)))
-        close(twelve.value, 12.0, 1e-11)
-        result = grown(matrix)
-        assert result.num_matvecs == 32
-        close(result.value, 5.0, 1e-11)
-        assert result.standard_error < 1e-10
+        for matrix in matrices:
+            result, eps = grown(matrix), float(jnp.finfo(matrix.dtype).eps)
+            assert result.num_matvecs == 32
+            close(result.value, jnp.trace(matrix), 1e5 * eps)
+            assert result.standard_error < 1e6 * eps
     other = general(N, complex)
     result = jax.jit(lambda m: estimate(m, rtol=0.0, limit=32))(other)
     assert abs(result.value - jnp.trace(other)) < 4 * result.standard_error
@@ -152,8 +104,7 @@ def test_nan_ends_at_once_and_never_converges(tags: Any) -> None:
 
 
 def test_budgets() -> None:
-    """`max_matvecs` is never exceeded; the smallest cannot tell their error. Tolerances and
-    operators of zero end."""
+    """The smallest cannot tell their error. Tolerances and operators of zero end."""
     matrix = hermitian(spectrum("flat", N))
     for limit, want in ((2, 2), (7, 6), (33, 32), (N, N - 2), (N + 8, N + 8)):
         result = estimate(matrix, rtol=0.0, limit=limit)

@@ -98,8 +98,7 @@ def test_unbiased_with_derivatives_by_enumeration() -> None:
 
 
 def test_closures_over_what_is_traced() -> None:
-    """The weight of a control variate, learned, batched, or of a loop: nothing leaks, and
-    derivatives in it are zero."""
+    """A learned weight, batched or not: nothing leaks, and derivatives in it are zero."""
     matrix, guess = general(N), jnp.arange(1.0, N + 1)
 
     def loss(weight: Any, m: Any) -> Any:

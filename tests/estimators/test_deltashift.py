@@ -9,7 +9,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, contains, refused, slow
+from tests.helpers import close, contains, over_keys, refused, slow
 from tests.matrices import all_signs, general, hermitian, spectrum
 from tests.wrappers import matrix_free
 
@@ -73,9 +73,8 @@ def test_no_bias_by_enumeration() -> None:
 
     def value(pair: Any) -> Any:
         probes = jnp.concatenate([pair, jnp.ones((2, 2))], axis=1)
-        tracker = tx.deltashift(
-            4, sampler=lambda k, s, num: jnp.tile(probes, (num // 2, 1))
-        )
+        sampler = lambda k, s, num: jnp.tile(probes, (num // 2, 1))  # noqa: E731
+        tracker = tx.deltashift(4, sampler=sampler)
         pad = lambda m: lx.MatrixLinearOperator(jnp.pad(m, (0, 2)))  # noqa: E731
         state = tracker.init(pad(before), KEY)
         state = state._replace(value=jnp.trace(before), standard_error=jnp.asarray(0.7))
@@ -218,9 +217,8 @@ def test_a_jump_leaves_no_bias(num_matvecs: int) -> None:
         state = tracker.init(operator(spikes[0]), keys[0])
         return jax.lax.scan(step, state, (spikes[1:], keys[1:]))[1]
 
-    keys = jax.random.split(jax.random.key(9), 2000)
-    errors, held = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
+    errors, held = over_keys(run, jax.random.key(9), 2000)
     bias = jnp.mean(errors, axis=0)[-3:]
-    deviation = jnp.std(errors, axis=0)[-3:] / len(keys) ** 0.5
+    deviation = jnp.std(errors, axis=0)[-3:] / 2000**0.5
     assert jnp.all(jnp.abs(bias) <= 4 * deviation), bias / deviation
     assert jnp.all(jnp.mean(held, axis=0)[-4:] >= 0.93)

@@ -23,9 +23,10 @@ def low_rank(p: int, n: int, rank: int, dtype: Any) -> Any:
     return left[:p, :rank] @ right[:rank, :n]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"), [slow("float32", (40, 70)), ("complex128", (70, 40))]
-)
+SPACES = [slow("float32", (40, 70)), ("complex128", (70, 40))]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), SPACES)
 def test_rectangular(shape: tuple[int, int], dtype: Any) -> None:
     """Exact below the sketch's rank, honest above it, differentiable, real."""
     eps = float(jnp.finfo(dtype).eps)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, is_unbiased, slow
-from tests.matrices import general, hermitian, krylov_basis
+from tests.helpers import cases, close, contains, is_unbiased, over_keys, slow
+from tests.matrices import general, hermitian, numbers, remainder
 from tests.wrappers import function
 from traceax._core.operator import LinearMap
 from traceax._quadrature.block_arnoldi import block_arnoldi
@@ -127,25 +127,19 @@ def test_exact_in_single_precision(dtype: Any) -> None:
     estimate = jax.jit(lambda m: exact(function(m), jnp.log))(single)
     assert estimate.value.dtype == dtype
     close(estimate.value.real, np.linalg.slogdet(matrix)[1], 1e-5)
-    slope = jax.grad(
-        lambda s: exact(function(s.astype(dtype) * single), jnp.log).value.real
-    )
-    close(slope(np.float32(1.0)), N, 1e-3)
+    logdet = lambda s: exact(function(s.astype(dtype) * single), jnp.log)  # noqa: E731
+    close(jax.grad(lambda s: logdet(s).value.real)(np.float32(1.0)), N, 1e-3)
 
 
 WIDTH, DEPTH, INNER = 3, 5, 3
 
 
 def by_projectors(probes: np.ndarray, matrix: np.ndarray, resphered: bool) -> Any:
-    """The mean of the M_i of which samples are traces with f(A), each by a space that is
-    made without one probe, at once."""
-    n, average = len(matrix), np.zeros_like(matrix)
-    for i, w in enumerate(probes.T):
-        columns = krylov_basis(matrix, np.delete(probes, i, axis=1), INNER)
-        p = columns @ columns.conj().T
-        r = w - p @ w
-        c = (n - columns.shape[1]) / np.vdot(r, r).real if resphered else 1
-        average += (p + c * np.outer(r, r.conj())) / probes.shape[1]
+    """The mean of the M_i of which samples are traces with f(A), one by one."""
+    average, how = np.zeros_like(matrix), {"resphere": resphered}
+    for i in range(probes.shape[1]):
+        p, r = remainder(matrix, probes, INNER, i, i, **how)
+        average += (p + np.outer(r, r.conj())) / probes.shape[1]
     return average
 
 
@@ -201,10 +195,7 @@ LARGE = 96
 
 def decaying() -> np.ndarray:
     """Of singular values 1/i, its eigenvectors far from orthogonal."""
-    left, right = (
-        np.linalg.qr(np.random.default_rng(i).normal(size=(LARGE, LARGE)))[0]
-        for i in (0, 1)
-    )
+    left, right = (np.linalg.qr(numbers((LARGE, LARGE), seed=i))[0] for i in (0, 1))
     return 4 * (left / np.arange(1, LARGE + 1)) @ np.linalg.qr(left + 0.5 * right)[0].T
 
 
@@ -214,6 +205,7 @@ SAMPLED = {
     "flat": 3 * np.eye(LARGE) + np.asarray(general(LARGE)) / 5,
     "triangular": np.triu(np.random.default_rng(2).normal(size=(LARGE, LARGE)), 1) / 10,
 }
+COUNTS: dict[str, Any] = {"num_probes": 6, "num_steps": 10}
 
 
 @pytest.mark.parametrize("name", cases(SAMPLED, "decaying"))
@@ -224,7 +216,16 @@ def test_intervals_and_mean_slopes(name: str) -> None:
     inverse = jnp.linalg.inv(matrix + 5 * jnp.eye(LARGE))
     powers = (exp, inverse, matrix @ matrix)
     truth = jnp.stack([jnp.trace(power) for power in powers])
-    values, slopes, held = many(matrix, truth)
+
+    def one(key: Any) -> Any:
+        def value(s: Any) -> Any:
+            fn = lambda x: jnp.stack([jnp.exp(x), 1 / (x + 5), x**2])  # noqa: E731
+            return tx.arnoldi_trace(function(s * matrix), fn, key, **COUNTS)
+
+        found, moved = jax.jvp(value, (1.0,), (1.0,))
+        return found.value, moved.value, contains(found, truth)
+
+    values, slopes, held = over_keys(one, KEY, 60)
     rates = (exp @ matrix, -inverse @ inverse @ matrix, 2 * matrix @ matrix)
     assert np.all(np.mean(held, axis=0) >= 0.9)
     for i, (power, rate) in enumerate(zip(powers, rates, strict=True)):
@@ -235,21 +236,3 @@ def test_intervals_and_mean_slopes(name: str) -> None:
         if name == "decaying":
             assert error < 0.4 * alone
         assert is_unbiased(slopes[:, i], jnp.trace(rate), 4)
-
-
-COUNTS: dict[str, Any] = {"num_probes": 6, "num_steps": 10}
-
-
-@jax.jit
-def many(matrix: Any, truth: Any) -> Any:
-    def fn(x: Any) -> Any:
-        return jnp.stack([jnp.exp(x), 1 / (x + 5), x**2])
-
-    def one(key: Any) -> Any:
-        def value(s: Any) -> Any:
-            return tx.arnoldi_trace(function(s * matrix), fn, key, **COUNTS)
-
-        found, moved = jax.jvp(value, (1.0,), (1.0,))
-        return found.value, moved.value, contains(found, truth)
-
-    return jax.lax.map(one, jax.random.split(KEY, 60))

@@ -57,8 +57,7 @@ def estimate_of(name: str, fn: Any) -> Callable[[Any], tx.Estimate]:
 
 
 def enumerated(size: int, n: int, fn: Callable[[Any], Any]) -> Any:
-    """The mean of fn(sampler) over all signs, in runs of `size` probes: too few for an
-    exact answer."""
+    """The mean of fn(sampler) over all signs, in runs of `size` probes."""
     run = jax.jit(lambda block: fn(given(block)))
     each = [run(block) for block in all_signs(n).reshape(-1, size, n)]
     return jax.tree.map(lambda *results: np.mean(results, axis=0), *each)
@@ -66,9 +65,8 @@ def enumerated(size: int, n: int, fn: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.parametrize("dtype", [float, slow(complex)])
 def test_unbiased_by_enumeration(dtype: Any) -> None:
-    """Over all signs the mean is the trace, and so are the derivatives: with n steps there
-    is no other error, of complex functions neither. A second derivative needs the
-    vectors' own."""
+    """With n steps there is no other error, neither of complex functions nor of
+    derivatives. A second derivative needs the vectors' own."""
     n, phase = 4, jnp.exp(0.7j)
     matrix, direction = hermitian(1.0 + np.arange(n), dtype), general(n, dtype)
     direction = (direction + direction.conj().T) / 9
@@ -312,8 +310,7 @@ def test_the_density_s_own_grid(n: int) -> None:
 
 
 def test_spectral_density_of_a_known_spectrum() -> None:
-    """A semicircle and two outliers: the distance of Wasserstein is below 2 % of the
-    range; Gaussians alone make 0.3 %."""
+    """Wasserstein's distance is below 2 % of the range; Gaussians alone make 0.3 %."""
     n = 300
     centres = scipy.stats.semicircular(scale=1.0).ppf((np.arange(n - 2) + 0.5) / (n - 2))
     eigenvalues = np.append(centres, [2.0, -1.8])
@@ -341,8 +338,7 @@ def test_spectral_density_of_a_known_spectrum() -> None:
 
 @pytest.mark.slow
 def test_diagonals_of_functions_with_colours() -> None:
-    """Fermi and Dirac's function of a ring decays with distance: colours make it exact to
-    the tail of that."""
+    """Fermi and Dirac's function of a ring decays with distance."""
     n = 120
     ring = np.roll(np.eye(n), 1, axis=0)
     hamiltonian = jnp.asarray(ring + ring.T)

@@ -12,10 +12,9 @@ import traceax as tx
 from tests.helpers import cases, close, contains, refused, slow
 from tests.matrices import hermitian
 from tests.matrices import numbers as normal_numbers
-from tests.wrappers import PSD, function, matrix_free, two_leaves
+from tests.wrappers import EVERY, PSD, function, matrix_free, part_of, two_leaves
 from traceax._core.operator import LinearMap
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.nystrom import galerkin, preconditioner_of, projected
 
 KEY = jax.random.key(4)
 N, BUDGET = 90, 60  # too large for exact answers
@@ -39,31 +38,6 @@ def both(matrix: Any, y: Any, key: Any = KEY, **how: Any) -> tx.InvQuadLogdet:
 def dense(matrix: Any, y: Any, shift: Any = SHIFT) -> Any:
     whole = matrix + (shift * np.eye(len(matrix))).astype(matrix.dtype)
     return jnp.vdot(y, jnp.linalg.solve(whole, y)).real, jnp.linalg.slogdet(whole)[1]
-
-
-@pytest.mark.parametrize("dtype", [slow(float), complex])
-def test_the_preconditioner_is_perfect_on_its_space(dtype: Any) -> None:
-    """P Z = B Z, P <= B for a known shift; Galerkin's solution, and its residual."""
-    a = hermitian(1 / (1.0 + np.arange(N)) ** 2, dtype)
-    block = numbers(N, 3, dtype=dtype)
-    for shift, is_below in ((0.01, True), (0.0, False)):
-        matrix = a if is_below else a + 0.01 * jnp.eye(N, dtype=dtype)
-        whole = matrix + shift * jnp.eye(N, dtype=dtype)
-        space = block_krylov(LinearMap(function(matrix)), block, 8)
-        known = projected(space, jnp.asarray(shift))
-        preconditioner = preconditioner_of(known)
-        assert bool(preconditioner.is_below) == is_below
-        z = space.basis[:, :24]
-        close(preconditioner(whole @ z), z, 1e-9)
-        inverse = preconditioner(jnp.eye(N, dtype=dtype))
-        close(inverse, inverse.conj().T, 1e-12)
-        if is_below:
-            assert jnp.linalg.eigvalsh(jnp.linalg.inv(inverse) - whole)[-1] < 1e-9
-        y = numbers(N, 2, dtype=dtype, seed=2)
-        solution, residual = galerkin(known, y)
-        inner = z.conj().T @ whole @ z
-        close(solution, z @ jnp.linalg.solve(inner, z.conj().T @ y), 1e-9)
-        close(residual, y - whole @ solution, 1e-9)
 
 
 def test_values_and_gradients() -> None:
@@ -139,8 +113,7 @@ def test_derivatives_of_the_solution() -> None:
 
 @pytest.mark.slow
 def test_operators_without_a_transpose() -> None:
-    """A matrix that puts its vector on a grid has forward derivatives only; nothing needs
-    more of it."""
+    """A matrix that puts its vector on a grid has forward derivatives only."""
     places = 2 * jnp.arange(N)
     large = hermitian(1 / (1.0 + np.arange(2 * N)))
 
@@ -193,28 +166,24 @@ def test_diagonal_shifts() -> None:
     close(slope, -(solution**2), 1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind", cases(["stored", "small", "whole budget", "diagonal"], "stored", "diagonal")
-)
+EXACT = ["Matrix", "small", "whole budget", "Diagonal"]
+
+
+@pytest.mark.parametrize("kind", cases(EXACT, "Matrix", "Diagonal"))
 def test_exact_where_exact_is_cheap(kind: str) -> None:
-    n = 20 if kind == "small" else N
-    matrix = kernel(jnp.asarray(0.0))[:n, :n]
-    matrix = jnp.diag(jnp.diagonal(matrix)) if kind == "diagonal" else matrix
-    makers: dict[str, Any] = {
-        "stored": lambda m: lx.MatrixLinearOperator(m, PSD),
-        "diagonal": lambda m: lx.DiagonalLinearOperator(jnp.diagonal(m)),
-    }
+    n, make = 20 if kind == "small" else N, EVERY.get(kind, function)
+    matrix = part_of(kind, kernel(jnp.asarray(0.0))[:n, :n])
     budget = N if kind == "whole budget" else 10
 
     def of(v: Any) -> Any:
-        operator, y = makers.get(kind, function)(v[0] * matrix), v[1] * numbers(n)
-        return tx.inv_quad_logdet(operator, y, KEY, budget, shift=v[2])
+        y = v[1] * numbers(n)
+        return tx.inv_quad_logdet(make(v[0] * matrix), y, KEY, budget, shift=v[2])
 
     v = jnp.array([1.2, 0.8, SHIFT])
 
     def alone(v: Any) -> Any:
-        operator = makers.get(kind, function)(v[0] * matrix)
-        return tx.logdet(operator, KEY, budget, shift=jnp.stack([v[2], 2 * v[2]]))
+        shifts = jnp.stack([v[2], 2 * v[2]])
+        return tx.logdet(make(v[0] * matrix), KEY, budget, shift=shifts)
 
     def want(v: Any) -> Any:
         form, logdet = dense(v[0] * matrix, v[1] * numbers(n), v[2])
@@ -228,7 +197,7 @@ def test_exact_where_exact_is_cheap(kind: str) -> None:
     result = of(v)
     for estimate in estimates(v):
         assert jnp.all(estimate.standard_error == 0)
-        assert estimate.num_matvecs == (0 if kind in makers else n)
+        assert estimate.num_matvecs == (0 if kind in EVERY else n)
     values = lambda v: tuple(e.value for e in estimates(v))  # noqa: E731
     close(values(v), want(v), 1e-10)
     close(jax.jacrev(values)(v), jax.jacrev(want)(v), 1e-8)
@@ -241,7 +210,7 @@ def test_a_solve_that_falls_short_shows() -> None:
     """In the bar, which holds the truth whatever rtol was; and less is spent."""
     matrix, y = hermitian(1 / (1.0 + np.arange(N))), numbers(N, seed=3)
     want, spent = dense(matrix, y, 1e-3)[0], []
-    for rtol in (0.5, 0.1, 1e-2, 1e-4):
+    for rtol in (0.5, 1e-2, 1e-4):
         result = both(matrix, y, shift=1e-3, rtol=rtol).inv_quad
         spent.append(int(result.num_matvecs))
         off = float(want - result.value)
@@ -253,8 +222,7 @@ def test_a_solve_that_falls_short_shows() -> None:
 
 @pytest.mark.parametrize("dtype", [slow(np.float32), np.float64])
 def test_right_hand_sides_that_are_eigenvectors(dtype: Any) -> None:
-    """An intercept beside a centred kernel, say: what it leaves after a step is rounding,
-    which must not become a direction."""
+    """What they leave after a step is rounding, which must not become a direction."""
     centred = kernel(jnp.asarray(-1.0))
     less = jnp.eye(N) - 1 / N
     centred = (less @ centred @ less).astype(dtype)
@@ -291,8 +259,7 @@ def test_bars_of_solves_that_stop_short(condition: float) -> None:
 
 
 def test_singular_matrices() -> None:
-    """No finite value: infinite errors where rounding hides that, or a wide one of the
-    log-determinant."""
+    """Infinite errors where rounding hides it, or a wide one of the log-determinant."""
     y, matrix = numbers(N), hermitian(np.append(np.linspace(0.5, 1, N - 1), 0.0))
     stored = lx.MatrixLinearOperator(matrix, PSD)
     for operator, least in ((function(matrix), 10), (stored, jnp.inf)):
@@ -341,15 +308,21 @@ def test_pytrees() -> None:
     close(result.inv_quad.value, dense(matrix, y)[0], 1e-10)
 
 
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_a_preconditioner_is_exact_from_n_applications(diagonal: bool) -> None:
-    """The inverse of A + D, D the shift: the operator is given without it."""
-    matrix = hermitian(1 / (1.0 + np.arange(N)))
-    noise = SHIFT * (1 + jnp.arange(N) / N * float(diagonal))
+@pytest.mark.parametrize(("diagonal", "dtype"), [slow(False, complex), (True, float)])
+def test_a_preconditioner_is_exact_from_n_on(diagonal: bool, dtype: Any) -> None:
+    """Of A + D, D the shift: the operator is given without it. From n applications on it
+    is the inverse; before, it is Hermitian, no larger than B, and B on the space."""
+    matrix, eye = hermitian(1 / (1.0 + np.arange(N)), dtype), jnp.eye(N, dtype=dtype)
+    noise = (SHIFT * (1 + jnp.arange(N) / N * float(diagonal))).astype(dtype)
     shift = lx.DiagonalLinearOperator(noise) if diagonal else SHIFT
-    inverse = tx.preconditioner(function(matrix), KEY, 10 * N, shift=shift)
-    got = jax.vmap(inverse.mv)(jnp.eye(N))
-    close(got @ (matrix + jnp.diag(noise)), jnp.eye(N), 1e-8)
+    for budget in (BUDGET, 10 * N):
+        inverse = tx.preconditioner(function(matrix), KEY, budget, shift=shift)
+        got = jax.vmap(inverse.mv)(eye).T
+        close(got, got.conj().T, 1e-12)
+        missing = jnp.linalg.eigvalsh(matrix + jnp.diag(noise) - jnp.linalg.inv(got))
+        assert missing[0] > -1e-9
+        assert jnp.sum(missing > 1e-9) <= max(N - budget + 6, 0)
+    close(got @ (matrix + jnp.diag(noise)), eye, 1e-8)
 
 
 @pytest.mark.parametrize("diagonal", [slow(False), slow(True)])
@@ -389,6 +362,8 @@ def test_a_preconditioner_for_lineax(diagonal: bool) -> None:
         ({"shift": jnp.ones(3)}, ValueError, r"shift=.*one number.*\(3,\).*vmap"),
         ({"shift": 1j}, TypeError, r"shift=.*real"),
         ({"num_matvecs": 5}, ValueError, r"num_matvecs=.*6"),
+        ({"guess": jnp.ones((1, N))}, ValueError, "guess="),
+        ({"guess": jnp.ones(N - 1)}, ValueError, "guess="),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )
@@ -400,8 +375,7 @@ def test_mistakes_are_named(how: Any, error: Any, complaint: str) -> None:
 
 @pytest.mark.parametrize("several", [False, slow(True)])
 def test_a_guess_saves_steps_and_changes_no_answer(several: bool) -> None:
-    """That of a shorter length scale and a smaller shift; as a pytree, for real and complex
-    right-hand sides alike a constant."""
+    """That of a shorter length scale; for derivatives it is a constant."""
     matrix, y = kernel(-1.0), numbers(*((3,) if several else ()), N)
     how = {"shift": 1e-6, "rtol": 1e-8}
     guess = both(kernel(-1.001), y, **how).solution
@@ -421,9 +395,3 @@ def test_a_guess_saves_steps_and_changes_no_answer(several: bool) -> None:
 
     close(slope(guess), slope(None), 1e-5)
     close(slope(jnp.zeros_like(y)), slope(None), 1e-5)
-
-
-def test_guesses_that_are_not_like_the_vector() -> None:
-    y = numbers(N)
-    for guess in (y[None], numbers(N - 1)):
-        refused(ValueError, r"inv_quad_logdet\(guess=", both, kernel(0.0), y, guess=guess)

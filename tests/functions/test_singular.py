@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases
+from tests.helpers import cases, over_keys
 from tests.wrappers import PSD, function, matrix_free
 
 N = 96
@@ -75,7 +75,6 @@ def test_a_nilpotent_operator(dtype: Any) -> None:
     def one(key: Any) -> tx.Estimate:
         return tx.arnoldi_trace(operator, jnp.exp, key, num_probes=4, num_steps=10)
 
-    keys = jax.random.split(jax.random.key(0), 400)
-    found = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    found = over_keys(one, jax.random.key(0), 400)
     assert jnp.all(jnp.abs(found.value - N) < 5)
     assert jnp.all(jnp.isfinite(found.standard_error))

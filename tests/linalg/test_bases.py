@@ -74,9 +74,10 @@ def test_a_basis_of_any_block(method: str, name: str) -> None:
     close(jnp.diag(across), parts.distances, 1e-11, float(jnp.max(parts.distances)))
 
 
-@pytest.mark.parametrize(
-    "dtype", cases([np.float32, np.complex64, np.complex128], "complex64")
-)
+DTYPES = [np.float32, np.complex64, np.complex128]
+
+
+@pytest.mark.parametrize("dtype", cases(DTYPES, "complex64"))
 def test_other_dtypes(dtype: Any) -> None:
     left, right, normal = factors(ROWS["randomised"])
     phases = np.exp(1j * normal) if np.issubdtype(dtype, np.complexfloating) else 1
@@ -97,12 +98,12 @@ def test_nan_and_infinity_stay_visible() -> None:
         assert jnp.isnan(orthonormalise(block).columns).any()
 
 
-@pytest.mark.parametrize(
-    "name", cases(["xtrace", "xnystrace", "hutchpp_trace", "xdiag"], "xtrace")
-)
+ESTIMATORS = ["xtrace", "xnystrace", "hutchpp_trace", "xdiag"]
+
+
+@pytest.mark.parametrize("name", cases(ESTIMATORS, "xtrace"))
 def test_estimators_on_long_vectors(name: str) -> None:
-    """Of rank 9 and of rank 0, whose answers are exact: value, error and gradient; batches
-    of keys do not wait for each other."""
+    """Of rank 9 and 0, whose answers are exact, with gradients, in a batch of keys."""
     n = ROWS["randomised"]
     root = jnp.asarray(factors(n)[2][:, :9])
     estimator = getattr(tx, name)

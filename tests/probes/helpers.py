@@ -53,7 +53,6 @@ def alike(colours: Any) -> Any:
 
 
 def left(matrix: Any, colours: Any) -> float:
-    """The relative error of the diagonal from one repeat, in root mean square over all
-    signs."""
+    """The relative error of the diagonal from one repeat, over all signs."""
     disturbed = np.sum(np.abs(matrix * alike(np.asarray(colours))) ** 2)
     return float(np.sqrt(disturbed) / np.linalg.norm(np.diag(matrix)))

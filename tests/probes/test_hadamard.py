@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close
+from tests.helpers import close, refused
 from tests.matrices import general
 from tests.wrappers import function
 from traceax._probes.draw import for_mean
@@ -59,7 +59,7 @@ def test_means_use_them_where_they_lower_the_variance() -> None:
 
 
 def test_wrong_use_says_the_cure() -> None:
-    with pytest.raises(ValueError, match=r"hadamard\(num_probes=.*at most 16.*got 17"):
-        tx.hadamard(KEY, column(13), 17)
-    with pytest.raises(ValueError, match=r"sampler=.*independent.*got traceax\.hadamard"):
-        tx.xtrace(function(general(40)), KEY, 10, sampler=tx.hadamard)
+    words, how = r"hadamard\(num_probes=.*at most 16.*got 17", {"sampler": tx.hadamard}
+    refused(ValueError, words, tx.hadamard, KEY, column(13), 17)
+    words, operator = r"sampler=.*independent.*got traceax\.hadamard", function(general(40))
+    refused(ValueError, words, tx.xtrace, operator, KEY, 10, **how)

@@ -1,6 +1,5 @@
 """Probes from colourings."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, slow
+from tests.helpers import close, over_keys, refused, slow
 from tests.matrices import general
 from tests.probes.helpers import grid
 from tests.wrappers import function
@@ -23,17 +22,12 @@ def band(width: int, dtype: Any = float, n: int = N) -> Any:
     return jnp.where(abs(i - j) <= width, general(n, dtype), 0)
 
 
-@pytest.mark.parametrize(
-    ("estimate", "dtype"),
-    [
-        (tx.hutchinson_trace, float),
-        slow(tx.hutchinson_trace, complex),
-        (tx.hutchinson_diagonal, complex),
-    ],
-)
-def test_as_many_colours_as_the_pattern_needs_are_exact(
-    estimate: Callable[..., tx.Estimate], dtype: Any
-) -> None:
+KINDS = [(tx.hutchinson_trace, float), (tx.hutchinson_diagonal, complex)]
+KINDS += [slow(tx.hutchinson_trace, complex)]
+
+
+@pytest.mark.parametrize(("estimate", "dtype"), KINDS)
+def test_as_many_colours_as_the_pattern_needs_are_exact(estimate: Any, dtype: Any) -> None:
     """For a matrix of bandwidth 2 and its pattern; and for its square with power 2."""
     matrix = band(2, dtype)
     pattern = np.asarray(matrix) != 0
@@ -66,8 +60,7 @@ def test_too_few_colours_leave_the_error_of_theory(dtype: Any) -> None:
         operator = function(jnp.asarray(matrix))
         return tx.hutchinson_diagonal(operator, key, 11 * repeats, sampler=sampler)
 
-    keys = jax.random.split(KEY, 1000)
-    estimates = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
+    estimates = over_keys(run, KEY, 1000)
     others = (colours[:, None] == colours) & ~np.eye(N, dtype=bool)
     variance = np.sum(np.abs(matrix * others) ** 2, axis=1) / repeats
     errors = np.asarray(estimates.value) - np.diag(matrix)
@@ -93,10 +86,8 @@ def test_derivatives_are_those_of_the_value() -> None:
 
 def test_pytrees_of_colours() -> None:
     """Colours in the operator's structure; each leaf's probes in its own dtype."""
-    structure = {
-        "a": jax.ShapeDtypeStruct((3, 4), "float32"),
-        "b": jax.ShapeDtypeStruct((55,), float),
-    }
+    leaves = {"a": jnp.zeros((3, 4), "float32"), "b": jnp.zeros(55)}
+    structure = jax.eval_shape(lambda: leaves)
     colours = {"a": np.arange(12).reshape(3, 4) % 5, "b": jnp.arange(55) % 5 + 10}
     sampler = tx.probing(colours)
     assert sampler.num_colours == 10
@@ -107,53 +98,22 @@ def test_pytrees_of_colours() -> None:
     np.testing.assert_array_equal((flat != 0).sum(0), 2)
 
 
-# Errors.
-
-
-FOUR = jax.ShapeDtypeStruct((4,), float)
-probing = tx.probing
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda: probing(np.arange(3) - 1), ValueError, r"colours=.*at least 0.*got -1"),
-        (lambda: probing(np.arange(0)), ValueError, r"colours=.*got none"),
-        (lambda: probing(np.ones((2, 3))), ValueError, r"pattern=.*square.*\(2, 3\)"),
-        (lambda: probing(np.arange(3), power=2), ValueError, r"power=.*come with a pat"),
-        (lambda: probing(np.ones(3)), TypeError, r"colours=.*float64.*\.astype\(int\)"),
-        (lambda: jax.jit(probing)(jnp.arange(3)), TypeError, r"colours=.*traced"),
-        (
-            lambda: probing(np.arange(5))(KEY, FOUR, 5),
-            ValueError,
-            r"colours=.*4 rows.*got 5",
-        ),
-        (
-            lambda: probing(np.arange(4))(KEY, FOUR, 6),
-            ValueError,
-            r"colours=.*multiple of 4",
-        ),
-        (
-            lambda: tx.hutchinson_diagonal(
-                function(band(1)), KEY, 8, sampler=probing(np.arange(N) % 9)
-            ),
-            ValueError,
-            r"hutchinson_diagonal\(num_matvecs=.*at least 9.*colour.*got 8",
-        ),
-        (
-            lambda: tx.trace(function(band(1)), KEY, 40, pattern=grid(5, 5)),
-            ValueError,
-            r"trace\(pattern=.*must be 66 x 66.*got shape \(25, 25\)",
-        ),
-    ],
-)
-def test_errors(call: Callable[[], Any], error: Any, words: str) -> None:
-    with pytest.raises(error, match=rf"traceax\..*{words}"):
-        call()
-
-
-def test_the_others_need_independent_probes() -> None:
+def test_errors() -> None:
+    probing, kind, value, traced = tx.probing, TypeError, ValueError, jax.jit(tx.probing)
+    a, space = function(band(1)), jax.ShapeDtypeStruct((4,), float)
+    refused(value, "colours=.*at least 0.*got -1", probing, np.arange(3) - 1)
+    refused(value, "colours=.*got none", probing, np.arange(0))
+    refused(value, r"pattern=.*square.*\(2, 3\)", probing, np.ones((2, 3)))
+    refused(value, "power=.*come with a pat", probing, np.arange(3), power=2)
+    refused(kind, r"colours=.*float64.*\.astype\(int\)", probing, np.ones(3))
+    refused(kind, "colours=.*traced", traced, jnp.arange(3))
+    refused(value, "colours=.*4 rows.*got 5", probing(np.arange(5)), KEY, space, 5)
+    refused(value, "colours=.*multiple of 4", probing(np.arange(4)), KEY, space, 6)
+    how: Any = {"sampler": probing(np.arange(N) % 9)}
+    words = r"hutchinson_diagonal\(num_matvecs=.*at least 9.*colour.*got 8"
+    refused(value, words, tx.hutchinson_diagonal, a, KEY, 8, **how)
+    words = r"trace\(pattern=.*must be 66 x 66.*got shape \(25, 25\)"
+    refused(value, words, tx.trace, a, KEY, 40, pattern=grid(5, 5))
     others = [tx.xtrace, tx.hutchpp_trace, tx.na_hutchpp_trace, tx.xdiag, tx.diagpp]
     for estimate in (*others, tx.row_norms_squared, tx.frobenius_norm_squared):
-        with pytest.raises(ValueError, match=r"sampler=.*independent.*traceax.probing"):
-            estimate(function(band(1)), KEY, 24, sampler=probing(np.arange(N) % 3))
+        refused(value, "sampler=.*independent.*probing", estimate, a, KEY, 24, **how)

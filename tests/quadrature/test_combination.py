@@ -7,14 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
 import pytest
 
 import traceax as tx
 from tests.helpers import cases, close, given, is_unbiased, refused, slow
 from tests.matrices import hermitian
-from tests.wrappers import function, matrix_free
+from tests.wrappers import EVERY, function, matrix_free, part_of
 from traceax._quadrature.scalar import softening
 
 KEY = jax.random.key(3)
@@ -27,12 +26,10 @@ def block(operator: Any, fn: Any, combine: Any, key: Any = KEY, budget: int = 36
     return tx.function_trace(operator, fn, key, budget, combine=combine)
 
 
-def slq(
-    operator: Any, fn: Any, combine: Any, key: Any = KEY, counts: Any = (6, 6), **how: Any
-) -> Any:
-    probes, steps = counts
-    counted = {"num_probes": probes, "num_steps": steps}
-    return tx.slq_trace(operator, fn, key, combine=combine, **counted, **how)
+def slq(operator: Any, fn: Any, combine: Any, key: Any = KEY, **how: Any) -> Any:
+    probes, steps = how.pop("counts", (6, 6))
+    how |= {"num_probes": probes, "num_steps": steps}
+    return tx.slq_trace(operator, fn, key, combine=combine, **how)
 
 
 TRACES: dict[str, Callable[..., tx.Estimate]] = {"function_trace": block, "slq_trace": slq}
@@ -51,9 +48,7 @@ def smooth(dtype: Any = float) -> Any:
 
 def spin_ring(sites: int) -> tuple[Any, Any]:
     """Heisenberg's exchange, and a twist with complex entries."""
-    x, y, z = (
-        np.array(m) for m in ([[0, 1], [1, 0]], [[0, -1j], [1j, 0]], [[1, 0], [0, -1]])
-    )
+    x, y, z = np.array([[[0, 1], [1, 0]], [[0, -1j], [1j, 0]], [[1, 0], [0, -1]]])
 
     def term(a: Any, b: Any, i: int) -> Any:
         factors = [np.eye(2)] * sites
@@ -98,9 +93,8 @@ def thermal_truth(at: Any) -> Any:
 @pytest.mark.slow
 @every_trace
 def test_thermal_means(name: str) -> None:
-    """Intervals hold the truth and are no wider than they have to be. Values are unbiased,
-    and so are gradients in the temperatures and in the coupling. What Z and H have in
-    common is most of their errors."""
+    """Intervals hold the truth and are no wider than they have to be. Values and gradients
+    are unbiased. What Z and H have in common is most of their errors."""
 
     @jax.jit
     def run(key: Any) -> Any:
@@ -270,22 +264,15 @@ def test_results_may_be_of_any_structure() -> None:
     assert kinds == [jnp.float32, jnp.complex64, *4 * [jnp.float32]]
 
 
-@pytest.mark.parametrize("kind", cases(["diagonal", "stored", "small"], "stored"))
+@pytest.mark.parametrize("kind", cases(["Diagonal", "Matrix", "Function"], "Matrix"))
 def test_exact(kind: str) -> None:
     """Wherever traces are; with second derivatives."""
-    matrix = smooth()
-    matrix = jnp.diag(jnp.diagonal(matrix)) if kind == "diagonal" else matrix
-    matrix = matrix[:20, :20] if kind == "small" else matrix
+    n = 20 if kind == "Function" else N
+    matrix = part_of(kind, smooth()[:n, :n])
 
     def free_energy(v: Any) -> Any:
         b, c = v
-        makers: dict[str, Any] = {
-            "diagonal": lambda m: lx.DiagonalLinearOperator(jnp.diagonal(m)),
-            "stored": lx.MatrixLinearOperator,
-        }
-        operator = makers.get(kind, function)(c * matrix)
-        fn, combine = partial(weights, b), partial(thermal, b)
-        return block(operator, fn, combine, budget=36)
+        return block(EVERY[kind](c * matrix), partial(weights, b), partial(thermal, b))
 
     def dense(v: Any) -> Any:
         b, c = v
@@ -295,17 +282,14 @@ def test_exact(kind: str) -> None:
     point = jnp.array([0.7, 1.3])
     got, want = free_energy(point), dense(point)
     assert jax.tree.leaves(got.standard_error) == [0, 0]
-    assert got.num_matvecs == {"small": 20}.get(kind, 0)
+    assert got.num_matvecs == (20 if kind == "Function" else 0)
     slopes = [jax.jacrev(f)(point) for f in (lambda v: free_energy(v).value, dense)]
     for of in want:
         close(got.value[of], want[of], 1e-12)
         close(slopes[0][of], slopes[1][of], 1e-10)
-    if kind == "small":
-        hessians = [
-            jax.hessian(lambda v, f=f: f(v)["free"])(point)
-            for f in (lambda v: free_energy(v).value, dense)
-        ]
-        close(hessians[0], hessians[1], 1e-9)
+    if kind == "Function":
+        got = jax.hessian(lambda v: free_energy(v).value["free"])(point)
+        close(got, jax.hessian(lambda v: dense(v)["free"])(point), 1e-9)
 
 
 @every_trace

@@ -1,6 +1,7 @@
 """`check_estimator` names what is wrong with an estimator, and passes those of traceax."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import traceax as tx
 from tests.calls import hutchinson
+from tests.helpers import refused
 from tests.tables import DIAGONALS, ESTIMATORS, Entry
 from traceax.testing import check_estimator
 
@@ -27,11 +29,8 @@ def test_the_estimators_of_traceax_are_right(entry: Entry) -> None:
 @pytest.mark.parametrize("double", [True, False])
 def test_the_automatic_choice_and_a_custom_trace_are_right(double: bool) -> None:
     with jax.enable_x64(double):
-        check_estimator(
-            lambda operator, key, num_matvecs: tx.custom_trace(
-                hutchinson, operator, key, num_matvecs, sampler=tx.rademacher
-            )
-        )
+        custom = partial(tx.custom_trace, hutchinson, sampler=tx.rademacher)
+        check_estimator(lambda a, key, num_matvecs: custom(a, key, num_matvecs))
         check_estimator(tx.trace, num_keys=20)  # of 20 dimensions it is exact
 
 
@@ -52,9 +51,8 @@ def plain(operator: Any, key: Any) -> tx.Estimate:
 
 
 def with_value(change: Callable[[Any], Any]) -> Callable[..., tx.Estimate]:
-    return lambda operator, key: eqx.tree_at(
-        lambda e: e.value, plain(operator, key), replace_fn=change
-    )
+    put = partial(eqx.tree_at, lambda e: e.value, replace_fn=change)
+    return lambda operator, key: put(plain(operator, key))
 
 
 def by_python(operator: Any, key: Any) -> tx.Estimate:
@@ -95,8 +93,6 @@ def test_absolute_thresholds_are_seen(double: bool) -> None:
 
 
 def test_errors() -> None:
-    wrong: Any = 3
-    with pytest.raises(TypeError, match=r"check_estimator\(estimator=.*got int"):
-        check_estimator(wrong)
-    with pytest.raises(TypeError, match=r"traceax.*key="):  # raised by the estimator
-        check_estimator(lambda operator, key: plain(operator, 3))
+    refused(TypeError, r"check_estimator\(estimator=.*got int", check_estimator, 3)
+    keyless = lambda operator, key: plain(operator, 3)  # noqa: E731
+    refused(TypeError, "traceax.*key=", check_estimator, keyless)  # by the estimator

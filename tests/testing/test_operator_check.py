@@ -1,9 +1,7 @@
 """`check_operator` names what is wrong with an operator, and generated ones are right."""
 
 import re
-import socket
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +12,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from tests.helpers import cases, refused
+from tests.helpers import address, cases, outputs, refused
 from tests.matrices import general, hermitian
 from tests.wrappers import EVERY, function, part_of
 from traceax.testing import check_operator, operators
@@ -190,23 +188,12 @@ except ValueError as error:
 
 
 @pytest.mark.slow
-def test_arrays_of_several_processes() -> None:
+def test_arrays_of_several_processes(tmp_path: Path) -> None:
     """An operator is checked if each process has all its arrays. The cure that the error
     names gives each process all arrays."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", PROCESS, address]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(i)], **pipes) for i in range(2)]
-    try:
-        outputs = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for printed, errors in outputs:
-        words = r"check_operator\(operator=.*arrays of one process.*\(4, 4\).*Gather it by"
-        assert re.search(words, printed), errors
+    where, words = address(), r"check_operator\(operator=.*arrays of one process.*\(4, 4\)"
+    for printed in outputs(tmp_path, *(["-c", PROCESS, where, index] for index in "01")):
+        assert re.search(f"{words}.*Gather it by", printed), printed
 
 
 def test_it_shrinks_to_a_matrix_of_one_dimension() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import traceax as tx
+from tests.helpers import refused
 from traceax.testing import check_sampler
 
 COUNTER = count()
@@ -76,10 +77,7 @@ def by_python(key: Any, structure: Any, num_probes: int) -> Any:
     [
         (repeated, r"independent=True, E\|z_i\* z_j\|\^2 = n: off by"),
         (of_one_length, r"independent=True, cov\(z\* B z\) = 0: off by"),
-        (
-            changed(tx.normal, lambda z: z[:-1]),
-            r"leaf.dtype: must be .*, but got .*\[2,6\]",
-        ),
+        (changed(tx.normal, lambda z: z[:-1]), r"leaf.dtype: must be .*, but .*\[2,6\]"),
         (changed(tx.normal, jnp.zeros_like), r"E\|z\|\^2 = n: off by 6, "),
         (by_python, "same key, same probes: off by"),
         (leafwise(lambda key, n: [key] * n), r"E\[z z\*\] = I: off by"),
@@ -104,9 +102,8 @@ def test_small_errors_of_length_and_mean_are_seen(sampler: Any, independent: boo
 
 
 def test_errors() -> None:
-    with pytest.raises(TypeError, match=r"check_sampler\(sampler=.*function.*got str"):
-        check_sampler("rademacher")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"check_sampler\(num_probes=.*least 2.*got 1"):
-        check_sampler(tx.rademacher, num_probes=1)
-    with pytest.raises(jax.errors.ConcretizationTypeError):  # raised by the sampler
-        check_sampler(changed(tx.normal, lambda z: z * float(jnp.real(z).sum())))
+    check, name, sign = check_sampler, r"check_sampler\(", tx.rademacher
+    refused(TypeError, f"{name}sampler=.*function.*got str", check, "rademacher")
+    refused(ValueError, f"{name}num_probes=.*least 2.*got 1", check, sign, num_probes=1)
+    by_float = changed(tx.normal, lambda z: z * float(jnp.real(z).sum()))
+    refused(jax.errors.ConcretizationTypeError, "concrete", check, by_float)
