@@ -65,10 +65,10 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._core.rule import Outcome
+from traceax._estimators.automatic import FOR_DIAGONALS
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE
 from traceax._estimators.readouts import Batches
-from traceax._estimators.xdiag import xdiag
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import draw, for_mean
@@ -152,11 +152,12 @@ def laplacian(
     squares of residuals in a loss there is `unbiased_square`, for the Laplacian of a
     Laplacian `biharmonic`.
 
-    From 10 directions on, for a function of one real number, a sixth of the directions is
-    spent on a sketch of the Hessian, and probes estimate the rest. For trained networks in
-    50 and 100 dimensions the error is 7 to 40 times smaller (16 directions); where no
-    directions dominate it is 0.9 to 1.15 times that of probes. Value and gradient take 0.7
-    to 0.9 of the time of as many probes, the value alone 2 to 4 times as long.
+    From 10 directions on, for a function of one real number, a quarter of the directions
+    is spent on a sketch of the Hessian, as many read it, and probes estimate the rest. For
+    trained networks in 50 and 100 dimensions the error is 7 to 40 times smaller (16
+    directions); where no directions dominate it is 0.9 to 1.5 times that of probes. Value
+    and gradient take 0.7 to 0.9 of the time of as many probes, the value alone 2 to 4 times
+    as long.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -169,7 +170,7 @@ def laplacian(
     differentiable forwards twice: a `jax.custom_vjp` in it raises JAX's error. If it is not
     differentiable backwards, as a `jax.lax.while_loop` is not, there is no sketch.
     **Cost**: about k + 1 forward passes of `fn` for k = `num_matvecs`; k Hessian-vector
-    products would cost 2k and a backward pass. A sketch costs a sixth more, and two QR
+    products would cost 2k and a backward pass. A sketch costs a quarter more, and two QR
     decompositions. The standard error needs up to 2k passes if it is used.
 
     **Example**
@@ -203,9 +204,11 @@ def _sketchable(subject: Curvature) -> bool:
 def _sketched_laplacian(
     subject: Curvature, key: PRNGKeyArray, num_matvecs: int
 ) -> Estimate:
-    """The width of the sketch is a sixth of the budget, but at least 2 columns, because one
-    often misses a dominant direction."""
-    space, width = subject.space, max(2, (num_matvecs + 2) // 4)
+    """A quarter of the budget makes the sketch, but at least 2 columns, because one often
+    misses a dominant direction. A wider one, of which as many directions are kept as it
+    shows to matter, helps where few dominate, but takes 1.1 to 1.4 times the error of
+    trained networks (16 and 32 directions)."""
+    space, width = subject.space, max(2, num_matvecs // 4)
     rest = num_matvecs - 2 * width
     probes = draw("laplacian", normal, key, space, width + rest)
     correction = (1 - rest / (size(space) - width)) ** 0.5
@@ -244,11 +247,11 @@ def hessian_diagonal(
 ) -> Estimate:
     """Estimate the diagonal of the Hessian of a function at x: d2 fn/dx_a2 for all a.
 
-    From 10 products on a sketch of the Hessian estimates it (`xdiag`). With fewer products,
-    or where `batch_size` or `sampler` are given, probes are compared entry by entry with
-    their Hessian-vector products (`hutchinson_diagonal`), which is exact if the Hessian is
-    diagonal. Unbiased. For networks the error of the sketch is 1 to 2 times smaller with 14
-    products, and 5 times or more with 100.
+    From 10 products on a sketch of the Hessian estimates it, from 12 on where that helps,
+    as in `diagonal`. Else, or where `batch_size` or `sampler` are given, probes are
+    compared entry by entry with their Hessian-vector products (`hutchinson_diagonal`),
+    which is exact if the Hessian is diagonal. Unbiased. For networks the error of the
+    sketch is 1 to 2 times smaller with 14 products, and 5 times or more with 100.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -274,10 +277,10 @@ def hessian_diagonal(
     x = checked_point(name, fn, x, key, num_matvecs)
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
     operator = hessian(fn, x, args)
-    if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
-        return xdiag(operator, key, num_matvecs)
-    how = sampler, batch_size, progress_meter
+    chosen = sampler is None and batch_size is None and num_matvecs >= SKETCHED
     method = HUTCHINSON_DIAGONAL._replace(name=name)
+    method = FOR_DIAGONALS.method(operator, num_matvecs) if chosen else method
+    how = sampler, batch_size, progress_meter
     return estimate(method, operator, key, num_matvecs, *how)
 
 

@@ -279,18 +279,6 @@ def missed_shares(
     return shares_of(missed, w, over(sketch, loo.basis.scale))
 
 
-def missed_share(loo: LeaveOneOut) -> Float[Array, ""]:
-    """The share of the variance that the sketch leaves, from all probes: of the y_j and of
-    their distances from the others, what is orthogonal to w_j and to mu_j."""
-    q, w, factor = loo.basis.columns, loo.probes, loo.basis.factor
-    inside = q.conj().T @ w
-    across = squared_modulus(column_dots(loo.directions, inside))
-    missed = loo.distances**2 * (1 - across / column_norms_squared(loo.mu))
-    along = squared_modulus(column_dots(inside, factor)) / column_norms_squared(w)
-    whole = jnp.sum(column_norms_squared(factor) - along)
-    return jnp.sum(missed) / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
-
-
 def shares_of(
     missed: Float[Array, "k k"],
     probes: Inexact[Array, "n k"],
