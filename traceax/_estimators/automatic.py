@@ -26,6 +26,7 @@ from traceax._core.operator import (
     known_diagonal,
     size,
 )
+from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.driver import SMALL, Method, estimate
 from traceax._estimators.hutchinson import (
     HUTCHINSON_DIAGONAL,
@@ -59,7 +60,9 @@ def trace(
     2. exact from n applications if n <= 64, whatever the budget, or if `num_matvecs`
        reaches n;
     3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
-       are enough to keep three steps apart;
+       are enough to keep three steps apart; from 32 colours on, products with 8 of them
+       decide whether entries decay, or low modes are deflated by Hutch++ and fewer colours
+       probe the rest;
     4. if it is tagged positive or negative semidefinite, from 3 matvecs on, `xnystrace`, to
        which from 8 on a quarter of the budget adds products A Q, as in `xtrace`: so it is
        right for decaying eigenvalues and for a few large ones over a flat rest;
@@ -76,8 +79,9 @@ def trace(
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
       the operator has entries or, if it is the inverse or another function of a sparse
       matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
-      decay within the steps that colours keep apart, sketches are better. It is used by 3.
-      only: then the `method` of the estimate, which is printed, names colours.
+      decay within the steps that colours keep apart, deflation helps, but for semidefinite
+      operators sketches without a pattern may be better still. It is used by 3. only: then
+      the `method` of the estimate, which is printed, names colours.
 
     **Cost**: that of the estimator chosen. A pattern is coloured at each call, or
     when the call is compiled; for many calls make the sampler once, by `probing`.
@@ -101,7 +105,7 @@ def diagonal(
     """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
     The choice is that of `trace`, with other estimators: exact where `trace` is; with a
-    `pattern`, `hutchinson_diagonal` with `probing`; else
+    `pattern`, `hutchinson_diagonal` with `probing`, without deflation; else
 
     - for operators tagged positive or negative semidefinite, from 6 matvecs on, `xnysdiag`
       if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same products;
@@ -227,7 +231,11 @@ def _automatic(
         return choices.target.exact(operator, None, SILENT)
     method = choices.method(operator, num_matvecs)
     sampler = for_pattern(name, operator, num_matvecs, pattern)
-    method = method if sampler is None else choices.few
+    if sampler is not None:
+        deflated = choices.target is TRACE and deflated_colours(
+            name, operator, sampler, num_matvecs, pattern
+        )
+        method = deflated or choices.few
     return estimate(method, operator, key, num_matvecs, sampler=sampler, name=name)
 
 

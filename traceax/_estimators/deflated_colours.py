@@ -1,0 +1,193 @@
+"""Probing of a trace, with the dominant directions deflated if that is better.
+
+The error of probing comes from entries A_ab between dimensions of one colour. If they do
+not decay, because few directions dominate, (I - P) A (I - P) has smaller ones; if they do
+decay, P brings in entries everywhere. So the first batch, the products with `SKETCH` of the
+c colours, decides about the second one: the products with the other colours, which is
+probing; or those with Q, an orthonormal basis of the first batch, and with fresh coarse
+probes, of c - 2 SKETCH colours, projected: mu = (I - P) z, P = Q Q*. Both take c products.
+
+Each colour i of the sketch decides for itself by a_i, which is computed from the others
+only; all the other colours are deflated if any a_i is 1. So with v the part of z on the
+dimensions with a_i = 0, which are read from their own product,
+
+    value = tr(Q* A Q) + mu* A mu - v* A z + sum of z_i* A z_i over those i,     if any,
+
+summed over coarse probes, is unbiased, as A z = A mu + A Q x with x = Q* z. In the same way
+its derivative is.
+
+a_i is 1 if the sketch leaves less than `MOST_LEFT` of the variance (`second_batch`), and if
+the disturbances of the diagonal fall. The sketch shows both the entries
+g_a = conj(s_a) (A z_j)_a and those of r_ij = (I - P_ij) A z_j, j the colour of a. As the
+diagonal varies little between neighbours a, b, sums of |g_a - g_b|^2 compare disturbances.
+Their ratio is below .6 where deflation halves the error, above 1 where it raises it: on
+inverses of Laplacians of grids, roads, rings and random graphs plus .01 to 1, and of
+Wilson-Dirac operators (`tests.benchmarks.probing`). The entry a of r_ij is, by
+`second_batch`, d_j/(1 - |L_ij|^2) times that of Q s_j - Q s_i L_ij.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray
+
+from traceax._core.operator import LinearMap, Operator, unit_roundoff
+from traceax._core.rule import Outcome
+from traceax._estimators.driver import Drawn, Method, Request
+from traceax._estimators.readouts import TRACE, Pairs, Target, leave_one_out, outside
+from traceax._estimators.second_batch import missed_shares
+from traceax._linalg.columns import column_dots, over, squared_modulus, times
+from traceax._linalg.jackknife import length, one_minus_squared_modulus
+from traceax._probes.draw import draw, for_pattern
+from traceax._probes.probing import (
+    DEGREES,
+    Neighbourhood,
+    Probing,
+    neighbour_residuals,
+    neighbourhood_of,
+)
+
+SKETCH = 8
+MOST_LEFT, MOST_DISTURBED = 0.7, 0.7
+
+
+class Coloured(eqx.Module):
+    """Probes of both colourings, with their neighbourhoods."""
+
+    fine: Inexact[Array, "n c"]
+    coarse: Inexact[Array, "n d"]
+    near: Neighbourhood
+    near_coarse: Neighbourhood
+
+
+class Colourings(NamedTuple):
+    """Draws probes of the sampler's colours, in an order, and of coarse ones."""
+
+    coarse: Probing
+    order: Int[np.ndarray, " c"]
+
+    def __call__(self, request: Request) -> Drawn:
+        name, operator, key = request.name, request.operator, request.key
+        fine: Any = request.sampler
+
+        def of(sampler: Probing, key: PRNGKeyArray) -> tuple[Array, Any]:
+            count, space = sampler.num_colours, operator.in_structure()
+            block = draw(name, sampler, key, operator, count, in_samples=True)
+            return block, neighbourhood_of(sampler, space)
+
+        (z, near), (few, near_few) = (
+            of(fine, key),
+            of(self.coarse, jax.random.fold_in(key, 1)),
+        )
+        near = eqx.tree_at(
+            lambda x: (x.colours, x.beyond),
+            near,
+            (jnp.argsort(self.order)[near.colours], near.beyond[:, self.order]),
+        )
+        probes = Coloured(z[:, self.order], few, near, near_few)
+        return Drawn(probes, fine.num_colours, DEGREES)
+
+
+def deflated_colours(
+    name: str, operator: Operator, fine: Probing, num_matvecs: int, pattern: Any
+) -> Method | None:
+    """The method, if half of the colours are left beside a sketch, and none is repeated."""
+    count, near = fine.num_colours, fine.neighbourhood
+    if near is None or count < 4 * SKETCH or num_matvecs >= 2 * count:
+        return None
+    coarse = for_pattern(name, operator, count - 2 * SKETCH, pattern)
+    if coarse is None:
+        return None
+    draws = Colourings(coarse, _adjacent_first(fine.colours, near.neighbours))
+    either = "hutchpp_trace or hutchinson_trace"
+    return Method(either, TRACE, _deflated, draws, independent=False)
+
+
+def _adjacent_first(
+    colours: Int[np.ndarray, " n"], neighbours: Int[np.ndarray, "n m"]
+) -> Int[np.ndarray, " c"]:
+    """All colours, those of the sketch first, which have many neighbours of each other."""
+    edges = np.zeros((colours.max() + 1,) * 2)
+    np.add.at(edges, (colours[:, None], colours[neighbours]), 1)
+    np.fill_diagonal(edges, 0)
+    first, reached = [], edges.sum(axis=0)
+    for _ in range(SKETCH):
+        reached[first] = -1
+        first.append(int(np.argmax(reached)))
+        reached = edges[first].sum(axis=0)
+    return np.array(first + [c for c in range(len(edges)) if c not in first])
+
+
+def _deflated(linear_map: LinearMap, probes: Coloured, target: Target) -> Outcome:
+    del target
+    tests, others = probes.fine[:, :SKETCH], probes.fine[:, SKETCH:]
+    sketch = linear_map(tests)
+    q, each = decide(sketch, tests, probes.near)
+    some, z = jnp.any(each), probes.coarse
+    plain = jnp.any((tests != 0) & ~each[None, :], axis=1)
+    x, v = q.conj().T @ z, jnp.where(plain[:, None], z, 0)
+    mu, d = z - q @ x, z.shape[1]
+    right = jnp.where(some, _filled(others, q, mu), others)
+    products = jnp.hstack([sketch, linear_map(right)])
+    read = _filled(others, q - v @ x.conj().T / d, (mu - v) / d)
+    read = jnp.where(some, read, others / probes.fine.shape[1])
+    left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
+    forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
+    rounding = 4 * unit_roundoff(linear_map.operator) * jnp.sum(sizes)
+    error = length(_errors(linear_map, probes, q, x, products, plain, some), rounding)
+    return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
+
+
+def _filled(like: Array, *blocks: Array) -> Inexact[Array, "n r"]:
+    """Blocks side by side, with columns of zeros up to the size of another one."""
+    block = jnp.hstack(blocks)
+    return jnp.pad(block, ((0, 0), (0, like.shape[1] - block.shape[1])))
+
+
+def _errors(
+    linear_map: LinearMap,
+    probes: Coloured,
+    q: Inexact[Array, "n s"],
+    x: Inexact[Array, "s d"],
+    products: Inexact[Array, "n c"],
+    plain: Bool[Array, " n"],
+    some: Bool[Array, ""],
+) -> Float[Array, " n"]:
+    """What each dimension contributes. Where v is not zero, it is read by three probes."""
+    eps, real = unit_roundoff(linear_map.operator), not jnp.iscomplexobj(products)
+
+    def parts(z: Array, products: Array, near: Neighbourhood) -> Float[Array, " n"]:
+        return neighbour_residuals(z, products, near).error_in_sum(near, eps, real=real)
+
+    image, tested = jnp.split(products[:, SKETCH:], [SKETCH], axis=1)
+    tested = tested[:, : x.shape[1]]
+    left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse)
+    whole = parts(probes.coarse, tested + image @ x, probes.near_coarse)
+    deflated = jnp.hypot(left, jnp.where(plain, 2**0.5 * whole, 0))
+    return jnp.where(some, deflated, parts(probes.fine, products, probes.near))
+
+
+def decide(
+    sketch: Inexact[Array, "n s"], z: Inexact[Array, "n s"], near: Neighbourhood
+) -> tuple[Inexact[Array, "n s"], Bool[Array, " s"]]:
+    """The basis of the sketch, and the a_i."""
+    loo = leave_one_out(sketch, z, resphere=False)
+    own, (q, s) = (z != 0).astype(z.dtype), (loo.basis.columns, loo.directions)
+    overlap, qs = s.conj().T @ s, q @ s
+    inverse = one_minus_squared_modulus(overlap) ** -1.0
+    removed = jnp.sum(qs * own, axis=1)[:, None] - qs * (own @ overlap.T)
+    removed = times(own.real @ times(loo.distances[:, None], inverse), removed)
+    shown = jnp.sum(own * over(sketch, loo.basis.scale), axis=1)
+    forms = jnp.sum(z, axis=1).conj()[:, None] * jnp.hstack([shown[:, None], removed])
+    differ = squared_modulus(forms[near.neighbours] - forms[:, None, :])
+    within, others = jnp.sum(own.real, axis=1), 1 - own.real
+    both = (within[:, None] * within[near.neighbours])[:, :, None]
+    counted = both * others[:, None, :] * others[near.neighbours]
+    whole = jnp.sum(counted * differ[:, :, :1], axis=(0, 1))
+    left = jnp.sum(counted * differ[:, :, 1:], axis=(0, 1))
+    return q, (left < MOST_DISTURBED * whole) & (missed_shares(loo, sketch) < MOST_LEFT)
