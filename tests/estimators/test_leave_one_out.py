@@ -159,14 +159,14 @@ def test_leave_one_out_leaf_traces_in_a_krylov_space(dtype: Any, m: int) -> None
     got = tx.leaf_traces(two_leaves(matrix, PSD), KEY, m)
     space = jax.ShapeDtypeStruct((n,), matrix.dtype)
     probes = np.asarray(tx.rademacher(KEY, space, m - again)).T
-    blocks, dense = np.split(probes, [again], axis=1), np.asarray(matrix)
+    (first, rest), dense = np.split(probes, [again], axis=1), np.asarray(matrix)
 
-    def of_leaves(blocks: Any) -> Any:
-        samples = krylov_nystrom_by_loop(dense, *blocks, False)[0]
+    def of_leaves(first: np.ndarray, rest: np.ndarray) -> Any:
+        samples = krylov_nystrom_by_loop(dense, first, rest, False)[0]
         return np.add.reduceat(samples, [0, n // 3], axis=1).mean(0)
 
-    close(jnp.stack([got.value["a"], got.value["b"]]), of_leaves(blocks), 1e-11)
-    replicates = [of_leaves(fewer) for fewer in left_out_of_both(*blocks)]
+    close(jnp.stack([got.value["a"], got.value["b"]]), of_leaves(first, rest), 1e-11)
+    replicates = [of_leaves(*fewer) for fewer in left_out_of_both(first, rest)]
     error = (m - again - 1) ** 0.5 * np.std(replicates, axis=0)
     got_error = jnp.stack([got.standard_error["a"], got.standard_error["b"]])
     close(got_error, error, 1e-8)

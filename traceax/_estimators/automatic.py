@@ -146,9 +146,9 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
         value[leaf] = sum of diag A over the entries of the leaf
 
     The curvature of each layer of a network, say. One sketch serves all leaves: that of
-    `trace` for operators tagged semidefinite (signs in the place of the sphere), that of
-    `xdiag` for others; for small budgets, plain probes. Unbiased. Exact where `trace` is,
-    whose error bar is that of the sum over all leaves.
+    `trace` for operators tagged semidefinite (signs in the place of the sphere), for others
+    that of `diagonal`, where it helps; for small budgets, plain probes. Unbiased. Exact
+    where `trace` is, whose error bar is that of the sum over all leaves.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget if
     n > 64, at least 1. Default 100.
@@ -209,7 +209,10 @@ FOR_LEAVES = Choices(
         (FEWEST, KRYLOV_NYSTROM_OF_LEAVES),
         (3, KRYLOV_NYSTROM_OF_LEAVES._replace(name="xnysdiag")),
     ),
-    general=((6, XDIAG._replace(target=LEAVES)),),
+    general=(
+        (12, EITHER_DIAGONAL._replace(target=LEAVES)),
+        (6, XDIAG._replace(target=LEAVES)),
+    ),
     few=HUTCHINSON_LEAVES,
 )
 

@@ -73,6 +73,7 @@ from traceax._estimators.readouts import (
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
+    column_dots,
     column_norms_squared,
     diagonal,
     largest_modulus,
@@ -165,8 +166,8 @@ class Products(NamedTuple):
 
     @property
     def sketch(self) -> Inexact[Array, "n k"]:
-        """A/scale times the probes."""
-        return self.images[:, : self.block.shape[1]] * self.block.shape[0] ** 0.5
+        """A/scale times the probes over n^(1/2)."""
+        return self.images[:, : self.block.shape[1]]
 
 
 def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
@@ -190,7 +191,8 @@ def products_of_sketch(
     sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"], eps: float
 ) -> Products:
     root, scale = block.shape[0] ** 0.5, largest_modulus(sketch)
-    images, none = over(sketch / root, scale), jnp.zeros((0, 0), block.dtype)
+    units = jnp.where(jnp.any(sketch != 0), scale, 1)
+    images, none = over(sketch / root, units), jnp.zeros((0, 0), block.dtype)
     return Products(block, block / root, images, none, 1, scale, eps)
 
 
@@ -259,8 +261,11 @@ def _readout(known: Products, resphere: bool) -> Pairs:
 def value_and_error(
     known: Products, *, resphere: bool
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    (n, m), k, of_a = known.test.shape, known.block.shape[1], known.fitted
-    ridge = jnp.asarray(10 * m * known.eps, of_a.squares.dtype)
+    (n, k), of_a = known.block.shape, known.fitted
+    # In the same proportion to I as the shift is to A, so that multiples of I are exact.
+    size = jnp.sum(column_dots(known.test, known.images).real)
+    proportion = jnp.sum(column_norms_squared(known.test)) / jnp.where(size != 0, size, 1)
+    ridge = of_a.shift * proportion
     of_one = fit_to_core(known.test, known.test, known.directions, ridge)
     factors = jnp.full_like(of_a.squares, n)
     if resphere:

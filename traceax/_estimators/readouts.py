@@ -128,7 +128,7 @@ class Samples(eqx.Module):
         if weights is None:
             return times(scale, mean(values)), scale * error
         error = root_design_effect(weights) * error
-        return times(scale, jnp.sum(times(weights[None, :], values), axis=1)), scale * error
+        return times(scale, values @ weights.astype(values.dtype)), scale * error
 
 
 def independent(

@@ -200,10 +200,11 @@ def sketched_or_sampled_diagonal(
     choice = choose(sketch_weights_of_diagonal(loo, sketch), probes.uniform)
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
     eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
-    sketched = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
-    scale, weights = sketched.scale, choice.weights
+    every = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
+    scale, weights = every.scale, choice.weights
     first = independent(block.conj() * over(sketch, scale), scale, eps, hermitian)
     forms = independent(fresh * over(image, scale).conj(), scale, eps, hermitian)
+    sketched, first, forms = (x.of(target, linear_map) for x in (every, first, forms))
     one, one_error = first.value_and_error(weights)
     other, other_error = forms.value_and_error()
     sampled = (one + other) / 2, jnp.hypot(one_error, other_error) / 2
@@ -361,7 +362,7 @@ def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
 
 
 def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
-    (n, k), right = known.block.shape, over(fitted.residuals, fitted.squares[None, :])
+    k, right = known.block.shape[1], over(fitted.residuals, fitted.squares[None, :])
     images = fitted.left @ right
     gram = right.conj().T @ right
     forms = images.conj().T @ images
@@ -371,13 +372,13 @@ def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
     inverse = 1 / jnp.where(jnp.eye(k, dtype=bool), 1, left)
     products = own[None, :] - 2 * (along.conj() * forms).real
     products = products + squared_modulus(along) * own[:, None]
-    return shares_of(n * (products - 1) * inverse**2, known.block, known.sketch)
+    return shares_of((products - 1) * inverse**2, known.block, known.sketch)
 
 
 def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -> Samples:
     """The g_i. Of their terms only the e_i share probes."""
     share, sketched = mean(weights), xnysdiag_samples(known, fitted)
-    forms = known.block.conj() * known.sketch
+    forms = known.block.shape[0] ** 0.5 * known.block.conj() * known.sketch
     sampled = independent(forms, known.scale, known.eps, hermitian=True)
     values = weights[None, :] * sketched.values
     values = values + (1 - weights)[None, :] * sampled.values
