@@ -161,12 +161,13 @@ class Products(NamedTuple):
     @property
     def fitted(self) -> Fit:
         """With the shift of what the products are rounded by."""
-        noise = self.eps * jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
+        size = jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
+        noise = self.eps * self.block.shape[0] ** 0.5 * size
         return fit_to_core(self.test, self.images, self.directions, noise)
 
     @property
     def sketch(self) -> Inexact[Array, "n k"]:
-        """A/scale times the probes over n^(1/2)."""
+        """A/scale times the probes."""
         return self.images[:, : self.block.shape[1]]
 
 
@@ -178,10 +179,10 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     known = products_of_sketch(sketch, block, eps)._replace(sign=sign)
     if again == 0:
         return known
-    basis = orthonormalise(sketch[:, :again])
-    images = over(sign * linear_map(basis.columns), known.scale)
+    basis, root = orthonormalise(sketch[:, :again]), block.shape[0] ** 0.5
+    images = over(root * sign * linear_map(basis.columns), known.scale)
     return known._replace(
-        test=jnp.hstack([known.test, basis.columns]),
+        test=jnp.hstack([block, root * basis.columns]),
         images=jnp.hstack([known.images, images]),
         directions=downdate(basis).directions,
     )
@@ -190,10 +191,9 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
 def products_of_sketch(
     sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"], eps: float
 ) -> Products:
-    root, scale = block.shape[0] ** 0.5, largest_modulus(sketch)
-    units = jnp.where(jnp.any(sketch != 0), scale, 1)
-    images, none = over(sketch / root, units), jnp.zeros((0, 0), block.dtype)
-    return Products(block, block / root, images, none, 1, scale, eps)
+    scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
+    images = over(sketch, jnp.where(jnp.any(sketch != 0), scale, 1))
+    return Products(block, block, images, none, 1, scale, eps)
 
 
 def _trace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
@@ -267,11 +267,11 @@ def value_and_error(
     proportion = jnp.sum(column_norms_squared(known.test)) / jnp.where(size != 0, size, 1)
     ridge = of_a.shift * proportion
     of_one = fit_to_core(known.test, known.test, known.directions, ridge)
-    factors = jnp.full_like(of_a.squares, n)
+    factors = jnp.ones_like(of_a.squares)
     if resphere:
         factors = (n - of_one.traces) / of_one.remainders
     samples = of_a.traces + factors * of_a.remainders
-    rounding = 4 * known.eps * mean(samples) + n * of_a.shift
+    rounding = 4 * known.eps * mean(samples) + of_a.shift
     error = jnp.full_like(rounding, jnp.inf)
     if k > 1:
         replicates = _replicates(of_a, of_one, n, resphere)
@@ -280,7 +280,7 @@ def value_and_error(
         along = of_a.remainders / of_one.remainders
         across = of_a.left @ of_a.residuals
         across = across - of_one.left @ times(along[None, :], of_one.residuals)
-        missed = factors**2 * column_norms_squared(across) / n
+        missed = factors**2 * column_norms_squared(across)
         real = not jnp.iscomplexobj(known.test)
         error = jackknife.no_less_than_theory(error, missed, real=real)
     return known.scale * mean(samples), known.scale * error
@@ -288,7 +288,7 @@ def value_and_error(
 
 def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, " k"]:
     (traces, remainders), (ranks, lengths) = _of_pairs(of_a), _of_pairs(of_one)
-    factors = (n - ranks) / lengths if resphere else n
+    factors = (n - ranks) / lengths if resphere else 1
     return jackknife.mean_of_others(traces + factors * remainders)
 
 
@@ -305,11 +305,11 @@ def _leaf_by_leaf(
 ) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"]]:
     """With F_L and W_L the rows of a leaf,
 
-        t_j = tr F_L C_j F_L* + n w_jL* F_L u_j/|u_j|^2,
+        t_j = tr F_L C_j F_L* + w_jL* F_L u_j/|u_j|^2,
 
     and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed."""
     (n, k), fitted = known.block.shape, known.fitted
-    grams, tested, counts = _grams(fitted.left, known.test[:, :k], structure)
+    grams, tested, counts = _grams(fitted.left, known.block, structure)
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
     roots = jnp.sqrt(fitted.squares)
 
@@ -319,14 +319,14 @@ def _leaf_by_leaf(
         total = jnp.trace(gram).real
         of_one = jnp.sum(diagonal(forms).real.reshape(k, 2), axis=1)
         rest = diagonal(along.reshape(k, k, 2)[..., 1]).real
-        samples = total - of_one + n * roots * rest
+        samples = total - of_one + roots * rest
         rest = roots[None, :] * pairs.tested(along)
-        replicates = jackknife.mean_of_others(total - pairs.removed(forms) + n * rest)
+        replicates = jackknife.mean_of_others(total - pairs.removed(forms) + rest)
         return mean(samples), replicates
 
     values, replicates = jax.lax.map(of_leaf, (grams, tested))
-    rounding = jnp.sum(values) / n * known.eps * 4 + fitted.shift
-    rounding = 4 * known.eps * jnp.abs(values) + counts * rounding
+    rounding = counts / n * (4 * known.eps * jnp.sum(values) + fitted.shift)
+    rounding = 4 * known.eps * jnp.abs(values) + rounding
     error = jackknife.jackknife_error(replicates, rounding)
     return times(known.scale, values), times(known.scale, error)
 

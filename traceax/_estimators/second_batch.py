@@ -362,7 +362,7 @@ def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
 
 
 def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
-    k, right = known.block.shape[1], over(fitted.residuals, fitted.squares[None, :])
+    (n, k), right = known.block.shape, over(fitted.residuals, fitted.squares[None, :])
     images = fitted.left @ right
     gram = right.conj().T @ right
     forms = images.conj().T @ images
@@ -372,13 +372,13 @@ def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
     inverse = 1 / jnp.where(jnp.eye(k, dtype=bool), 1, left)
     products = own[None, :] - 2 * (along.conj() * forms).real
     products = products + squared_modulus(along) * own[:, None]
-    return shares_of((products - 1) * inverse**2, known.block, known.sketch)
+    return shares_of((products - 1 / n) * inverse**2, known.block, known.sketch)
 
 
 def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -> Samples:
     """The g_i. Of their terms only the e_i share probes."""
     share, sketched = mean(weights), xnysdiag_samples(known, fitted)
-    forms = known.block.shape[0] ** 0.5 * known.block.conj() * known.sketch
+    forms = known.block.conj() * known.sketch
     sampled = independent(forms, known.scale, known.eps, hermitian=True)
     values = weights[None, :] * sketched.values
     values = values + (1 - weights)[None, :] * sampled.values

@@ -219,9 +219,8 @@ XNYSDIAG = Method(
 
 def xnysdiag_samples(known: Products, fitted: Fit) -> Samples:
     """With z_i = F u_i/|u_i|, diag F F* - |z_i|^2 + conj(w_i) o z_i/|u_i|."""
-    whole, root = row_norms_squared(fitted.left), known.block.shape[0] ** 0.5
-    missed = root * (fitted.left @ fitted.residuals)
-    removed = over(squared_modulus(missed), root**2 * fitted.squares[None, :])
+    whole, missed = row_norms_squared(fitted.left), fitted.left @ fitted.residuals
+    removed = over(squared_modulus(missed), fitted.squares[None, :])
     tested = (missed * known.block.conj()).real
-    rounding = 4 * known.eps * (whole + mean(whole)) + fitted.shift
+    rounding = 4 * known.eps * (whole + mean(whole)) + fitted.shift / whole.size
     return Samples(whole[:, None] - removed + tested, rounding, known.scale)

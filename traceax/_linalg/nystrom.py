@@ -1,11 +1,12 @@
 """Nyström approximations, from the sketch of an operator and from its Krylov space.
 
-**Without a probe.** Let S = [Omega, Q] be a test matrix with columns of length about 1: k
-probes w_j, and Q, some of whose directions s_j belong to probes. In A = c I + (low rank), S
-and A S have dependent columns, and how many is not for rounding to decide. So let a shift
-be added to the core, H = S* A S + shift I = G^{-1} G^{-*}. This is the approximation of
-diag(A, shift I) from the rows [S; I], which are independent. Without probe j it is computed
-from the others only, whatever the shift is, so that nothing is biased. F = A S G*, and
+**Without a probe.** Let S = [Omega, n^(1/2) Q] be a test matrix with columns of about one
+length: k probes w_j, and Q, whose directions s_j belong to some of them. In the case of
+A = c I + (low rank), S and A S have dependent columns, and how many is not for rounding to
+decide. So let a shift be added to the core, H = S* A S + shift I = G^{-1} G^{-*}. This is
+the approximation of diag(A, shift I) from the rows [S; I], which are independent. Without
+probe j it is computed from the others only, whatever the shift is, so that nothing is
+biased. F = A S G*, and
 
     A<S> = F F*,   A<S_-j> = F (I - N_j N_j*) F*,   N_j = [v_j, u_j/|u_j|],
     v_j = G [0; s_j], normalised (0 if w_j has no direction),   u_j = g_j - v_j v_j* g_j,
