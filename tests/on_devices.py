@@ -35,7 +35,7 @@ from jax.experimental.multihost_utils import process_allgather  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import traceax as tx  # noqa: E402
-from tests.calls import CALLS, MATRIX, operator  # noqa: E402
+from tests.calls import CALLS, MATRIX, hutchinson, operator  # noqa: E402
 
 N, RANK, K = 1600, 5, 20
 PSD = lx.positive_semidefinite_tag
@@ -126,6 +126,10 @@ def energy(x: Any, arrays: Any) -> Any:
     return jnp.sum(arrays[0] * jnp.sin(x)) + jnp.sum((arrays[1].T @ jnp.cos(x)) ** 2)
 
 
+def field(x: Any, arrays: Any) -> Any:
+    return arrays[0] * jnp.sin(x) + arrays[1] @ (arrays[1].T @ x)
+
+
 def network_loss(p: Any, x: Any) -> Any:
     hidden = jnp.tanh(x @ p["first"].T + p["bias"][None])
     return jnp.mean((p["scale"] * hidden @ p["second"] - x) ** 2)
@@ -143,8 +147,15 @@ def long_estimate(name: str, arrays: Any, key: Any) -> Any:
             return fn(a, key, BLOCK, sampler=tx.sphere)
         case "function_trace" | "function_diagonal" | "slq_trace" | "arnoldi_trace":
             return fn(a, jnp.log, key, num_probes=12, num_steps=8)
-        case "laplacian" | "hessian_diagonal":
-            return fn(energy, diagonal, key, BLOCK, args=arrays)
+        case "schatten_norm" | "spectral_density":
+            return fn(a, 1 if name == "schatten_norm" else None, key, BLOCK)
+        case "divergence" | "laplacian" | "biharmonic" | "hessian_diagonal":
+            fn_of_x = field if name == "divergence" else energy
+            return fn(fn_of_x, diagonal, key, BLOCK, args=arrays)
+        case "adaptive_trace":
+            return fn(a, key, rtol=1e-3, max_matvecs=BLOCK)
+        case "custom_trace":
+            return fn(hutchinson, a, key, BLOCK)
         case "inv_quad_logdet":
             return fn(a, diagonal, key, BLOCK)
         case "deltashift":
@@ -179,7 +190,8 @@ def needs(names: list[str]) -> dict[str, Any]:
             arrays["scale"] = cut()
         compiled = jax.jit(run).lower(arrays, jax.random.key(0)).compile()
         vector = arrays if isinstance(arrays, dict) else arrays[:1]
-        block = 4 * BLOCK * sum(leaf.size for leaf in jax.tree.leaves(vector))
+        pairs = 1 + (name == "biharmonic")  # two probes, one below the other
+        block = 4 * pairs * BLOCK * sum(leaf.size for leaf in jax.tree.leaves(vector))
         memory: Any = compiled.memory_analysis()
         moves = max(moved(compiled.as_text()).values(), default=0)
         shares = memory.temp_size_in_bytes * mesh.size / block
