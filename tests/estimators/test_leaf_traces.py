@@ -121,6 +121,17 @@ def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     assert is_unbiased(slopes, moved)
 
 
+@pytest.mark.parametrize("kind", [slow("symmetric"), "general"])
+@pytest.mark.parametrize("budget", [slow(8), 20])
+def test_a_leaf_of_one_entry_is_an_entry_of_the_diagonal(kind: str, budget: int) -> None:
+    """Value and error bar, from the same probes."""
+    one = operator(matrices(kind) + jnp.eye(N), TAGS[kind])
+    leaf, entry = (f(one, KEY, budget) for f in (tx.leaf_traces, tx.diagonal))
+    close(leaf.value["b"], entry.value["b"], 1e-12)
+    close(leaf.standard_error["b"], entry.standard_error["b"], 1e-12)
+    assert leaf.method == entry.method
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_single_precision_at_any_scale(scale: float) -> None:
     matrix, factor = matrices("psd").astype(jnp.float32), np.float32(scale)
