@@ -11,6 +11,7 @@ to 10 %. Errors below rounding count as equal.
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -72,6 +73,55 @@ def traces_and_diagonals() -> Iterator[Contest]:
             (choice,) = at_budget("diagonal", operator).values()
             truth, others = jnp.diagonal(matrix), at_budget(named, operator)
             yield Contest("diagonal", problem, truth, choice, others)
+
+
+def _summed(estimate: tx.Estimate) -> tx.Estimate:
+    return eqx.tree_at(lambda e: e.value, estimate, jax.tree.map(jnp.sum, estimate.value))
+
+
+def leaves() -> Iterator[Contest]:
+    """Three leaves of 300, 200 and 100 entries, beside the sums of diagonals by name."""
+    few = jnp.concatenate([jnp.array([480.0, 400]), jnp.linspace(1, 0.6, N - 2)])
+    named = {"few 2": with_spectrum(few, jax.random.key(0))} | dict(matrices())
+    shape = tuple(jax.ShapeDtypeStruct((size,), few.dtype) for size in (300, 200, 100))
+    for name, matrix in named.items():
+
+        def matvec(v: Any, matrix: Any = matrix) -> Any:
+            return tuple(jnp.split(matrix @ jnp.concatenate(v), (300, 500)))
+
+        for tags in (lx.symmetric_tag,), SEMIDEFINITE:
+            if tags is SEMIDEFINITE and name == "indefinite":
+                continue
+            operator = lx.FunctionLinearOperator(matvec, shape, tags)
+            semidefinite = tags is SEMIDEFINITE
+            by_name = "hutchinson_diagonal xdiag" + " xnysdiag" * semidefinite
+            others = {
+                name: lambda key, call=call: _summed(call(key))
+                for name, call in at_budget(by_name, operator).items()
+            }
+            (choice,) = at_budget("leaf_traces", operator).values()
+            parts = jnp.split(jnp.diagonal(matrix), (300, 500))
+            truth = jnp.stack([jnp.sum(part) for part in parts])
+            problem = f"{name}, {'semidefinite' if semidefinite else 'symmetric'}"
+            yield Contest("leaf_traces", problem, truth, choice, others)
+
+
+def quadratics() -> Iterator[Contest]:
+    """Hessians of 100 dimensions, a few large eigenvalues over a flat rest, as above."""
+    for count, directions in ((2, 16), (3, 32), (10, 32)):
+        large = jnp.linspace(300.0, 100.0, count)
+        sizes = jnp.concatenate([large, jnp.linspace(1, 0.5, 100 - count)])
+        hessian = with_spectrum(sizes, jax.random.key(0))
+        fn = lambda x, args, h=hessian: x @ h @ x / 2  # noqa: E731
+
+        def choice(key: Any, fn: Any = fn, k: int = directions, **how: Any) -> Any:
+            return tx.laplacian(fn, jnp.ones(100), key, k, **how)
+
+        names = "hutchpp_trace xtrace"
+        others = at_budget(names, as_function(hessian, lx.symmetric_tag), directions // 2)
+        others["rademacher"] = partial(choice, sampler=tx.rademacher)
+        problem = f"{count} large, {directions} directions"
+        yield Contest("laplacian", problem, jnp.trace(hessian), choice, others)
 
 
 def sparse() -> Iterator[Contest]:
@@ -241,9 +291,11 @@ def main(num_keys: int = 100) -> None:
     worst = []
     rounds = (
         traces_and_diagonals,
+        leaves,
         sparse,
         likelihoods,
         laplacians,
+        quadratics,
         divergences,
         hessian_diagonals,
     )

@@ -10,7 +10,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import close, is_unbiased, slow
-from tests.matrices import general
+from tests.matrices import general, hermitian
 from tests.wrappers import PSD, two_leaves
 
 KEY = jax.random.key(4)
@@ -139,6 +139,25 @@ def test_single_precision_at_any_scale(scale: float) -> None:
     scaled, plain = run(factor * matrix), run(matrix)
     close(stacked(scaled.value) / factor, stacked(plain.value), 1e-4)
     close(stacked(scaled.standard_error) / factor, stacked(plain.standard_error), 1e-2)
+
+
+def test_of_a_zero_operator_value_and_error_are_zero() -> None:
+    estimate = tx.leaf_traces(operator(jnp.zeros((N, N)), PSD), KEY, 12)
+    for part in (estimate.value, estimate.standard_error):
+        assert jnp.all(stacked(part) == 0)
+
+
+def test_where_a_sketch_does_not_help_the_error_is_that_of_plain_probes() -> None:
+    """A flat spectrum, 60 keys: 1.33 times that of 20 probes, XNysDiag's 2.8 times."""
+    flat = operator(hermitian(np.linspace(1.0, 3.0, N), float), PSD)
+
+    def error(estimator: Any) -> Any:
+        keys = jax.random.split(KEY, 60)
+        values = jax.lax.map(lambda key: estimator(flat, key, 20).value, keys)
+        total = jnp.stack([jnp.sum(x.reshape(60, -1), 1) for x in jax.tree.leaves(values)])
+        return jnp.sqrt(jnp.mean((total - sums(flat.as_matrix())[:, None]) ** 2))
+
+    assert error(tx.leaf_traces) < 1.7 * error(tx.hutchinson_diagonal)
 
 
 def test_of_one_probe_the_error_is_unknown() -> None:

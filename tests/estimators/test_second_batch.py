@@ -18,7 +18,7 @@ from traceax._core.operator import LinearMap
 from traceax._estimators import second_batch
 from traceax._estimators.driver import Probes
 from traceax._estimators.krylov_nystrom import products_of_sketch
-from traceax._estimators.readouts import DIAGONAL, TRACE, leave_one_out
+from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, leave_one_out
 from traceax._linalg.columns import promoted, times
 
 KEY = jax.random.key(5)
@@ -96,6 +96,13 @@ def all_batches(dtype: Any) -> tuple[Any, Any]:
     return rows[jnp.arange(k)[None], indices].swapaxes(1, 2), rows[k]
 
 
+def in_leaves(matrix: Any, tag: Any = ()) -> lx.AbstractLinearOperator:
+    """Of two and three entries."""
+    shapes = [jax.ShapeDtypeStruct((size,), matrix.dtype) for size in (2, 3)]
+    apply = lambda v: jnp.split(matrix @ jnp.concatenate(v), (2,))  # noqa: E731
+    return lx.FunctionLinearOperator(apply, shapes, tag)
+
+
 def read(outcome: Any, maps: Any) -> Any:
     return jnp.stack(promoted(outcome.value, *(outcome.readout(m) for m in maps)))
 
@@ -119,13 +126,11 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     matrix = hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     if kind == "general":
         matrix = matrix + 0.3 * general(5, dtype)
-    choose, target, of = second_batch.sketch_weights_of_diagonal, DIAGONAL, jnp.diagonal
-    run: Any = second_batch.sketched_or_sampled_diagonal
-    if what == "trace":
+    of_trace, target, of = what == "trace", DIAGONAL, jnp.diagonal
+    if of_trace:
         diagonal = jnp.diag(2 + jnp.arange(5.0) ** 2 / 8).astype(dtype)
         matrix = diagonal + 0.3 * general(5, dtype)
-        choose, target, of = second_batch.sketch_weights, TRACE, jnp.trace
-        run = second_batch.sketched_or_sampled
+        target, of = TRACE, jnp.trace
     maps = [LinearMap(operator(matrix, kind)), LinearMap(function(other))]
     blocks, fresh = all_batches(dtype)
 
@@ -133,13 +138,15 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
         """By a random number of [0, 1): the least sketches, the largest samples."""
         fresh = jnp.repeat(row[:, None], 4, axis=1)
         probes = second_batch.BothBatches(block, fresh, jnp.asarray(number), resphere=False)
-        return read(run(maps[0], probes, target), maps)
+        run = second_batch.sketched_or_sampled
+        return read(run(maps[0], probes, target, of_trace=of_trace), maps)
 
     @jax.jit
     @jax.vmap
     def both(block: Any) -> Any:
         sketch = matrix @ block
-        weights = choose(leave_one_out(sketch, block, resphere=False), sketch)
+        loo = leave_one_out(sketch, block, resphere=False)
+        weights = second_batch.sketch_weights(loo, sketch, of_trace=of_trace)
         sampled = jax.vmap(lambda row: outcome(block, row, 1 - 1e-9))(fresh)
         return weights, outcome(block, fresh[0], 0.0), jnp.mean(sampled, axis=0)
 
@@ -156,29 +163,35 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     assert jnp.max(abs(jnp.mean(naive, axis=0) - of(matrix))) > 1e-3
 
 
+@pytest.mark.parametrize("target", [DIAGONAL, LEAVES])
 @pytest.mark.parametrize("dtype", [slow(float), complex])
 @pytest.mark.parametrize("sign", [slow(1), -1])
-def test_the_mean_over_all_probes_of_a_shared_batch(dtype: Any, sign: int) -> None:
-    """As above, but nothing is chosen at random; what is read need not be Hermitian."""
+def test_the_mean_over_all_probes_of_a_shared_batch(
+    target: Any, dtype: Any, sign: int
+) -> None:
+    """As above, but nothing is chosen at random; what is read need not be Hermitian. Sums
+    over leaves have a second product."""
     matrix = sign * hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     other = general(5, dtype, seed=3)
     tag = PSD if sign == 1 else lx.negative_semidefinite_tag
-    maps = [LinearMap(function(matrix, tag)), LinearMap(function(other))]
+    maps = [LinearMap(in_leaves(matrix, tag)), LinearMap(in_leaves(other))]
     blocks, _ = all_batches(dtype)
+    again = 1 if target is LEAVES else 0
 
     @jax.jit
     @jax.vmap
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
-        probes = Probes((block,), resphere=False)
+        probes = Probes((block[:, :again], block[:, again:]), resphere=False)
         known = products_of_sketch(sketch, block, 1e-16)
         weights = second_batch.shared_weights(known, known.fitted)
-        return weights, read(second_batch.mixed(maps[0], probes, DIAGONAL), maps)
+        return weights, read(second_batch.mixed(maps[0], probes, target), maps)
 
     weights, got = run(blocks)
     assert 0.1 < jnp.mean((weights > 0) & (weights < 1)) < 0.95
-    truth = jnp.diagonal(matrix)
-    want = jnp.stack([truth, truth, jnp.diagonal(other)])
+    want = jnp.stack([jnp.diagonal(x) for x in (matrix, matrix, other)])
+    if target is LEAVES:
+        want = jnp.stack([jnp.sum(want[:, :2], axis=1), jnp.sum(want[:, 2:], axis=1)], 1)
     close(jnp.mean(got, axis=0), want, 1e-12, 100)
 
 

@@ -36,11 +36,15 @@ from traceax._estimators.hutchinson import (
 from traceax._estimators.krylov_nystrom import (
     FEWEST,
     KRYLOV_NYSTROM,
-    KRYLOV_NYSTROM_OF_LEAVES,
     XNYSTRACE,
 )
 from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
-from traceax._estimators.second_batch import EITHER_DIAGONAL, EITHER_TRACE, MIXED_DIAGONAL
+from traceax._estimators.second_batch import (
+    EITHER_DIAGONAL,
+    EITHER_TRACE,
+    MIXED_DIAGONAL,
+    MIXED_LEAVES,
+)
 from traceax._estimators.xdiag import XDIAG, XNYSDIAG
 from traceax._estimators.xtrace import XTRACE
 from traceax._probes.draw import check_pattern, for_pattern
@@ -145,10 +149,10 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
 
         value[leaf] = sum of diag A over the entries of the leaf
 
-    The curvature of each layer of a network, say. One sketch serves all leaves: that of
-    `trace` for operators tagged semidefinite (signs in the place of the sphere), for others
-    that of `diagonal`, where it helps; for small budgets, plain probes. Unbiased. Exact
-    where `trace` is, whose error bar is that of the sum over all leaves.
+    The curvature of each layer of a network, say. One sketch serves all leaves, where it
+    helps: that of `trace` for operators tagged semidefinite (signs in the place of the
+    sphere), for others that of `diagonal`; else, and for small budgets, plain probes do.
+    Unbiased. Exact where `trace` is, whose error bar is that of the sum over all leaves.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget if
     n > 64, at least 1. Default 100.
@@ -205,10 +209,7 @@ FOR_DIAGONALS = Choices(
 )
 FOR_LEAVES = Choices(
     LEAVES,
-    semidefinite=(
-        (FEWEST, KRYLOV_NYSTROM_OF_LEAVES),
-        (3, KRYLOV_NYSTROM_OF_LEAVES._replace(name="xnysdiag")),
-    ),
+    semidefinite=((3, MIXED_LEAVES),),
     general=(
         (12, EITHER_DIAGONAL._replace(target=LEAVES)),
         (6, XDIAG._replace(target=LEAVES)),

@@ -28,8 +28,7 @@ have (`basis.downdate`). No decision is made, so none can be wrong.
 is left out in the same way, with a ridge in the place of the shift (`_readout`).
 
 **Sums over leaves** have the same estimates, each summed over the rows of a leaf, without
-resphering, so that signs are exact for the diagonal part of the remainder. Their derivative
-is XDiag's on the sketch A [Omega_1, Omega_2].
+resphering, so that signs are exact for the diagonal part of the remainder (`second_batch`).
 
 Measured (`tests.benchmarks.choices`): on decaying spectra .6 to 1 of XNysTrace's error, up
 to 1.3 where the decay is so slow that the budget cuts it off; on a few large eigenvalues
@@ -54,7 +53,6 @@ from traceax._core.operator import (
     LinearMap,
     Operator,
     Structure,
-    gram,
     is_negative,
     unflatten_rows,
     unit_roundoff,
@@ -62,13 +60,11 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request, estimate
 from traceax._estimators.readouts import (
-    LEAVES,
     TRACE,
     Pairs,
     Target,
     leave_one_out,
     trace_pairs,
-    two_sided,
 )
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
@@ -79,12 +75,13 @@ from traceax._linalg.columns import (
     largest_modulus,
     mean,
     over,
+    row_dots,
     squared_modulus,
     times,
 )
 from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
 from traceax._probes.draw import draw, is_rotation_invariant
-from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.samplers import Sampler
 
 # Products; with fewer, second ones of two directions would take too many.
 FEWEST = 8
@@ -112,14 +109,14 @@ def xnystrace(
     `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
     **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
-    `standard_error` grows by n times the modulus of the most negative eigenvalue found. If
+    `standard_error` grows by 4n times the modulus of the most negative eigenvalue found. If
     this modulus is above a hundredth of the largest eigenvalue, the tag was wrong: both are
     NaN.
 
     **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
     multiple of I, and for tangents that need not be semidefinite. A gradient costs 2k
-    matvec-VJPs. **Cost**: k applications, no adjoints, in one batch; 3 blocks of n x k;
-    about 8 n k^2 flops.
+    matvec-VJPs. **Cost**: k applications, no adjoints, in one batch; 4 blocks of n x k;
+    about 16 n k^2 flops.
 
     **Example**
 
@@ -137,7 +134,7 @@ def xnystrace(
     return estimate(XNYSTRACE, operator, key, num_matvecs, sampler=sampler)
 
 
-def _drawn(request: Request, cost: int = 1, fewest: float = FEWEST) -> Drawn:
+def with_second_products(request: Request, cost: int = 1, fewest: float = FEWEST) -> Drawn:
     spent = request.num_matvecs // cost
     again = spent // 4 if spent >= fewest else 0
     count = spent - again
@@ -164,6 +161,12 @@ class Products(NamedTuple):
         size = jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
         noise = self.eps * self.block.shape[0] ** 0.5 * size
         return fit_to_core(self.test, self.images, self.directions, noise)
+
+    @property
+    def without_second(self) -> Products:
+        """Those with the probes alone."""
+        block, none = self.block, self.directions[:0, :0]
+        return self._replace(test=block, images=self.sketch, directions=none)
 
     @property
     def sketch(self) -> Inexact[Array, "n k"]:
@@ -209,22 +212,13 @@ def _trace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
 
 
 XNYSTRACE = Method(
-    "xnystrace", TRACE, _trace, partial(_drawn, fewest=math.inf), instead="xtrace"
+    "xnystrace",
+    TRACE,
+    _trace,
+    partial(with_second_products, fewest=math.inf),
+    instead="xtrace",
 )
-KRYLOV_NYSTROM = Method("xnystrace + A Q", TRACE, _trace, _drawn)
-KRYLOV_NYSTROM_OF_GRAM = KRYLOV_NYSTROM._replace(draw=partial(_drawn, cost=2), acts_on=gram)
-
-
-def _leaves(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    known = products(linear_map, *probes.blocks)
-    value, error = _leaf_by_leaf(known, linear_map.operator.in_structure())
-    weight = two_sided(target, leave_one_out(known.sketch, known.block, resphere=False))
-    return Outcome(known.sign * value, error, weight)
-
-
-KRYLOV_NYSTROM_OF_LEAVES = KRYLOV_NYSTROM._replace(
-    name="xnysdiag + A Q", target=LEAVES, run=_leaves, sampler=rademacher
-)
+KRYLOV_NYSTROM = Method("xnystrace + A Q", TRACE, _trace, with_second_products)
 
 
 def _readout(known: Products, resphere: bool) -> Pairs:
@@ -300,47 +294,48 @@ def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
     return traces, pairs.inverse[..., 1, 1].real * fit.squares[None, :] - fit.shift
 
 
-def _leaf_by_leaf(
-    known: Products, structure: Structure
+def leaf_by_leaf(
+    known: Products, weights: Float[Array, " k"], structure: Structure
 ) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"]]:
     """With F_L and W_L the rows of a leaf,
 
         t_j = tr F_L C_j F_L* + w_jL* F_L u_j/|u_j|^2,
 
-    and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed."""
+    and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed. `weights`
+    are those of the t_j, beside those of the quadratic forms w_jL* (A w_j)_L."""
     (n, k), fitted = known.block.shape, known.fitted
-    grams, tested, counts = _grams(fitted.left, known.block, structure)
+    of_leaves, counts = _of_leaves(fitted.left, known, structure)
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
     roots = jnp.sqrt(fitted.squares)
 
-    def of_leaf(leaf: tuple[Array, Array]) -> tuple[Array, Array]:
-        gram, tested = leaf
+    def of_leaf(leaf: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        gram, tested, plain = leaf
         forms, along = columns.conj().T @ gram @ columns, tested @ columns
-        total = jnp.trace(gram).real
+        total, plain = jnp.trace(gram).real, (1 - weights) * plain
         of_one = jnp.sum(diagonal(forms).real.reshape(k, 2), axis=1)
         rest = diagonal(along.reshape(k, k, 2)[..., 1]).real
-        samples = total - of_one + roots * rest
+        samples = weights * (total - of_one + roots * rest) + plain
         rest = roots[None, :] * pairs.tested(along)
-        replicates = jackknife.mean_of_others(total - pairs.removed(forms) + rest)
-        return mean(samples), replicates
+        of_two = weights[None, :] * (total - pairs.removed(forms) + rest)
+        return mean(samples), jackknife.mean_of_others(of_two + plain[None, :])
 
-    values, replicates = jax.lax.map(of_leaf, (grams, tested))
+    values, replicates = jax.lax.map(of_leaf, of_leaves)
     rounding = counts / n * (4 * known.eps * jnp.sum(values) + fitted.shift)
     rounding = 4 * known.eps * jnp.abs(values) + rounding
     error = jackknife.jackknife_error(replicates, rounding)
     return times(known.scale, values), times(known.scale, error)
 
 
-def _grams(
-    left: Inexact[Array, "n m"], probes: Inexact[Array, "n k"], structure: Structure
-) -> tuple[Array, Array, Array]:
-    """Of each leaf F_L* F_L, W_L* F_L, and the number of its rows."""
+def _of_leaves(
+    left: Inexact[Array, "n m"], known: Products, structure: Structure
+) -> tuple[tuple[Array, Array, Array], Float[Array, " leaves"]]:
+    """Of each leaf F_L* F_L, W_L* F_L, the forms, and the number of its rows."""
     leaves = jax.tree.leaves(structure)
     as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
-    rows = [unflatten_rows(block.T, as_they_are) for block in (left, probes)]
+    rows = [unflatten_rows(x.T, as_they_are) for x in (left, known.block, known.sketch)]
     rows = [[leaf.reshape(leaf.shape[0], -1) for leaf in block] for block in rows]
-    pairs = list(zip(*rows, strict=True))
-    grams = jnp.stack([f.conj() @ f.T for f, _ in pairs])
-    tested = jnp.stack([w.conj() @ f.T for f, w in pairs])
-    counts = [leaf.size for leaf in leaves]
-    return grams, tested, jnp.asarray(counts, left.real.dtype)
+    grams = jnp.stack([f.conj() @ f.T for f in rows[0]])
+    tested = jnp.stack([w.conj() @ f.T for f, w, _ in zip(*rows, strict=True)])
+    forms = [row_dots(y, w).real for _, w, y in zip(*rows, strict=True)]
+    counts = jnp.asarray([leaf.size for leaf in leaves], left.real.dtype)
+    return (grams, tested, jnp.stack(forms)), counts

@@ -15,15 +15,17 @@ The Frobenius norm is ||B||_F^2 = tr B* B by `krylov_nystrom`, two applications 
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_operator
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, is_hermitian, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, gram, is_hermitian, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
-from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM_OF_GRAM
+from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM, with_second_products
 from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target, leave_one_out
 from traceax._linalg import jackknife
 from traceax._linalg.columns import column_norms_squared, largest_modulus, mean, over
@@ -160,6 +162,10 @@ ROW_NORMS_OF_ANY = Method(
 ROW_NORMS_OF_HERMITIAN = ROW_NORMS_OF_ANY._replace(
     draw=one_block(2, jackknife.independent_degrees_of_freedom), minimum=2
 )
-FROBENIUS = KRYLOV_NYSTROM_OF_GRAM._replace(
-    name="frobenius_norm_squared", target=NORM, minimum=2
+FROBENIUS = KRYLOV_NYSTROM._replace(
+    name="frobenius_norm_squared",
+    target=NORM,
+    draw=partial(with_second_products, cost=2),
+    minimum=2,
+    acts_on=gram,
 )

@@ -182,12 +182,12 @@ def xnysdiag(
     part of the remainder.
 
     **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
-    `standard_error` grows by the modulus of the most negative eigenvalue found. If this is
-    above a hundredth of the largest eigenvalue, the tag was wrong: both are NaN.
+    `standard_error` grows by 4 times the modulus of the most negative eigenvalue found. If
+    this is above a hundredth of the largest, the tag was wrong: both are NaN.
 
     **Derivatives**: by XDiag's rule on the same sketch, which is frozen, for tangents that
     need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k applications, no
-    adjoints, in one batch; 5 blocks of n x k; about 10 n k^2 flops.
+    adjoints, in one batch; 5 blocks of n x k; about 6 n k^2 flops.
 
     **Example**
 
