@@ -62,7 +62,7 @@ from scipy.spatial.distance import cdist
 
 Array = Any  # of NumPy, JAX or PyTorch
 Result = tuple[float, list[float], int | None]  # nll, gradient, matvecs
-Run = Callable[[int], Result]  # of a seed
+Run = Callable[[np.ndarray, int], Result]  # of parameters and a seed
 ROWS = 500  # in the blocks of the truth
 ORDERS = {"matern12": 1, "matern32": 3, "matern52": 5}  # twice nu
 
@@ -72,12 +72,15 @@ class Problem(NamedTuple):
     length: float
     noise: float
     num_points: int
+    path: str = ""  # of a file with other points and values
 
     @property
     def label(self) -> str:
         return f"{self.kernel}-{self.noise:.0e}"
 
     def data(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.path:
+            return tuple(np.load(self.path).values())
         rng = np.random.default_rng(0)
         x = rng.random((self.num_points, 3))
         noise = self.noise**0.5 * rng.standard_normal(self.num_points)
@@ -126,7 +129,8 @@ def of_cholesky(problem: Problem) -> Run:
         """Distances of these points to themselves and to those before."""
         return cdist(x[rows], x[: rows.stop]) / problem.length
 
-    def run(seed: int) -> Result:
+    def run(theta: np.ndarray, seed: int) -> Result:
+        assert theta[1] == 0
         matrix = np.empty((n, n), order="F")
         for rows in blocks:
             matrix[rows, : rows.stop] = correlation(problem.kernel, lower(rows), np.exp)
@@ -155,8 +159,9 @@ def of_cholesky(problem: Problem) -> Run:
     return run
 
 
-def of_jax(problem: Problem, loss: Callable[..., Array]) -> Run:
-    """`loss(matvec, y, noise, key)` returns the value and the matvecs."""
+def of_jax(problem: Problem, loss: Callable[..., Array], *, warm: bool = False) -> Run:
+    """`loss(matvec, y, noise, key, guess)` returns the value, the solution for y, and the
+    matvecs; warm, each run starts from the solution of the last one."""
     import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
 
@@ -164,39 +169,45 @@ def of_jax(problem: Problem, loss: Callable[..., Array]) -> Run:
 
     @jax.checkpoint
     def kernel(theta: Array, x: Array) -> Array:
-        distance = jnp.sqrt(sum((a[:, None] - a[None, :]) ** 2 for a in x.T))
+        squares = sum((a[:, None] - a[None, :]) ** 2 for a in x.T)
+        distance = jnp.sqrt(jnp.where(squares > 0, squares, 1)) * (squares > 0)
         scaled = distance * jnp.exp(-theta[0])
         return jnp.exp(2 * theta[1]) * correlation(problem.kernel, scaled, jnp.exp)
 
-    def nll(theta: Array, x: Array, y: Array, key: Array) -> tuple[Array, Array]:
+    def nll(theta: Array, x: Array, y: Array, key: Array, guess: Any) -> tuple[Array, Any]:
         matrix = kernel(theta, x)
-        value, matvecs = loss(lambda v: matrix @ v, y, jnp.exp(theta[2]), key)
-        return value + y.size * jnp.log(2 * jnp.pi) / 2, jnp.asarray(matvecs)
+        value, *rest = loss(lambda v: matrix @ v, y, jnp.exp(theta[2]), key, guess)
+        return value + y.size * jnp.log(2 * jnp.pi) / 2, rest
 
     step = jax.jit(jax.value_and_grad(nll, has_aux=True))
-    theta, x, y = map(jnp.asarray, (problem.parameters(), *problem.data()))
+    x, y = map(jnp.asarray, problem.data())
+    last = [jnp.zeros_like(y) if warm else None]
 
-    def run(seed: int) -> Result:
-        (value, matvecs), gradient = step(theta, x, y, jax.random.key(seed))
-        return float(value), gradient.tolist(), int(matvecs)
+    def run(theta: np.ndarray, seed: int) -> Result:
+        key = jax.random.key(seed)
+        (value, (solution, spent)), gradient = step(jnp.asarray(theta), x, y, key, last[0])
+        last[0] = solution if warm else None
+        return float(value), gradient.tolist(), int(spent)
 
     return run
 
 
-def of_traceax(problem: Problem, num_matvecs: int) -> Run:
+def of_traceax(problem: Problem, num_matvecs: int, *, warm: bool = False) -> Run:
     import jax  # noqa: PLC0415
     import lineax as lx  # noqa: PLC0415
 
     import traceax as tx  # noqa: PLC0415
 
-    def loss(matvec: Any, y: Array, noise: Array, key: Array) -> tuple[Array, Array]:
+    def loss(matvec: Any, y: Array, noise: Array, key: Array, guess: Any) -> Any:
         structure = jax.ShapeDtypeStruct(y.shape, y.dtype)
         tag = lx.positive_semidefinite_tag
         operator = lx.FunctionLinearOperator(matvec, structure, tag)
-        both = tx.inv_quad_logdet(operator, y, key, num_matvecs, shift=noise)
-        return (both.inv_quad.value + both.logdet.value) / 2, both.inv_quad.num_matvecs
+        how = {"shift": noise, "guess": guess}
+        both = tx.inv_quad_logdet(operator, y, key, num_matvecs, **how)
+        value = (both.inv_quad.value + both.logdet.value) / 2
+        return value, both.solution, jax.numpy.asarray(both.inv_quad.num_matvecs)
 
-    return of_jax(problem, loss)
+    return of_jax(problem, loss, warm=warm)
 
 
 def by_hand(problem: Problem, num_probes: int, num_steps: int) -> Run:
@@ -206,7 +217,8 @@ def by_hand(problem: Problem, num_probes: int, num_steps: int) -> Run:
     import jax.numpy as jnp  # noqa: PLC0415
     from jax.scipy.sparse.linalg import cg  # noqa: PLC0415
 
-    def loss(matvec: Any, y: Array, noise: Array, key: Array) -> tuple[Array, Array]:
+    def loss(matvec: Any, y: Array, noise: Array, key: Array, guess: Any) -> Any:
+        del guess
         signs = jax.random.rademacher(key, (y.size, num_probes), y.dtype)
         sides = jnp.concatenate([y[:, None], signs], axis=1)
         apply = lambda v: matvec(v) + noise * v  # noqa: E731
@@ -216,7 +228,8 @@ def by_hand(problem: Problem, num_probes: int, num_steps: int) -> Run:
         weights = jnp.append(-1, jnp.full(num_probes, 1 / num_probes)) / 2
         left = held(sides).at[:, 0].set(solved[:, 0])
         forms = jnp.sum(left * apply(solved), axis=0)
-        return weights @ forms, sides.shape[1] * num_steps
+        spent = jnp.asarray(sides.shape[1] * num_steps)
+        return weights @ forms, solved[:, 0], spent
 
     return of_jax(problem, loss)
 
@@ -236,16 +249,15 @@ def of_gpytorch(problem: Problem, **settings: float) -> Run:
     else:
         base = gpytorch.kernels.MaternKernel(nu=ORDERS[problem.kernel] / 2)
     kernel = gpytorch.kernels.ScaleKernel(base)
-    base.lengthscale, kernel.outputscale = problem.length, 1.0
-    likelihood.noise = problem.noise
     raw = (base.raw_lengthscale, kernel.raw_outputscale, likelihood.raw_noise)
     # A parameter is the softplus of a raw one: its derivative is 1 - exp(-value). The scale
     # is the square of the amplitude.
-    values = np.array([problem.length, 1.0, problem.noise])
-    by_raw = np.array([1, 2, 1]) * values / -np.expm1(-values)
 
-    def run(seed: int) -> Result:
+    def run(theta: np.ndarray, seed: int) -> Result:
         torch.manual_seed(seed)
+        values = np.exp(np.array([1, 2, 1]) * theta)
+        base.lengthscale, kernel.outputscale, likelihood.noise = values
+        by_raw = np.array([1, 2, 1]) * values / -np.expm1(-values)
         with contexts(gpytorch.settings, settings):
             prior = gpytorch.distributions.MultivariateNormal(
                 torch.zeros_like(y), kernel(x)
@@ -297,10 +309,10 @@ def of_fastgp(problem: Problem, **config: Any) -> Run:
         return -process.log_prob(y, key)
 
     step = jax.jit(jax.value_and_grad(nll))
-    theta, x, y = map(jnp.asarray, (problem.parameters(), *problem.data()))
+    x, y = map(jnp.asarray, problem.data())
 
-    def run(seed: int) -> Result:
-        value, gradient = step(theta, x, y, jax.random.PRNGKey(seed))
+    def run(theta: np.ndarray, seed: int) -> Result:
+        value, gradient = step(jnp.asarray(theta), x, y, jax.random.PRNGKey(seed))
         return float(value), gradient.tolist(), None
 
     return run
@@ -352,12 +364,12 @@ class Measured(NamedTuple):
     gigabytes: float
 
 
-def measure(run: Run, repeats: int) -> Measured:
-    run(0)
+def measure(run: Run, theta: np.ndarray, repeats: int) -> Measured:
+    run(theta, 0)
     results, seconds = [], []
     for seed in range(1, repeats + 1):
         start = time.perf_counter()
-        results.append(run(seed))
+        results.append(run(theta, seed))
         seconds.append(time.perf_counter() - start)
     values, gradients, matvecs = (list(part) for part in zip(*results, strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -368,7 +380,8 @@ def print_side(name: str, problem: Problem, repeats: int) -> None:
     """What a child process does. Others write to standard output, too: ours comes last."""
     warnings.simplefilter("ignore")  # GPyTorch's, of solves that stop early
     side = SIDES[name]
-    print(json.dumps(measure(side.build(problem, **side.how), repeats)._asdict()))
+    run = side.build(problem, **side.how)
+    print(json.dumps(measure(run, problem.parameters(), repeats)._asdict()))
 
 
 def ask(
