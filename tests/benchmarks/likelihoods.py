@@ -19,9 +19,9 @@ the parameters every time, and no library may keep anything between calls. Colum
 The sides, each in a process of its own, with the threads they take by default, but for
 LAPACK in traceax's, which has one:
 
-- *traceax-240*, *-120*, *-480*: `tx.inv_quad_logdet` with so many matvecs, of a
+- *traceax-240*, *-120*, *-360*, *-480*: `tx.inv_quad_logdet` with so many matvecs, of a
   `lx.FunctionLinearOperator`: with an `lx.MatrixLinearOperator` it would factorise up to
-  n = 2048.
+  n = 2048. *traceax-warm* starts at the last solution, which here is the answer.
 - *by-hand*: the usual estimator of the gradient: 3 signs, and conjugate gradients of 60
   steps for them and for y, 240 applications. It has no value.
 - *gpytorch*: its defaults for training: 10 probes, 20 Lanczos steps, conjugate gradients to
@@ -327,7 +327,9 @@ class Side(NamedTuple):
 SIDES = {
     "traceax-240": Side("traceax", of_traceax, {"num_matvecs": 240}),
     "traceax-120": Side("traceax", of_traceax, {"num_matvecs": 120}),
+    "traceax-360": Side("traceax", of_traceax, {"num_matvecs": 360}),
     "traceax-480": Side("traceax", of_traceax, {"num_matvecs": 480}),
+    "traceax-warm": Side("traceax", of_traceax, {"num_matvecs": 240, "warm": True}),
     "by-hand": Side("traceax", by_hand, {"num_probes": 3, "num_steps": 60}),
     "gpytorch": Side("gpytorch", of_gpytorch, {}),
     "gpytorch-100": Side(
