@@ -8,6 +8,7 @@ from traceax._calculus.laplacian import biharmonic as biharmonic
 from traceax._calculus.laplacian import divergence as divergence
 from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
+from traceax._core.conversion import as_operator as as_operator
 from traceax._core.estimate import Estimate as Estimate
 from traceax._core.estimate import pool as pool
 from traceax._core.estimate import unbiased_square as unbiased_square

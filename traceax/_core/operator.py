@@ -20,6 +20,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.canonical import Canonical, canonical
 from traceax._core.layout import Layout, through, through_matrix
+from traceax._core.sparse import SparseOperator, own_pattern
 
 Module = TypeVar("Module", bound=eqx.Module)
 Operator = lx.AbstractLinearOperator
@@ -225,11 +226,16 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
     if jnp.iscomplexobj(block) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return jax.lax.complex(_apply(operator, block.real), _apply(operator, block.imag))
 
+    if isinstance(bare := untagged(operator), SparseOperator):
+        return bare.times(block.astype(bare.data.dtype)).astype(dtype)
+    if isinstance(bare, lx.AddLinearOperator) and own_pattern(bare) is not None:
+        return _apply(bare.operator1, block) + _apply(bare.operator2, block)
+
     def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
         return flatten(operator.mv(unflatten(column, structure)), dtype)
 
     layout = layout_tag(operator)
-    if _is_dense(operator):
+    if isinstance(bare, lx.MatrixLinearOperator):
         return through_matrix(apply, block, layout)
     return through(apply, block, layout)
 
@@ -309,10 +315,10 @@ def gram(operator: Operator) -> Operator:
     return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
 
 
-def _is_dense(operator: Operator) -> bool:
+def untagged(operator: Operator) -> Operator:
     while isinstance(operator, lx.TaggedLinearOperator):
         operator = operator.operator
-    return isinstance(operator, lx.MatrixLinearOperator)
+    return operator
 
 
 _STORED = (
@@ -321,6 +327,7 @@ _STORED = (
     lx.DiagonalLinearOperator,
     lx.IdentityLinearOperator,
     lx.TridiagonalLinearOperator,
+    SparseOperator,
 )
 _WRAPPERS = (
     lx.TaggedLinearOperator,
