@@ -61,6 +61,7 @@ SECTIONS = (
     Section("Automatic choices against estimators by name", "automatic --keys 40"),
     Section("Traces by choice and by name, budget by spectrum", "choices --keys 100"),
     Section("Fits that start from the last solution", "warm_starts"),
+    Section("A kernel that is never stored", "tiles"),
     Section("Pools of runs", "pooling --pools 100"),
     Section("Tolerances and drifts", "stopping --keys 100"),
     Section("Speed, compilation and memory beside matfree", "table"),
