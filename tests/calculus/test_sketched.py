@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import pytest
 
 import traceax as tx
@@ -110,3 +111,43 @@ def test_where_there_is_nothing_to_sketch(flat: Any) -> None:
     estimate = tx.laplacian(lambda x, args: flat(x), X, KEY, M)
     close(estimate.value, exact(lambda x, args: flat(x), X), 1e-12, 1.0)
     assert estimate.standard_error < 1e-10
+
+
+SPREAD = jax.random.normal(jax.random.key(3), (N, N)) / N**0.5
+
+
+@pytest.mark.parametrize("directions", [N, pytest.param(M, marks=pytest.mark.slow)])
+def test_with_a_diffusion_it_is_the_trace_between(directions: int) -> None:
+    """tr(S* H S), its slope in the point and in S; of a function and of an operator, also
+    one from another space. With a sketch, of low rank, it is exact, too."""
+
+    def wide(spread: Any) -> Any:
+        space = jax.ShapeDtypeStruct((2 * N,), spread.dtype)
+        tall = jnp.hstack([spread, 0 * spread])
+        return lx.FunctionLinearOperator(lambda v: tall @ v, space)
+
+    def run(x: Any, spread: Any) -> Any:
+        diffusion = lambda v: spread @ v  # noqa: E731
+        return tx.laplacian(low_rank, x, KEY, directions, diffusion=diffusion).value
+
+    def want(x: Any, spread: Any) -> Any:
+        return jnp.trace(spread.T @ jax.hessian(low_rank)(x, None) @ spread)
+
+    truth = want(X, SPREAD)
+    if directions == N:
+        got, slopes = jax.jit(jax.value_and_grad(run, (0, 1)))(X, SPREAD)
+        for one, other in zip(slopes, jax.grad(want, (0, 1))(X, SPREAD), strict=True):
+            close(one, other, 1e-10)
+        close(
+            tx.laplacian(low_rank, X, KEY, 2 * N, diffusion=wide(SPREAD)).value,
+            truth,
+            1e-10,
+        )
+    else:
+        got = run(X, SPREAD)
+    close(got, truth, 1e-10)
+
+
+def test_a_diffusion_returns_what_the_point_is_like() -> None:
+    with pytest.raises(ValueError, match=r"laplacian\(diffusion=.*float64\[24\]"):
+        tx.laplacian(low_rank, X, KEY, 5, diffusion=lambda v: v[:3])

@@ -141,6 +141,59 @@ def test_single_precision_at_any_scale(scale: float) -> None:
     close(stacked(scaled.standard_error) / factor, stacked(plain.standard_error), 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [
+        ("psd", 20),
+        slow("psd", 5),
+        slow("symmetric", 20),
+        slow("general", 4),
+        ("general", 8),
+    ],
+)
+def test_sums_over_groups_have_their_own_bars(kind: str, budget: int) -> None:
+    """All leaves in one group: the diagonal's sum, from the same samples. One leaf in each
+    is what there is without groups. Errors of leaves in a group are correlated."""
+    one = operator(matrices(kind), TAGS[kind])
+
+    def by(name: Any) -> Any:
+        return tx.leaf_traces(one, KEY, budget, groups=name)
+
+    each, plain = by(lambda path: path[0].key), tx.leaf_traces(one, KEY, budget)
+    for part in ("value", "standard_error"):
+        close(stacked(getattr(each, part)), stacked(getattr(plain, part)), 1e-12)
+    some = by(lambda path: "first" if path[0].key in "ab" else "last")
+    assert list(some.value) == ["first", "last"]
+    close(some.value["first"], plain.value["a"] + plain.value["b"], 1e-12)
+    close(some.standard_error["last"], plain.standard_error["c"], 1e-12)
+    assert by(lambda path: 0).value.keys() == {"0"}
+
+
+def test_groups_of_exact_answers_and_slopes() -> None:
+    matrix = matrices("general")
+    name = lambda path: "all"  # noqa: E731
+    run = lambda t: tx.leaf_traces(operator(t * matrix), KEY, N, groups=name).value["all"]  # noqa: E731
+    value, slope = jax.value_and_grad(run)(1.0)
+    close(value, jnp.trace(matrix), 1e-12)
+    close(slope, value, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["psd", slow("general")])
+def test_intervals_of_groups_hold(kind: str) -> None:
+    """Of the sum of all leaves, whose errors are correlated: over 400 keys."""
+    decay = jnp.exp(-jnp.arange(N) / 25)
+    base = matrices(kind) * jnp.sqrt(decay)[:, None] * jnp.sqrt(decay)[None, :]
+
+    def run(key: Any) -> Any:
+        made = operator(base, TAGS[kind])
+        estimate = tx.leaf_traces(made, key, 20, groups=lambda path: "all")
+        return estimate.value["all"], *(bound["all"] for bound in estimate.interval())
+
+    values, low, high = jax.jit(jax.vmap(run))(jax.random.split(KEY, 400))
+    assert is_unbiased(values, jnp.trace(base))
+    assert jnp.mean((low <= jnp.trace(base)) & (jnp.trace(base) <= high)) > 0.9
+
+
 def test_of_a_zero_operator_value_and_error_are_zero() -> None:
     estimate = tx.leaf_traces(operator(jnp.zeros((N, N)), PSD), KEY, 12)
     for part in (estimate.value, estimate.standard_error):

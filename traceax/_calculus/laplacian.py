@@ -23,6 +23,7 @@ signs the terms of a single variable are exact.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from traceax._calculus.sampled import (
     Curvature,
     Field,
     GivenPoint,
+    Point,
     along,
     checked_point,
     has_gradient,
@@ -139,13 +141,17 @@ def laplacian(
     num_matvecs: int,
     *,
     args: PyTree = None,
+    diffusion: Callable[[Any], Any] | Operator | None = None,
     sampler: Sampler | None = None,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
-    """Estimate the Laplacian of a function at x, the trace of its Hessian.
+    """Estimate the Laplacian of a function at x, the trace of its Hessian H.
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
+
+    With `diffusion` S it is tr(S* H S), the second-order term of an equation of Fokker and
+    Planck, Black and Scholes, or Hamilton, Jacobi and Bellman (twice, where that has 1/2).
 
     Unbiased. It is computed forwards in collapsed Taylor mode: one sweep carries a first
     derivative for each probe, and one second derivative, the sum over the probes. For
@@ -164,6 +170,8 @@ def laplacian(
     - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
       numbers, real or complex, each of which has a Laplacian.
     - `num_matvecs`: the number of directions, one for each probe, at least 1.
+    - `diffusion`: S, a function v -> S v of vectors like x, or an operator whose result is
+      like x. Its values at x; derivatives are taken in it, too.
     - `sampler`, `batch_size`: with one there is no sketch. Default: as in `divergence`.
 
     **Derivatives**: without a sketch exactly those of the value. `fn` must be
@@ -186,6 +194,8 @@ def laplacian(
     sketch Meyer et al. (2021), Hutch++, arXiv:2010.09649.
     """
     x = checked_point("laplacian", fn, x, key, num_matvecs)
+    if diffusion is not None:
+        fn, x = _diffused(fn, x, diffusion)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("laplacian", "fn", result, "real or complex numbers")
     subject = Curvature(canonical(fn, x, args), x, args)
@@ -194,6 +204,20 @@ def laplacian(
         return _sketched_laplacian(subject, key, num_matvecs)
     how = sampler, batch_size, progress_meter
     return sampled_mean("laplacian", subject, key, num_matvecs, *how)
+
+
+def _diffused(
+    fn: Field, x: Point, diffusion: Callable[[Any], Any] | Operator
+) -> tuple[Field, Point]:
+    """z -> fn(x + S z) at zero."""
+    is_operator = isinstance(diffusion, Operator)
+    space = diffusion.in_structure() if is_operator else jax.eval_shape(lambda: x)
+    apply = diffusion.mv if is_operator else diffusion
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), space)
+    moved = eqx.filter_eval_shape(apply, zero)
+    check_same_structure("laplacian", x, moved, "diffusion")
+    add = partial(jax.tree.map, jnp.add)
+    return lambda z, args: fn(add(x, apply(z)), args), zero
 
 
 def _sketchable(subject: Curvature) -> bool:

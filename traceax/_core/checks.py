@@ -81,7 +81,8 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, Operator):
         must, got = "be a lineax operator", type(operator).__name__
-        raise invalid(TypeError, name, "operator", must, got, _wrapper(operator))
+        cure = "Make one: traceax.as_operator(a), of a function with the size n, too."
+        raise invalid(TypeError, name, "operator", must, got, cure)
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and show(into) != show(out):
@@ -99,26 +100,6 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
         cure = "An empty operator adds nothing: leave it out."
         raise invalid(ValueError, name, "operator", must, show(into), cure)
     return operator
-
-
-def _wrapper(operator: object) -> str:
-    """How to make an operator of what else people have, by the library that it is from."""
-    library, wrap = (
-        type(operator).__module__.split("."),
-        "Wrap it: import jax, lineax as lx;",
-    )
-    if callable(operator):
-        space = "jax.ShapeDtypeStruct((n,), jax.numpy.float32)"
-        return f"{wrap} lx.FunctionLinearOperator(function, {space})."
-    if "sparse" in library:
-        convert = (
-            " from jax.experimental.sparse import BCOO; a = BCOO.from_scipy_sparse(a);"
-        )
-        convert = convert if library[0] == "scipy" else ""
-        space = "jax.ShapeDtypeStruct(a.shape[1:], a.dtype)"
-        return f"{wrap}{convert} lx.FunctionLinearOperator(lambda v: a @ v, {space})."
-    array = "a.numpy(force=True)" if library[0] == "torch" else "a"
-    return f"{wrap} lx.MatrixLinearOperator(jax.numpy.asarray({array}))."
 
 
 def check_key(name: str, key: Any, subject: PyTree = None) -> None:
@@ -360,12 +341,12 @@ def check_field(name: str, fn: object, x: object) -> None:
         raise invalid(kind, name, "x", must, got, cure)
 
 
-def check_same_structure(name: str, x: object, values: object) -> None:
+def check_same_structure(name: str, x: object, values: object, fn: str = "fn") -> None:
     """What a vector field returns: one component for each entry of x."""
     if show(x) != show(values):
         must = f"return what x is like, {show(x)}"
         cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
-        raise invalid(ValueError, name, "fn", must, show(values), cure)
+        raise invalid(ValueError, name, fn, must, show(values), cure)
 
 
 def check_returned(

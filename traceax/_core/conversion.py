@@ -14,7 +14,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.checks import invalid
 from traceax._core.operator import Operator
-from traceax._core.sparse import Pattern, SparseOperator, table
+from traceax._core.sparse import Pattern, SparseOperator, places_of, table
 
 NAME = "as_operator"
 
@@ -61,7 +61,7 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         return lx.FunctionLinearOperator(matrix, _space(structure), tags)
     if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
         raise _no_matrix(matrix, library)
-    array = jnp.asarray(matrix)
+    array = matrix if isinstance(matrix, jax.Array) else np.asarray(matrix)
     _check_square(array.shape)
     return lx.MatrixLinearOperator(_inexact(array), tags)
 
@@ -90,26 +90,21 @@ def _entries(matrix: Any) -> tuple[Inexact[Array, " entries"], np.ndarray, np.nd
             must = "have concrete indices, because they are sorted on the host"
             cure = "Make it outside of jax.jit, and trace its data alone."
             raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
-        if isinstance(matrix, BCOO):
-            rows, columns = np.asarray(matrix.indices).T
-        else:
-            columns, starts = np.asarray(matrix.indices), np.asarray(matrix.indptr)
-            rows = np.repeat(np.arange(matrix.shape[0]), np.diff(starts))
-        kept = np.flatnonzero((rows < matrix.shape[0]) & (columns < matrix.shape[1]))
-        data = matrix.data if kept.size == rows.size else matrix.data[kept]
-        return _inexact(data), rows[kept], columns[kept]
-    found = matrix.tocoo()
-    rows, columns = getattr(found, "coords", None) or (found.row, found.col)
-    return _inexact(jnp.asarray(found.data)), rows, columns
+    rows, columns = places_of(matrix)
+    if not isinstance(matrix, BCOO | BCSR):
+        return _inexact(matrix.tocoo().data), rows, columns
+    kept = np.flatnonzero((rows < matrix.shape[0]) & (columns < matrix.shape[1]))
+    data = matrix.data if kept.size == rows.size else matrix.data[kept]
+    return _inexact(data), rows[kept], columns[kept]
 
 
-def _inexact(array: Array) -> Inexact[Array, "..."]:
+def _inexact(array: Any) -> Inexact[Array, "..."]:
     dtype = array.dtype
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         must, cure = "have numbers as entries", "Convert it."
         raise invalid(TypeError, NAME, "matrix", must, dtype, cure)
     inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return array if inexact else array.astype(jnp.result_type(float))
+    return jnp.asarray(array if inexact else array.astype(jnp.result_type(float)))
 
 
 def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import equinox as eqx
@@ -30,7 +29,8 @@ _WIDEST = 64
 
 
 class Pattern:
-    """Where a matrix has entries. Equal patterns are equal, so that programs are shared."""
+    """Where a matrix has entries. Equal patterns are equal, so that programs are shared.
+    `colourings` are the samplers that were made of it."""
 
     def __init__(self, rows: Places, columns: Places, n: int) -> None:
         self.rows, self.columns, self.shape = rows, columns, (n, n)
@@ -43,12 +43,21 @@ class Pattern:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pattern) and self.digest == other.digest
 
-    @cached_property
-    def matrix(self) -> Any:
+
+def places_of(matrix: Any) -> tuple[Places, Places]:
+    """The rows and columns of the entries of a concrete matrix, in its order."""
+    from jax.experimental.sparse import BCOO, BCSR  # noqa: PLC0415
+
+    if isinstance(matrix, BCOO):
+        rows, columns = np.asarray(matrix.indices).T
+    elif isinstance(matrix, BCSR):
+        columns, starts = np.asarray(matrix.indices), np.asarray(matrix.indptr)
+        rows = np.repeat(np.arange(matrix.shape[0]), np.diff(starts))
+    else:
         import scipy.sparse  # noqa: PLC0415
 
-        ones = np.ones(self.rows.size, bool)
-        return scipy.sparse.coo_array((ones, (self.rows, self.columns)), self.shape)
+        rows, columns = scipy.sparse.coo_array(matrix).coords
+    return rows, columns
 
 
 class Table(eqx.Module):
@@ -170,5 +179,6 @@ def own_pattern(operator: Any) -> Pattern | None:
         parts = operator.operator1, operator.operator2
         found = [own_pattern(part) for part in parts if not lx.is_diagonal(part)]
         return found[0] if len(found) == 1 else None
-    inner = getattr(operator, "operator", None)
-    return own_pattern(inner) if inner is not None else getattr(operator, "pattern", None)
+    if isinstance(inner := getattr(operator, "operator", None), lx.AbstractLinearOperator):
+        return own_pattern(inner)
+    return operator.pattern if isinstance(operator, SparseOperator) else None

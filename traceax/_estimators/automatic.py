@@ -10,8 +10,11 @@ is fast, parts of many probes matter, and the jackknife is needed (`krylov_nystr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_request
@@ -30,7 +33,6 @@ from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.driver import SMALL, Method, estimate
 from traceax._estimators.hutchinson import (
     HUTCHINSON_DIAGONAL,
-    HUTCHINSON_LEAVES,
     HUTCHINSON_TRACE,
 )
 from traceax._estimators.krylov_nystrom import (
@@ -38,7 +40,7 @@ from traceax._estimators.krylov_nystrom import (
     KRYLOV_NYSTROM,
     XNYSTRACE,
 )
-from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
+from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Groups, Target
 from traceax._estimators.second_batch import (
     EITHER_DIAGONAL,
     EITHER_TRACE,
@@ -144,7 +146,13 @@ def diagonal(
     return _automatic("diagonal", FOR_DIAGONALS, operator, key, num_matvecs, pattern)
 
 
-def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -> Estimate:
+def leaf_traces(
+    operator: Operator,
+    key: PRNGKeyArray,
+    num_matvecs: int = 100,
+    *,
+    groups: Callable[[tuple[Any, ...]], str] | None = None,
+) -> Estimate:
     """Estimate the traces of the diagonal blocks of an operator, one for each leaf.
 
         value[leaf] = sum of diag A over the entries of the leaf
@@ -154,10 +162,15 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
     sphere), for others that of `diagonal`; else, and for small budgets, plain probes do.
     Unbiased. Exact where `trace` is, whose error bar is that of the sum over all leaves.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget if
-    n > 64, at least 1. Default 100.
+    **Arguments** (the others are in the guide's conventions)
 
-    **Returns** an `Estimate` with the operator's input structure, one number for each leaf.
+    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
+    - `groups`: for sums over several leaves, a function from the path of a leaf, a tuple
+      of JAX's keys, to a name: of its layer, say. Errors of leaves are correlated, so the
+      error of a sum is not known from theirs.
+
+    **Returns** an `Estimate` with the operator's input structure, one number for each leaf;
+    with `groups` of a dict, one for each name.
 
     **Derivatives**: by the rule of the diagonal; exact where the value is. **Cost**: that
     of `diagonal`; for semidefinite operators that of `trace`.
@@ -176,7 +189,12 @@ def leaf_traces(operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100) -
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
     doi:10.1137/23M1548323, for the diagonal.
     """
-    return _automatic("leaf_traces", FOR_LEAVES, operator, key, num_matvecs, None)
+    choices = FOR_LEAVES
+    if groups is not None:
+        operator = check_request("leaf_traces", operator, key, num_matvecs)
+        paths, _ = jax.tree.flatten_with_path(operator.in_structure())
+        choices = choices.over(tuple(str(groups(path)) for path, _ in paths))
+    return _automatic("leaf_traces", choices, operator, key, num_matvecs, None)
 
 
 class Choices(NamedTuple):
@@ -192,7 +210,10 @@ class Choices(NamedTuple):
         semidefinite = is_positive(operator) or is_negative(operator)
         methods = (self.semidefinite if semidefinite else ()) + self.general
         affordable = (method for least, method in methods if num_matvecs >= least)
-        return next(affordable, self.few)
+        return next(affordable, self.few)._replace(target=self.target)
+
+    def over(self, groups: Groups) -> Choices:
+        return self._replace(target=replace(self.target, groups=groups))
 
 
 FOR_TRACES = Choices(
@@ -210,11 +231,8 @@ FOR_DIAGONALS = Choices(
 FOR_LEAVES = Choices(
     LEAVES,
     semidefinite=((3, MIXED_LEAVES),),
-    general=(
-        (12, EITHER_DIAGONAL._replace(target=LEAVES)),
-        (6, XDIAG._replace(target=LEAVES)),
-    ),
-    few=HUTCHINSON_LEAVES,
+    general=((12, EITHER_DIAGONAL), (6, XDIAG)),
+    few=HUTCHINSON_TRACE,
 )
 
 

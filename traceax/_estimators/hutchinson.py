@@ -12,7 +12,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
-from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Batches, Target
+from traceax._estimators.readouts import DIAGONAL, TRACE, Batches, Target
 from traceax._linalg.columns import (
     Moments,
     column_dots,
@@ -206,7 +206,6 @@ HUTCHINSON_TRACE = Method(
     sampler=rademacher,
     independent=False,
 )
-HUTCHINSON_LEAVES = HUTCHINSON_TRACE._replace(target=LEAVES)
 HUTCHINSON_DIAGONAL = HUTCHINSON_TRACE._replace(
     name="hutchinson_diagonal",
     target=DIAGONAL,

@@ -46,6 +46,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
@@ -295,8 +296,8 @@ def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
 
 
 def leaf_by_leaf(
-    known: Products, weights: Float[Array, " k"], structure: Structure
-) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"]]:
+    known: Products, weights: Float[Array, " k"], structure: Structure, sums: list[int]
+) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
     """With F_L and W_L the rows of a leaf,
 
         t_j = tr F_L C_j F_L* + w_jL* F_L u_j/|u_j|^2,
@@ -304,7 +305,10 @@ def leaf_by_leaf(
     and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed. `weights`
     are those of the t_j, beside those of the quadratic forms w_jL* (A w_j)_L."""
     (n, k), fitted = known.block.shape, known.fitted
-    of_leaves, counts = _of_leaves(fitted.left, known, structure)
+    *of_leaves, counts = (
+        jax.ops.segment_sum(x, np.asarray(sums), max(sums) + 1)
+        for x in _of_leaves(fitted.left, known, structure)
+    )
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
     roots = jnp.sqrt(fitted.squares)
 
@@ -319,7 +323,7 @@ def leaf_by_leaf(
         of_two = weights[None, :] * (total - pairs.removed(forms) + rest)
         return mean(samples), jackknife.mean_of_others(of_two + plain[None, :])
 
-    values, replicates = jax.lax.map(of_leaf, of_leaves)
+    values, replicates = jax.lax.map(of_leaf, tuple(of_leaves))
     rounding = counts / n * (4 * known.eps * jnp.sum(values) + fitted.shift)
     rounding = 4 * known.eps * jnp.abs(values) + rounding
     error = jackknife.jackknife_error(replicates, rounding)
@@ -328,7 +332,7 @@ def leaf_by_leaf(
 
 def _of_leaves(
     left: Inexact[Array, "n m"], known: Products, structure: Structure
-) -> tuple[tuple[Array, Array, Array], Float[Array, " leaves"]]:
+) -> tuple[Array, Array, Array, Float[Array, " leaves"]]:
     """Of each leaf F_L* F_L, W_L* F_L, the forms, and the number of its rows."""
     leaves = jax.tree.leaves(structure)
     as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
@@ -338,4 +342,4 @@ def _of_leaves(
     tested = jnp.stack([w.conj() @ f.T for f, w, _ in zip(*rows, strict=True)])
     forms = [row_dots(y, w).real for _, w, y in zip(*rows, strict=True)]
     counts = jnp.asarray([leaf.size for leaf in leaves], left.real.dtype)
-    return (grams, tested, jnp.stack(forms)), counts
+    return grams, tested, jnp.stack(forms), counts

@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -40,6 +39,7 @@ from traceax._core.operator import (
     LinearMap,
     Operator,
     Structure,
+    common_dtype,
     dimension,
     in_rows,
     size,
@@ -140,27 +140,36 @@ def independent(
 
 
 Rows = Inexact[Array, "n ..."]
+Groups = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Target:
     """What is estimated of an operator B: `reduce` sums over rows, n of them; `rows` are
-    those of conj(Z) o (B Z), or of |B Z|^2; `structure` is that of the result, None if that
-    is one number."""
+    those of conj(Z) o (B Z), or of |B Z|^2; `result` is the structure of the result, None
+    if that is one number. `groups`: for sums over several leaves, each one's name."""
 
-    reduce: Callable[[Rows, Structure], Inexact[Array, "..."]]
-    structure: Callable[[Operator], Structure | None]
+    reduce: Callable[[Rows, Structure, Groups], Inexact[Array, "..."]]
+    result: Callable[[Operator, Groups], Structure | None]
     rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows]
     is_square: bool
+    groups: Groups = ()
+
+    def structure(self, operator: Operator) -> Structure | None:
+        return self.result(operator, self.groups)
 
     def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, "..."]:
-        return self.reduce(rows, linear_map.operator.in_structure())
+        return self.reduce(rows, linear_map.operator.in_structure(), self.groups)
 
     def read(
         self, linear_map: LinearMap, block: Inexact[Array, "n k"]
     ) -> Inexact[Array, "..."]:
         """The sum over the columns of a block of probes."""
         return self.of(self.rows(linear_map, block), linear_map)
+
+    @property
+    def sums_leaves(self) -> bool:
+        return self.reduce is _by_leaf
 
     def exact(self, operator: Operator, batch_size: int | None, meter: Any) -> Estimate:
         """From every unit vector: all columns of B, or the rows if these are fewer."""
@@ -193,19 +202,28 @@ def _exactly(subject: Any, readout: Batches, *, meter: ProgressMeter) -> Outcome
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _total(rows: Rows, structure: Structure) -> Inexact[Array, "..."]:
-    del structure
+def _total(rows: Rows, structure: Structure, groups: Groups) -> Inexact[Array, "..."]:
+    del structure, groups
     return jnp.sum(rows, axis=0)
 
 
-def _by_leaf(rows: Rows, structure: Structure) -> Inexact[Array, "leaves ..."]:
+def _by_leaf(rows: Rows, structure: Structure, groups: Groups) -> Inexact[Array, "s ..."]:
     sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
-    leaf = in_rows(np.repeat(np.arange(len(sizes)), sizes), structure)
-    return jax.ops.segment_sum(rows, leaf, len(sizes))
+    sums = sum_of_leaf(structure, groups)
+    leaf = in_rows(np.repeat(sums, sizes), structure)
+    return jax.ops.segment_sum(rows, leaf, max(sums) + 1)
 
 
-def _by_row(rows: Rows, structure: Structure) -> Rows:
-    del structure
+def sum_of_leaf(structure: Structure, groups: Groups) -> list[int]:
+    """The sum that each leaf belongs to, in the order of the sorted names."""
+    if not groups:
+        return list(range(len(jax.tree.leaves(structure))))
+    names = sorted(set(groups))
+    return [names.index(name) for name in groups]
+
+
+def _by_row(rows: Rows, structure: Structure, groups: Groups) -> Rows:
+    del structure, groups
     return rows
 
 
@@ -220,17 +238,29 @@ def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " 
     return row_norms_squared(linear_map(z))
 
 
-def _number_a_leaf(operator: Operator) -> Structure:
+def _number_a_leaf(operator: Operator, groups: Groups) -> Structure:
     structure = operator.in_structure()
+    if groups:
+        number = jax.ShapeDtypeStruct((), common_dtype(structure))
+        return dict.fromkeys(sorted(set(groups)), number)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
 
 
-_like_input, _like_output = methodcaller("in_structure"), methodcaller("out_structure")
-TRACE = Target(_total, lambda operator: None, _products, is_square=True)
+def _like_input(operator: Operator, groups: Groups) -> Structure:
+    del groups
+    return operator.in_structure()
+
+
+def _like_output(operator: Operator, groups: Groups) -> Structure:
+    del groups
+    return operator.out_structure()
+
+
+TRACE = Target(_total, lambda operator, groups: None, _products, is_square=True)
 LEAVES = Target(_by_leaf, _number_a_leaf, _products, is_square=True)
 DIAGONAL = Target(_by_row, _like_input, _products, is_square=True)
 ROW_NORMS = Target(_by_row, _like_output, _squares, is_square=False)
-NORM = Target(_total, lambda operator: None, _squares, is_square=False)
+NORM = Target(_total, lambda operator, groups: None, _squares, is_square=False)
 
 
 class Pairs(eqx.Module):

@@ -70,6 +70,7 @@ from traceax._estimators.readouts import (
     TwoSided,
     independent,
     leave_one_out,
+    sum_of_leaf,
     trace_pairs,
     two_sided,
 )
@@ -249,8 +250,9 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     known, operator = products(linear_map, *probes.blocks), linear_map.operator
     first = known.without_second
     weights = shared_weights(first, first.fitted)
-    if target is LEAVES:
-        value, error = leaf_by_leaf(known, weights, operator.in_structure())
+    if target.sums_leaves:
+        sums = sum_of_leaf(operator.in_structure(), target.groups)
+        value, error = leaf_by_leaf(known, weights, operator.in_structure(), sums)
     else:
         value, error = _shared_samples(known, known.fitted, weights).value_and_error()
     loo = leave_one_out(known.sketch, known.block, resphere=False)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import (
@@ -33,7 +34,7 @@ from traceax._core.operator import (
     stores_matrix,
     working_dtype,
 )
-from traceax._core.rule import estimate
+from traceax._core.rule import estimate, with_own_jvp
 from traceax._functions.equations import Shift, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
@@ -238,15 +239,41 @@ def _log_determinant(
 
 def factorised(
     matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
-) -> tuple[Inexact[Array, "n n"], Float[Array, ""], Float[Array, ""]]:
-    """The Cholesky factor of B = matrix + shift I, its log-determinant, and the error of
-    this: infinite if B is singular to rounding, else zero."""
+) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
+    """Of B = matrix + shift I a function y -> B^{-1} y, the log-determinant, and the error
+    of this: infinite if B is singular to rounding, else zero. The Cholesky factor is not
+    differentiated, which takes six times as long as the inverse: d log det B = tr B^{-1} dB
+    for both."""
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shifted = matrix + shift.astype(matrix.dtype) * identity
-    factor = jnp.linalg.cholesky(shifted)
+    held = jax.lax.stop_gradient(shifted)
+    factor = jnp.linalg.cholesky(held)
     logs = 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
-    singular = _is_singular(*jax.lax.stop_gradient((shifted, factor)))
-    return factor, logs, jnp.where(singular, jnp.inf, 0).astype(logs.dtype)
+    error = jnp.where(_is_singular(held, factor), jnp.inf, 0).astype(logs.dtype)
+    inverse = Partial(solved, factor, y=identity)
+    return (
+        Partial(solved, factor, shifted),
+        with_own_jvp(logs, _along, shifted, inverse),
+        error,
+    )
+
+
+def solved(
+    factor: Inexact[Array, "n n"], matrix: Inexact[Array, "n n"], y: Inexact[Array, "n t"]
+) -> Inexact[Array, "n t"]:
+    """B^{-1} y, differentiable in B and y to any order; the factor is that of B."""
+
+    def solve(_: Any, y: Array) -> Array:
+        return jax.scipy.linalg.cho_solve((factor, True), y)
+
+    def transposed(_: Any, y: Array) -> Array:
+        return solve(_, y.conj()).conj()
+
+    return jax.lax.custom_linear_solve(lambda v: matrix @ v, y, solve, transposed)
+
+
+def _along(matrix: Inexact[Array, "n n"], inverse: Inexact[Array, "n n"]) -> Array:
+    return jnp.sum(inverse.conj() * matrix).real
 
 
 def _is_singular(

@@ -25,7 +25,6 @@ from __future__ import annotations
 from functools import partial
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
@@ -183,8 +182,8 @@ def _exact(
         shifted = jnp.where(jnp.all(array + shift >= 0), array + shift, jnp.nan)
         solution = y / shifted[:, None].astype(y.dtype)
         return solution, jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
-    factor, logs, error = factorised(array, shift)
-    return jax.scipy.linalg.cho_solve((factor, True), y), logs, error
+    solve, logs, error = factorised(array, shift)
+    return solve(y), logs, error
 
 
 def _estimated(

@@ -26,11 +26,13 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Int
 
 from traceax._core.checks import check_count, invalid
+from traceax._core.sparse import Pattern, places_of
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
 # takes longer than importing all of traceax.
@@ -48,31 +50,34 @@ _FURTHER = 2  # steps beyond the last that is kept apart, for which spare colour
 _MANY = 20_000
 
 
-def graph(name: str, pattern: Any) -> Sparse:
-    """Symmetric, boolean, with a full diagonal, so that powers include shorter walks."""
-    import scipy.sparse  # noqa: PLC0415
-    from jax.experimental.sparse import BCOO  # noqa: PLC0415
-
-    data: Any = pattern.indices if isinstance(pattern, BCOO) else pattern
-    if isinstance(data, Tracer):
+def places(name: str, pattern: Any) -> Pattern:
+    """Where it has entries, in its order."""
+    if isinstance(pattern, Pattern):
+        return pattern
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(pattern)):
         must = "be concrete, because it is coloured on the host"
         cure = "Colour it outside of jax.jit."
         raise invalid(TypeError, name, "pattern", must, "a traced array", cure)
-    if isinstance(pattern, BCOO):
-        indices, shape = np.asarray(data).reshape(-1, data.shape[-1]), pattern.shape
-    else:
-        matrix: Any = scipy.sparse.coo_array(pattern)
-        indices, shape = np.stack(matrix.coords, axis=-1), matrix.shape
-    if len(shape) != 2 or shape[0] != shape[1] or indices.shape[-1] != 2:
+    shape = tuple(pattern.shape)
+    batched = getattr(pattern, "n_batch", 0) or getattr(pattern, "n_dense", 0)
+    if len(shape) != 2 or shape[0] != shape[1] or batched:
         must = "be a square matrix, a row and a column for each dimension"
         cure = (
             "Of a rectangular B take B.T @ B or B @ B.T, of a BCOO n_batch = n_dense = 0."
         )
         raise invalid(ValueError, name, "pattern", must, f"shape {shape}", cure)
-    n = shape[0]
-    indices = indices[np.all(indices < n, axis=1)]  # a BCOO pads with out-of-bounds ones
-    rows = np.concatenate([indices[:, 0], indices[:, 1], np.arange(n)])
-    columns = np.concatenate([indices[:, 1], indices[:, 0], np.arange(n)])
+    return Pattern(*places_of(pattern), shape[0])
+
+
+def graph(name: str, pattern: Any) -> Sparse:
+    """Symmetric, boolean, with a full diagonal, so that powers include shorter walks."""
+    import scipy.sparse  # noqa: PLC0415
+
+    known = places(name, pattern)
+    n, kept = known.shape[0], np.maximum(known.rows, known.columns) < known.shape[0]
+    one, other = known.rows[kept], known.columns[kept]  # a BCOO pads behind the last
+    rows = np.concatenate([one, other, np.arange(n)])
+    columns = np.concatenate([other, one, np.arange(n)])
     ones = np.ones(rows.size, bool)
     return scipy.sparse.csr_array((ones, (rows, columns)), shape=(n, n))
 

@@ -41,7 +41,8 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 from traceax._core.canonical import compiled
 from traceax._core.checks import invalid
 from traceax._core.operator import Operator, Structure, as_columns, size, working_dtype
-from traceax._probes.colouring import best_colouring, graph
+from traceax._core.sparse import own_pattern
+from traceax._probes.colouring import best_colouring, graph, places
 from traceax._probes.probing import Probing, probing, probing_of_graph
 from traceax._probes.samplers import (
     Sampler,
@@ -157,11 +158,15 @@ def for_pattern(
 ) -> Probing | None:
     """Probing, if so many colours keep enough steps apart in the graph of the pattern."""
     check_pattern(name, operator, pattern)
+    pattern = own_pattern(operator) if pattern is None else places(name, pattern)
     if pattern is None:
         return None
-    step = graph(name, pattern)
-    best = best_colouring(step, enough, num_colours)
-    return None if best is None else probing_of_graph(step, best)
+    kept, how = pattern.colourings, (num_colours, enough)
+    if how not in kept:
+        step = graph(name, pattern)
+        best = best_colouring(step, enough, num_colours)
+        kept[how] = None if best is None else probing_of_graph(step, best)
+    return kept[how]
 
 
 def draw(

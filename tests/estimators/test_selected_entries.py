@@ -1,0 +1,119 @@
+"""Entries of operators where a pattern has entries."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.experimental.sparse import BCOO
+
+import traceax as tx
+from tests.helpers import close, is_unbiased, slow
+from tests.matrices import general
+from tests.wrappers import PSD, function, matrix_free
+
+diags: Any = scipy.sparse.diags_array
+
+KEY, SIDE = jax.random.key(8), 12
+N = SIDE**2
+CHAIN = diags(np.ones((3, N)), offsets=np.array([-1, 0, 1]), shape=(N, N))
+PATH = diags(np.ones((2, SIDE)), offsets=np.array([-1, 1]), shape=(SIDE, SIDE))
+GRID = scipy.sparse.coo_array(
+    4.5 * scipy.sparse.eye_array(N) - scipy.sparse.kronsum(PATH, PATH)
+)
+
+
+def at(matrix: Any, pattern: Any = GRID) -> Any:
+    rows, columns = scipy.sparse.coo_array(pattern).coords
+    return matrix[rows, columns]
+
+
+@pytest.mark.parametrize("dtype", [slow(float), complex])
+@pytest.mark.parametrize("hermitian", [True, slow(False)])
+def test_a_band_is_exact(dtype: Any, hermitian: bool) -> None:
+    """From three colours, which keep two steps apart; with the slope along any band. Six
+    show that nothing reaches further."""
+    band = jnp.where(CHAIN.toarray() > 0, general(N, dtype), 0)
+    matrix = band + band.conj().T if hermitian else band
+    tangent = (
+        2 * matrix if hermitian else jnp.where(CHAIN.toarray() > 0, 3.0, 0).astype(dtype)
+    )
+
+    def run(t: Any, budget: int = 3) -> Any:
+        moved = matrix + t * tangent
+        operator = function(moved, PSD) if hermitian else function(moved)
+        return tx.selected_entries(operator, CHAIN, KEY, budget)
+
+    estimate = run(0.0)
+    close(estimate.value, at(matrix, CHAIN), 1e-12)
+    assert estimate.num_matvecs == 3
+    assert "3 colours" in estimate.method
+    assert jnp.all(run(0.0, 6).standard_error < 1e-10)
+    slope = jax.jvp(lambda t: run(t).value, (0.0,), (1.0,))[1]
+    close(slope, at(tangent, CHAIN), 1e-12)
+
+
+@pytest.mark.parametrize("repeats", [1, slow(3)])
+def test_an_inverse_with_honest_bars(repeats: int) -> None:
+    """Neighbours' covariances of a field: over keys unbiased, with intervals that hold."""
+    inverse = np.linalg.inv(GRID.toarray())
+    operator, truth = function(jnp.asarray(inverse), PSD), at(inverse)
+    budget = 18 * repeats
+
+    def run(key: Any) -> Any:
+        estimate = tx.selected_entries(operator, GRID, key, budget)
+        return estimate.value, *estimate.interval()
+
+    values, low, high = jax.jit(jax.vmap(run))(jax.random.split(KEY, 400))
+    assert is_unbiased(values, truth)
+    assert jnp.mean((low <= truth[None]) & (truth[None] <= high)) > 0.9
+    assert jnp.mean(jnp.std(values, axis=0)) < 0.06 * jnp.mean(truth)
+
+
+def test_the_order_is_that_of_the_pattern() -> None:
+    rows, columns = GRID.coords
+    shuffled = np.random.default_rng(0).permutation(rows.size)
+    indices = np.stack([rows, columns], axis=1)[shuffled]
+    pattern = BCOO((jnp.ones(rows.size), jnp.asarray(indices)), shape=(N, N))
+    operator = function(general(N))
+    plain = tx.selected_entries(operator, GRID, KEY, 40)
+    close(
+        tx.selected_entries(operator, pattern, KEY, 40).value, plain.value[shuffled], 1e-12
+    )
+    pair = tx.selected_entries(operator, GRID, KEY, N)
+    assert (pair.num_matvecs, pair.method) == (N, "exact")
+    close(pair.value, at(operator.as_matrix()), 1e-12)
+
+
+def test_few_matvecs_are_plain_probes() -> None:
+    """Unbiased; the diagonal part is that of `hutchinson_diagonal`, of the same probes."""
+    matrix = general(N)
+    estimate = tx.selected_entries(function(matrix), GRID, KEY, 4)
+    diagonal = tx.hutchinson_diagonal(function(matrix), KEY, 4)
+    own = np.equal(*GRID.coords)
+    close(estimate.value[own], diagonal.value, 1e-12)
+    close(estimate.standard_error[own], diagonal.standard_error, 1e-12)
+    assert "colour" not in estimate.method
+
+
+def test_pytrees_and_own_patterns() -> None:
+    """Dimensions are numbered leaf after leaf."""
+    matrix = jnp.asarray(GRID.toarray())
+    tree = [jax.ShapeDtypeStruct((SIDE, 4), float), jax.ShapeDtypeStruct((96,), float)]
+
+    def apply(v: Any) -> Any:
+        flat = matrix @ jnp.concatenate([leaf.ravel() for leaf in v])
+        return [flat[: 4 * SIDE].reshape(SIDE, 4), flat[4 * SIDE :]]
+
+    for operator in (lx.FunctionLinearOperator(apply, tree, PSD), tx.as_operator(GRID)):
+        estimate = tx.selected_entries(operator, GRID, KEY, 30)
+        close(estimate.value, at(matrix), 1e-12)
+
+
+def test_the_pattern_is_checked() -> None:
+    operator = matrix_free(lambda v: v, 5)
+    with pytest.raises(ValueError, match=r"selected_entries.*pattern"):
+        tx.selected_entries(operator, GRID, KEY, 3)
