@@ -96,6 +96,7 @@ def hutchinson(apply: Any, probes: Any) -> Any:
     return jnp.mean(samples), jnp.std(samples, ddof=1) / k**0.5, (probes / k, probes)
 
 
+BAND = np.abs(np.subtract.outer(np.arange(N), np.arange(N))) < 2
 TOLERANCE: dict[str, Any] = {"rtol": 0.3, "max_matvecs": 32}
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
@@ -127,6 +128,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "biharmonic": of_point(tx.biharmonic, energy),
     "hessian_diagonal": of_point(tx.hessian_diagonal, energy),
     "leaf_traces": by_leaves,
+    "selected_entries": lambda m, key: tx.selected_entries(operator(m), BAND, key, 10),
     "pool": pooled,
     "unbiased_square": squared,
 }
@@ -145,5 +147,5 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 
 # Public names that are no estimators.
 OTHERS = {"Estimate", "InvQuadLogdet", "Layout", "colouring", "preconditioner", "probing"}
-OTHERS |= {"empirical_fisher", "gauss_newton"}
+OTHERS |= {"as_operator", "empirical_fisher", "gauss_newton"}
 OTHERS |= {"hadamard", "normal", "orthogonal", "rademacher", "sphere"}

@@ -35,6 +35,7 @@ LINKS = {
     "](LICENSE)": "](license.md)",
     "](CHANGELOG.md)": "](changelog.md)",
     "](tests/benchmarks/README.md)": "](benchmarks.md)",
+    "](notebooks/site/docs/": "](",
 }
 VERBATIM = r"```.*?^\s*```|`[^`\n]+`"
 FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
@@ -142,6 +143,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in NOTEBOOKS.glob("*.svg"):
         drawing = f"notebooks/{path.name}"
         files.append(File.generated(config, drawing, content=path.read_bytes()))
+    fits = PAGES["benchmarks.md"].with_name("fits.svg")
+    files.append(File.generated(config, fits.name, content=fits.read_bytes()))
     return files
 
 

@@ -1,9 +1,10 @@
 """The tables of `tests/benchmarks/README.md`, from the benchmarks' own output.
 
-`python -m tests.benchmarks.report [NAME ...] [--gpytorch PYTHON]`, from the root of the
-repository, on a machine that does nothing else; an hour for all. NAME is of a benchmark,
-as `accuracy`; all if none. What is not named stays as it stands, with the date on which it
-was measured. PYTHON is an interpreter that has GPyTorch, for the likelihoods.
+`python -m tests.benchmarks.report [NAME ...] [--gpytorch PYTHON] [--fastgp PYTHON]`, from
+the root of the repository, on a machine that does nothing else; an hour for all. NAME is of
+a benchmark, as `accuracy`; all if none. What is not named stays as it stands, with the date
+on which it was measured. PYTHON is an interpreter that has GPyTorch, or fastgp, for
+likelihoods and fits.
 """
 
 import argparse
@@ -62,6 +63,7 @@ SECTIONS = (
     Section("Traces by choice and by name, budget by spectrum", "choices --keys 100"),
     Section("Fits that start from the last solution", "warm_starts"),
     Section("A kernel that is never stored", "tiles"),
+    Section("Fits beside GPyTorch's and fastgp's", "fits"),
     Section("Pools of runs", "pooling --pools 100"),
     Section("Tolerances and drifts", "stopping --keys 100"),
     Section("Speed, compilation and memory beside matfree", "table"),
@@ -130,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--gpytorch", metavar="PYTHON")
+    parser.add_argument("--fastgp", metavar="PYTHON")
     chosen = parser.parse_args()
     unknown = set(chosen.names) - {section.name for section in SECTIONS}
     if unknown:
@@ -137,8 +140,15 @@ def main() -> None:
     for section in SECTIONS:
         if chosen.names and section.name not in chosen.names:
             continue
-        options = ["--gpytorch", chosen.gpytorch] if section.name == "likelihoods" else []
-        new = measured(section, options if chosen.gpytorch else [])
+        options = []
+        for other in ("gpytorch", "fastgp"):
+            if section.name in ("likelihoods", "fits") and getattr(chosen, other):
+                options += [f"--{other}", getattr(chosen, other)]
+        if section.name == "fits":
+            options += ["--picture", str(PAGE.with_name("fits.svg"))]
+        new = measured(section, options)
+        if section.name == "fits":
+            new += "\n![The likelihood that is reached, by seconds](fits.svg)\n"
         old = sections_of(PAGE.read_text()) if PAGE.exists() else {}
         PAGE.write_text(page_of(old | {section.title: new}))
         print(f"{section.title}: written")

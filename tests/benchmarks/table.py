@@ -155,10 +155,25 @@ def with_errors() -> Iterator[Race]:
         )
 
 
+def likelihood() -> Iterator[Race]:
+    """A likelihood and its gradient, beside those of matfree's log-determinant."""
+    matrix, y = jnp.eye(functions.N), jnp.ones(functions.N)
+    spent = functions.NUM_PROBES * 20
+
+    def ours(matrix: Any, key: PRNGKeyArray) -> Array:
+        space = jax.ShapeDtypeStruct(y.shape, matrix.dtype)
+        operator = lx.FunctionLinearOperator(lambda v: matrix @ v, space)
+        both = tx.inv_quad_logdet(operator, y, key, spent, shift=0.1)
+        return both.inv_quad.value + both.logdet.value
+
+    pair = jax.value_and_grad(ours), jax.value_and_grad(functions.of_matrix(20)[1])
+    yield Race("inv_quad_logdet + grad", pair, (matrix, KEY), REPEATS, 1 / 2.5)
+
+
 def compilations() -> None:
     rows = [*functions.races(20), *dense(), *sparse(50)]
     print_races(compilation, (row._replace(aim=1, repeats=REPEATS) for row in rows))
-    print_races(compilation, with_errors())
+    print_races(compilation, [*with_errors(), *likelihood()])
 
 
 def set_aside(function: Callable[..., Any], *arguments: Array) -> float:

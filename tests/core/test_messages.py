@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from jax.experimental.sparse import BCOO
-from scipy.sparse import csr_array, csr_matrix
+from scipy.sparse import csr_matrix
 
 import traceax
 from tests.helpers import refused
@@ -90,39 +89,18 @@ def test_wrong_samplers_vectors_and_meters() -> None:
 DENSE = jnp.diag(jnp.arange(1.0, 71.0), 0).at[0, 3].set(2.0)
 
 
-class Tensor:
-    """What the message needs of PyTorch's."""
-
-    __module__, shape = "torch", (70, 70)
-
-    def numpy(self, force: bool) -> np.ndarray:
-        assert force
-        return np.asarray(DENSE)
-
-
 @pytest.mark.parametrize(
     "matrix",
-    [
-        np.asarray(DENSE),
-        DENSE,
-        np.asarray(DENSE).tolist(),
-        csr_array(np.asarray(DENSE)),
-        csr_matrix(np.asarray(DENSE)),
-        BCOO.fromdense(DENSE),
-        Tensor(),
-        lambda v: DENSE.astype(v.dtype) @ v,
-    ],
-    ids=["NumPy", "JAX", "list", "SciPy", "SciPy's matrix", "BCOO", "PyTorch", "function"],
+    [np.asarray(DENSE), csr_matrix(np.asarray(DENSE)), lambda v: DENSE.astype(v.dtype) @ v],
+    ids=["NumPy", "SciPy", "function"],
 )
-def test_the_wrapper_that_a_message_advises_works(matrix: Any) -> None:
-    """As it stands, imports included."""
+def test_what_a_message_advises_works(matrix: Any) -> None:
+    """As it stands."""
     with pytest.raises(TypeError, match="must be a lineax operator, but got") as caught:
         tx.trace(matrix, KEY)
-    (advice,) = re.findall(r"Wrap it: (.*)\.$", str(caught.value))
-    *imports, call = advice.split("; ")
-    scope: dict[str, Any] = {"a": matrix, "function": matrix, "n": 70}
-    exec("\n".join(imports), scope)
-    value = tx.trace(eval(call, scope), KEY, 70).value
+    (advice,) = re.findall(r"Make it one: (.*)\.$", str(caught.value))
+    scope: dict[str, Any] = {"a": matrix, "function": matrix, "n": 70, "traceax": tx}
+    value = tx.trace(eval(advice, scope), KEY, 70).value
     assert float(value) == pytest.approx(float(jnp.trace(DENSE)), rel=1e-5)
 
 

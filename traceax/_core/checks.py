@@ -81,7 +81,8 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, Operator):
         must, got = "be a lineax operator", type(operator).__name__
-        cure = "Make one: traceax.as_operator(a), of a function with the size n, too."
+        what = "function, n" if callable(operator) else "a"
+        cure = f"Make it one: traceax.as_operator({what})."
         raise invalid(TypeError, name, "operator", must, got, cure)
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jax.experimental.sparse import BCOO, BCSR
 from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.checks import invalid
 from traceax._core.operator import Operator
-from traceax._core.sparse import Pattern, SparseOperator, places_of, table
+from traceax._core.sparse import Pattern, SparseOperator, is_of_jax, places_of, table
 
 NAME = "as_operator"
 
@@ -53,7 +52,7 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     if isinstance(matrix, Operator):
         return lx.TaggedLinearOperator(matrix, tags) if tags else matrix
     library = type(matrix).__module__.split(".")[0]
-    if isinstance(matrix, BCOO | BCSR) or hasattr(matrix, "tocoo"):
+    if is_of_jax(matrix) or hasattr(matrix, "tocoo"):
         return _sparse(matrix, tags)
     if hasattr(matrix, "matvec") or library in ("torch", "networkx", "pandas"):
         raise _no_matrix(matrix, library)
@@ -81,7 +80,7 @@ def _sparse(matrix: Any, tags: Any) -> SparseOperator:
 
 def _entries(matrix: Any) -> tuple[Inexact[Array, " entries"], np.ndarray, np.ndarray]:
     """The data, and where they are. A BCOO pads with indices behind the last one."""
-    if isinstance(matrix, BCOO | BCSR):
+    if is_of_jax(matrix):
         if matrix.n_batch or matrix.n_dense:
             must, got = "be one matrix", f"{matrix.n_batch=}, {matrix.n_dense=}"
             cure = "Make a BCOO with n_batch = n_dense = 0, and use jax.vmap."
@@ -91,7 +90,7 @@ def _entries(matrix: Any) -> tuple[Inexact[Array, " entries"], np.ndarray, np.nd
             cure = "Make it outside of jax.jit, and trace its data alone."
             raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
     rows, columns = places_of(matrix)
-    if not isinstance(matrix, BCOO | BCSR):
+    if not is_of_jax(matrix):
         return _inexact(matrix.tocoo().data), rows, columns
     kept = np.flatnonzero((rows < matrix.shape[0]) & (columns < matrix.shape[1]))
     data = matrix.data if kept.size == rows.size else matrix.data[kept]

@@ -44,13 +44,16 @@ class Pattern:
         return isinstance(other, Pattern) and self.digest == other.digest
 
 
+def is_of_jax(matrix: Any) -> bool:
+    """Whether it is a BCOO or a BCSR, which take long to import."""
+    return type(matrix).__module__.startswith("jax.experimental.sparse")
+
+
 def places_of(matrix: Any) -> tuple[Places, Places]:
     """The rows and columns of the entries of a concrete matrix, in its order."""
-    from jax.experimental.sparse import BCOO, BCSR  # noqa: PLC0415
-
-    if isinstance(matrix, BCOO):
+    if is_of_jax(matrix) and not hasattr(matrix, "indptr"):
         rows, columns = np.asarray(matrix.indices).T
-    elif isinstance(matrix, BCSR):
+    elif is_of_jax(matrix):
         columns, starts = np.asarray(matrix.indices), np.asarray(matrix.indptr)
         rows = np.repeat(np.arange(matrix.shape[0]), np.diff(starts))
     else:

@@ -242,8 +242,7 @@ def factorised(
 ) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
     """Of B = matrix + shift I a function y -> B^{-1} y, the log-determinant, and the error
     of this: infinite if B is singular to rounding, else zero. The Cholesky factor is not
-    differentiated, which takes six times as long as the inverse: d log det B = tr B^{-1} dB
-    for both."""
+    differentiated, which takes longer than B^{-1}: d log det B = tr B^{-1} dB."""
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     held = jax.lax.stop_gradient(shifted)

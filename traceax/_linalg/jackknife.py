@@ -332,11 +332,12 @@ def _pair_blocks(square: Inexact[Array, "kq kq"], k: int) -> Inexact[Array, "{k}
 
 def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*batch q q"]:
     """A generalised inverse of many small positive semidefinite matrices by Gauss-Jordan
-    elimination. It skips pivots at the level of rounding: their rows and columns, which
-    depend on the others (the directions that N_i and N_j share) or are zero, become zero.
-    (LAPACK would invert the matrices one by one, and fail where they are singular.)"""
+    elimination. It skips small pivots: their rows and columns, which depend on the others
+    (the directions that N_i and N_j share) or are zero, become zero. Pivots are squares of
+    sines, and a space knows its last directions to the root of eps only. (LAPACK would
+    invert the matrices one by one, and fail where they are singular.)"""
     q = matrices.shape[-1]
-    least = 1e3 * float(jnp.finfo(matrices.dtype).eps)
+    least = float(jnp.finfo(matrices.dtype).eps) ** 0.5
 
     def eliminate(step: Array | int, m: Array) -> Array:
         here = jnp.arange(q) == step
