@@ -27,6 +27,7 @@ A new thing has one place, and one of its kind stands there to look at:
     the layout of a block of vectors       `_core.layout`
     the constants of compiled programs     `_core.canonical`
     a call of lineax; an error message     `_core.operator`; `_core.checks`
+    a kind of matrix that people have      `_core.conversion`, `_core.sparse`
     a check of what users write            `testing.py`
     a kind of matrix file                  `__main__.py`
     a comparison with other libraries      `tests/benchmarks`: `table`, `report`
