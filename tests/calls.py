@@ -83,6 +83,11 @@ def by_leaves(matrix: Any, key: Any) -> Any:
     return tx.Estimate(value, error, estimate.num_matvecs)
 
 
+def entries(matrix: Any, key: Any) -> Any:
+    band = np.abs(np.subtract.outer(*2 * [np.arange(len(matrix))])) < 2
+    return tx.selected_entries(operator(matrix), band, key, 10)
+
+
 def pooled(matrix: Any, key: Any) -> Any:
     def run(key: Any) -> Any:
         return tx.hutchinson_trace(operator(matrix), key, 4)
@@ -96,7 +101,6 @@ def hutchinson(apply: Any, probes: Any) -> Any:
     return jnp.mean(samples), jnp.std(samples, ddof=1) / k**0.5, (probes / k, probes)
 
 
-BAND = np.abs(np.subtract.outer(np.arange(N), np.arange(N))) < 2
 TOLERANCE: dict[str, Any] = {"rtol": 0.3, "max_matvecs": 32}
 CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "trace": budgeted(tx.trace, 20),
@@ -128,7 +132,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "biharmonic": of_point(tx.biharmonic, energy),
     "hessian_diagonal": of_point(tx.hessian_diagonal, energy),
     "leaf_traces": by_leaves,
-    "selected_entries": lambda m, key: tx.selected_entries(operator(m), BAND, key, 10),
+    "selected_entries": entries,
     "pool": pooled,
     "unbiased_square": squared,
 }

@@ -28,6 +28,7 @@ STORED = lx.MatrixLinearOperator(jnp.asarray(RING))
 CHOSEN = {
     "trace": "xnystrace + A Q",
     "diagonal": "xnysdiag or hutchinson_diagonal",
+    "selected_entries": "selected_entries, 10 colours",
     "unbiased_square": "hutchinson_trace",
 }
 NAMES = [x for x in CALLS if x not in ("inv_quad_logdet", "leaf_traces", "pool")]

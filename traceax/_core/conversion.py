@@ -40,8 +40,9 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
     **Example**
 
-        >>> import lineax as lx, scipy.sparse, traceax as tx
-        >>> band = scipy.sparse.diags_array([-1, 2, -1], offsets=[-1, 0, 1], shape=(9, 9))
+        >>> import jax, lineax as lx, scipy.sparse, traceax as tx
+        >>> step = dict(offsets=[-1, 0, 1], shape=(9, 9))
+        >>> band = scipy.sparse.diags_array([-1.0, 2.0, -1.0], **step)
         >>> operator = tx.as_operator(band, tags=lx.positive_semidefinite_tag)
         >>> print(operator.mv(jax.numpy.ones(9)))
         [1. 0. 0. 0. 0. 0. 0. 0. 1.]

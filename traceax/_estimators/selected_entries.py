@@ -75,7 +75,8 @@ def selected_entries(
     **Example**
 
         >>> import jax, lineax as lx, numpy as np, scipy.sparse, traceax as tx
-        >>> band = scipy.sparse.diags_array([1, 3, 1], offsets=[-1, 0, 1], shape=(300, 300))
+        >>> step = dict(offsets=[-1, 0, 1], shape=(300, 300))
+        >>> band = scipy.sparse.diags_array([1.0, 3.0, 1.0], **step)
         >>> precision = tx.as_operator(band, tags=lx.positive_semidefinite_tag)
         >>> inverse = lx.invert(precision, lx.CG(rtol=1e-6, atol=1e-6))
         >>> estimate = tx.selected_entries(inverse, band, jax.random.key(0), 24)
