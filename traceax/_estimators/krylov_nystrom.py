@@ -62,9 +62,11 @@ from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request, estimate
 from traceax._estimators.readouts import (
     TRACE,
+    Groups,
     Pairs,
     Target,
     leave_one_out,
+    sum_of_leaf,
     trace_pairs,
 )
 from traceax._linalg import jackknife, lapack
@@ -296,7 +298,7 @@ def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
 
 
 def leaf_by_leaf(
-    known: Products, weights: Float[Array, " k"], structure: Structure, sums: list[int]
+    known: Products, weights: Float[Array, " k"], structure: Structure, groups: Groups
 ) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
     """With F_L and W_L the rows of a leaf,
 
@@ -305,6 +307,7 @@ def leaf_by_leaf(
     and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed. `weights`
     are those of the t_j, beside those of the quadratic forms w_jL* (A w_j)_L."""
     (n, k), fitted = known.block.shape, known.fitted
+    sums = sum_of_leaf(structure, groups)
     *of_leaves, counts = (
         jax.ops.segment_sum(x, np.asarray(sums), max(sums) + 1)
         for x in _of_leaves(fitted.left, known, structure)

@@ -70,7 +70,6 @@ from traceax._estimators.readouts import (
     TwoSided,
     independent,
     leave_one_out,
-    sum_of_leaf,
     trace_pairs,
     two_sided,
 )
@@ -251,8 +250,7 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     first = known.without_second
     weights = shared_weights(first, first.fitted)
     if target.sums_leaves:
-        sums = sum_of_leaf(operator.in_structure(), target.groups)
-        value, error = leaf_by_leaf(known, weights, operator.in_structure(), sums)
+        value, error = leaf_by_leaf(known, weights, operator.in_structure(), target.groups)
     else:
         value, error = _shared_samples(known, known.fitted, weights).value_and_error()
     loo = leave_one_out(known.sketch, known.block, resphere=False)
