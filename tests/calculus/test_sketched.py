@@ -151,3 +151,5 @@ def test_with_a_diffusion_it_is_the_trace_between(directions: int) -> None:
 def test_a_diffusion_returns_what_the_point_is_like() -> None:
     with pytest.raises(ValueError, match=r"laplacian\(diffusion=.*float64\[24\]"):
         tx.laplacian(low_rank, X, KEY, 5, diffusion=lambda v: v[:3])
+    with pytest.raises(TypeError, match=r"diffusion=.*as_operator\(S\)"):
+        tx.laplacian(low_rank, X, KEY, 5, diffusion=jnp.eye(24))  # pyright: ignore

@@ -53,6 +53,9 @@ def test_wrong_budgets_and_numbers() -> None:
     rejected(kind, "static_argnames", traced, 50)
     rejected(value, r"use traceax\.xdiag\.", tx.xnysdiag, a, KEY, 20)
     rejected(value, f"schatten_norm{positive}", norm, jnp.asarray(-1.0), KEY)
+    rejected(kind, r"groups.*first key", tx.leaf_traces, a, KEY, 10, groups="a")
+    empty = csr_matrix((N, N))
+    rejected(value, "pattern.*stored zeros", tx.selected_entries, a, empty, KEY, 10)
     zero = jax.jit(lambda: norm(np.float32(0), KEY).value)
     rejected(value, f"schatten_norm{positive}.*Pass 1 for the nuclear norm", zero)
     for points, width in ((grid, -1.0), (None, 0.0)):

@@ -50,6 +50,7 @@ from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core import rule
 from traceax._core.canonical import canonical
 from traceax._core.checks import (
+    check_callable,
     check_returned,
     check_same_structure,
     check_scalar,
@@ -213,6 +214,8 @@ def _diffused(
     is_operator = isinstance(diffusion, Operator)
     space = diffusion.in_structure() if is_operator else jax.eval_shape(lambda: x)
     apply = diffusion.mv if is_operator else diffusion
+    cure = "Pass lambda v: S @ v, or traceax.as_operator(S) of an array S."
+    check_callable("laplacian", "diffusion", apply, "v -> S v, or an operator", cure)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), space)
     moved = eqx.filter_eval_shape(apply, zero)
     check_same_structure("laplacian", x, moved, "diffusion")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PRNGKeyArray
 
-from traceax._core.checks import check_request
+from traceax._core.checks import check_callable, check_request
 from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import (
     LinearMap,
@@ -192,6 +192,8 @@ def leaf_traces(
     choices = FOR_LEAVES
     if groups is not None:
         operator = check_request("leaf_traces", operator, key, num_matvecs)
+        cure = "Pass lambda path: path[0].key, say, the first key of a dict."
+        check_callable("leaf_traces", "groups", groups, "of a path", cure)
         paths, _ = jax.tree.flatten_with_path(operator.in_structure())
         choices = choices.over(tuple(str(groups(path)) for path, _ in paths))
     return _automatic("leaf_traces", choices, operator, key, num_matvecs, None)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request
+from traceax._core.checks import check_request, invalid
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -93,6 +93,9 @@ def selected_entries(
     sampler = for_pattern(name, operator, num_matvecs, pattern, 2) or rademacher
     space, n = operator.in_structure(), size(operator)
     subject = Entries(LinearMap(operator), places(name, pattern))
+    if not subject.pattern.rows.size:
+        must, cure = "have entries", "Store what may be zero, too: stored zeros count."
+        raise invalid(ValueError, name, "pattern", must, "none", cure)
     structure = jax.ShapeDtypeStruct((subject.pattern.rows.size,), working_dtype(operator))
     if num_matvecs >= n:
         one = jnp.ones((), jnp.finfo(structure.dtype).dtype)
