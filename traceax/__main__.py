@@ -55,8 +55,9 @@ def _read_market(path: Path) -> Any:
     bytes. So characters and the number of words are checked here."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
         text = stream.read()
-    start = re.match(rb"(?:\s*%[^\0\n]*\n)*", text)
-    header, numbers = text[: start.end()], text[start.end() :].translate(_EXPONENTS)
+    found = re.fullmatch(rb"(?s:((?:\s*%[^\0\n]*\n)+)(.*))", text)
+    header, numbers = found.groups() if found else (b"", b"")
+    numbers = numbers.translate(bytes.maketrans(b"dDE", b"eee"))
     if not header or not re.fullmatch(rb"[-+.\de\s]*+", numbers):
         raise ValueError("It is not a %%MatrixMarket line, comments, and lines of numbers")
     rows, columns, count, layout, field, _ = scipy.io.mminfo(io.BytesIO(header + numbers))
@@ -65,9 +66,6 @@ def _read_market(path: Path) -> Any:
     if layout == "coordinate" and len(numbers.split()) != words:
         raise ValueError(f"It has {len(numbers.split())} numbers where {words} must be")
     return scipy.io.mmread(io.BytesIO(header + numbers), spmatrix=False)
-
-
-_EXPONENTS = bytes.maketrans(b"dDE", b"eee")
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:

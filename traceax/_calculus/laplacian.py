@@ -63,7 +63,6 @@ from traceax._core.operator import (
     common_dtype,
     flatten,
     jacobian_operator,
-    size,
     unflatten,
     working_dtype,
 )
@@ -201,7 +200,11 @@ def laplacian(
     check_returned("laplacian", "fn", result, "real or complex numbers")
     subject = Curvature(canonical(fn, x, args), x, args)
     chosen = sampler is None and batch_size is None
-    if chosen and SKETCHED <= num_matvecs < size(subject.space) and _sketchable(subject):
+    if (
+        chosen
+        and SKETCHED <= num_matvecs < subject.space.in_size()
+        and _sketchable(subject)
+    ):
         return _sketched_laplacian(subject, key, num_matvecs)
     how = sampler, batch_size, progress_meter
     return sampled_mean("laplacian", subject, key, num_matvecs, *how)
@@ -238,7 +241,7 @@ def _sketched_laplacian(
     space, width = subject.space, max(2, num_matvecs // 4)
     rest = num_matvecs - 2 * width
     probes = draw("laplacian", normal, key, space, width + rest)
-    correction = (1 - rest / (size(space) - width)) ** 0.5
+    correction = (1 - rest / (space.in_size() - width)) ** 0.5
     algorithm = partial(_sketched, design=SamplingDesign(rest, rest, correction))
     degrees = independent_degrees_of_freedom(rest)
     how = "laplacian", num_matvecs, degrees, subject.result
@@ -368,7 +371,7 @@ class FourthDerivatives(AlongProbes):
 
     def basis(self, batch_size: int | None) -> Stream:
         """All pairs of unit vectors, whose order does not matter."""
-        n = size(self.space) // 2
+        n = self.space.in_size() // 2
         count = n * (n + 1) // 2
         draw = _UnitPairs(n, working_dtype(self.space))
         return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))

@@ -27,7 +27,6 @@ from traceax._core.operator import (
     common_dtype,
     flatten,
     jacobian_operator,
-    size,
     unflatten,
     working_dtype,
 )
@@ -172,7 +171,7 @@ class Curvature(AlongProbes):
         return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
 
     def basis(self, batch_size: int | None) -> Stream:
-        n = size(self.space)
+        n = self.space.in_size()
         return unit_vectors(n, working_dtype(self.space), batch_size or n)
 
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:

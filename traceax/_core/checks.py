@@ -24,7 +24,6 @@ from traceax._core.operator import (
     dimension,
     is_negative,
     is_positive,
-    size,
 )
 
 
@@ -60,7 +59,7 @@ def check_request(
     many applications as there are columns, or rows, is always enough."""
     operator = check_operator(name, operator, square=square)
     check_key(name, key, operator)
-    enough = min(size(operator), dimension(operator.out_structure()))
+    enough = min(operator.in_size(), operator.out_size())
     check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
     return operator
 
@@ -96,7 +95,7 @@ def check_operator(name: str, operator: object, *, square: bool = True) -> Opera
         must = "have leaves that are all real or all complex, because one field is needed"
         cure = "Make the real leaves complex."
         raise invalid(ValueError, name, "operator", must, show((into, out)), cure)
-    if 0 in (size(operator), dimension(out)):
+    if 0 in (operator.in_size(), dimension(out)):
         must = "act on a space of at least one dimension"
         cure = "An empty operator adds nothing: leave it out."
         raise invalid(ValueError, name, "operator", must, show(into), cure)

@@ -36,11 +36,6 @@ def dimension(structure: Structure) -> int:
     return sum(_sizes(structure))
 
 
-def size(operator: Operator) -> int:
-    """The dimension n of the space that an operator acts on."""
-    return dimension(operator.in_structure())
-
-
 def common_dtype(structure: Structure | PyTree[Array]) -> jnp.dtype:
     """The least dtype of at least 32 bits that holds every leaf."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(structure)]
@@ -203,14 +198,28 @@ class LinearMap(eqx.Module):
 
     def dense(self) -> Inexact[Array, "p n"]:
         """The matrix, stored or computed column by column."""
-        dtype = working_dtype(self.operator)
         if stores_matrix(self.operator):
-            return self.operator.as_matrix().astype(dtype)
-        return self(jnp.eye(size(self.operator), dtype=dtype))
+            return self.operator.as_matrix().astype(self.dtype)
+        return self(jnp.eye(self.operator.in_size(), dtype=self.dtype))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of blocks."""
+        return working_dtype(self.operator)
+
+    @property
+    def eps(self) -> float:
+        """The relative rounding error of one application."""
+        return unit_roundoff(self.operator)
 
     @property
     def is_hermitian(self) -> bool:
         return is_hermitian(self.operator)
+
+    @property
+    def is_read_real(self) -> bool:
+        """Whether what is estimated of it is real."""
+        return self.is_hermitian
 
     @property
     def adjoint(self) -> LinearMap:
@@ -302,7 +311,7 @@ def known_diagonal(operator: Operator) -> tuple[Inexact[Array, " n"], int] | Non
             entries = _split(lx.diagonal(operator), _sizes(operator.in_structure()))
             return flatten(entries, dtype), 0
     if lx.is_diagonal(operator):
-        return LinearMap(operator)(jnp.ones((size(operator), 1), dtype))[:, 0], 1
+        return LinearMap(operator)(jnp.ones((operator.in_size(), 1), dtype))[:, 0], 1
     return None
 
 
@@ -310,7 +319,7 @@ def gram(operator: Operator) -> Operator:
     """B* B or B B*, whichever acts on the smaller space."""
     operator = canonicalise(operator)
     adjoint = LinearMap(operator).adjoint.operator
-    wide = dimension(operator.out_structure()) < size(operator)
+    wide = operator.out_size() < operator.in_size()
     gram = operator @ adjoint if wide else adjoint @ operator
     return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
 

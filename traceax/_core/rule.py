@@ -134,6 +134,6 @@ def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
     """Run an algorithm under the rule. The value is real if the operator is Hermitian."""
     subject = canonicalise(subject)
     outcome = _evaluate(subject, algorithm, probes)
-    if isinstance(subject, LinearMap) and subject.is_hermitian:
+    if isinstance(subject, LinearMap) and subject.is_read_real:
         return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)
     return outcome

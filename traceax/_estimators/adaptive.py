@@ -38,8 +38,6 @@ from traceax._core.operator import (
     frozen,
     is_negative,
     is_positive,
-    size,
-    unit_roundoff,
     working_dtype,
 )
 from traceax._core.rule import Outcome, run
@@ -110,7 +108,7 @@ def adaptive_trace(
     name = "adaptive_trace"
     operator = check_operator(name, operator)
     check_key(name, key, operator)
-    check_count(name, "max_matvecs", max_matvecs, min(2, size(operator)))
+    check_count(name, "max_matvecs", max_matvecs, min(2, operator.in_size()))
     chosen = for_sketch(sampler, operator)
     check_independent(name, chosen)
     check_tolerance(name, "rtol", rtol)
@@ -118,13 +116,13 @@ def adaptive_trace(
     meter = checked_meter(name, progress_meter)
     resphere, sign = is_rotation_invariant(chosen), -1 if is_negative(operator) else 1
     growing = _Growing(is_positive(operator) or is_negative(operator), sign, resphere)
-    levels = _levels(size(operator), max_matvecs, growing.matvecs_a_probe)
+    levels = _levels(operator.in_size(), max_matvecs, growing.matvecs_a_probe)
     tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
     linear_map = LinearMap(frozen(operator))
     search = _Search(
         growing, linear_map, levels, max_matvecs, chosen, key, tolerances, meter
     )
-    empty = jnp.zeros((size(operator), 0), working_dtype(operator))
+    empty = jnp.zeros((operator.in_size(), 0), working_dtype(operator))
     start = _Sketch(empty, empty, None, empty)
     reached, shown = search.from_level(0, start, meter.init())
     meter.close(shown)
@@ -210,7 +208,7 @@ class _Search(NamedTuple):
         value, pairs, cost = compiled(
             _Growing.complete, self.growing, self.linear_map, sketch
         )
-        error, n = jnp.zeros_like(value.real), size(self.linear_map.operator)
+        error, n = jnp.zeros_like(value.real), self.linear_map.operator.in_size()
         spent = sketch.probes.shape[1] * self.growing.matvecs_a_probe + cost
         report = _report(spent, n, ~jnp.isnan(value), error)
         outcome = Outcome(value, error, self.read_by(pairs, level), report)
@@ -220,7 +218,7 @@ class _Search(NamedTuple):
         """In a traced program padded to the largest level."""
         if is_concrete((pairs, self.tolerances)):
             return pairs
-        n, exact = size(self.linear_map.operator), self.levels.exact
+        n, exact = self.linear_map.operator.in_size(), self.levels.exact
         widths = (*self.levels.sizes, *(((n + 1) // 2,) if exact else ()))
         more = (0, max(widths) - pairs.lengths.size)
         basis, tested = (jnp.pad(x, ((0, 0), more)) for x in (pairs.basis, pairs.tested))
@@ -308,7 +306,7 @@ class _Growing(NamedTuple):
     def value_and_error(
         self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-        eps, resphere = unit_roundoff(linear_map.operator), self.resphere
+        eps, resphere = linear_map.eps, self.resphere
         if sketch.basis is None:
             known = products_of_sketch(sketch.products, sketch.probes, eps)
             value, error = value_and_error(known, resphere=resphere)
@@ -329,8 +327,8 @@ class _Growing(NamedTuple):
     ) -> tuple[Inexact[Array, ""], _Pairs, int]:
         """The exact trace, its blocks, and what it costs: where A Q is known, only the
         images of a basis of what is orthogonal to Q."""
-        n = size(linear_map.operator)
-        identity = jnp.eye(n, dtype=working_dtype(linear_map.operator))
+        n = linear_map.operator.in_size()
+        identity = jnp.eye(n, dtype=linear_map.dtype)
         half, ones = (n + 1) // 2, jnp.ones((n + 1) // 2, identity.real.dtype)
         rest = jnp.pad(identity[:, half:], ((0, 0), (0, n % 2)))
         core = jnp.eye(half, dtype=identity.dtype)

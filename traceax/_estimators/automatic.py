@@ -27,20 +27,12 @@ from traceax._core.operator import (
     is_negative,
     is_positive,
     known_diagonal,
-    size,
 )
 from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.driver import SMALL, Method, estimate
-from traceax._estimators.hutchinson import (
-    HUTCHINSON_DIAGONAL,
-    HUTCHINSON_TRACE,
-)
-from traceax._estimators.krylov_nystrom import (
-    FEWEST,
-    KRYLOV_NYSTROM,
-    XNYSTRACE,
-)
-from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Groups, Target
+from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE
+from traceax._estimators.krylov_nystrom import FEWEST, KRYLOV_NYSTROM, XNYSTRACE
+from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
 from traceax._estimators.second_batch import (
     EITHER_DIAGONAL,
     EITHER_TRACE,
@@ -195,7 +187,8 @@ def leaf_traces(
         cure = "Pass lambda path: path[0].key, say, the first key of a dict."
         check_callable("leaf_traces", "groups", groups, "of a path", cure)
         paths, _ = jax.tree.flatten_with_path(operator.in_structure())
-        choices = choices.over(tuple(str(groups(path)) for path, _ in paths))
+        names = tuple(str(groups(path)) for path, _ in paths)
+        choices = choices._replace(target=replace(LEAVES, groups=names))
     return _automatic("leaf_traces", choices, operator, key, num_matvecs, None)
 
 
@@ -213,9 +206,6 @@ class Choices(NamedTuple):
         methods = (self.semidefinite if semidefinite else ()) + self.general
         affordable = (method for least, method in methods if num_matvecs >= least)
         return next(affordable, self.few)._replace(target=self.target)
-
-    def over(self, groups: Groups) -> Choices:
-        return self._replace(target=replace(self.target, groups=groups))
 
 
 FOR_TRACES = Choices(
@@ -251,7 +241,7 @@ def _automatic(
     known = known_diagonal(operator)
     if known is not None:
         return _known(choices.target, operator, *known)
-    if size(operator) <= max(num_matvecs, SMALL):
+    if operator.in_size() <= max(num_matvecs, SMALL):
         return choices.target.exact(operator, None, SILENT)
     method = choices.method(operator, num_matvecs)
     sampler = for_pattern(name, operator, num_matvecs, pattern)

@@ -21,7 +21,7 @@ from traceax._core import checks
 from traceax._core.canonical import Canonical, canonical
 from traceax._core.estimate import Estimate
 from traceax._core.layout import inner_jaxprs
-from traceax._core.operator import LinearMap, Operator, size, working_dtype
+from traceax._core.operator import LinearMap, Operator, working_dtype
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.readouts import Pairs
 from traceax._linalg.columns import promoted
@@ -127,7 +127,7 @@ def _run(
     answer: Any = algorithm(apply, probes)
     checks.check_result(name, answer)
     value, error, left, right = map(jnp.asarray, (*answer[:2], *answer[2]))
-    dtype = working_dtype(linear_map.operator)
+    dtype = linear_map.dtype
     real = not jnp.issubdtype(dtype, jnp.complexfloating)
     checks.check_value(name, "value", value, real=real)
     checks.check_value(name, "standard_error", error, real=True)
@@ -141,8 +141,10 @@ def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
     entries = entries_applied(program, real=real)
     known = math.isfinite(entries)
-    checks.check_applied("custom_trace", int(entries) // size(operator) if known else None)
-    return int(entries) // size(operator)
+    checks.check_applied(
+        "custom_trace", int(entries) // operator.in_size() if known else None
+    )
+    return int(entries) // operator.in_size()
 
 
 Apply = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray
 
-from traceax._core.operator import LinearMap, Operator, unit_roundoff
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Request
 from traceax._estimators.readouts import TRACE, Pairs, Target, leave_one_out, outside
@@ -138,7 +138,7 @@ def _deflated(linear_map: LinearMap, probes: Coloured, target: Target) -> Outcom
     read = jnp.where(some, read, others / probes.fine.shape[1])
     left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
     forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
-    rounding = 4 * unit_roundoff(linear_map.operator) * jnp.sum(sizes)
+    rounding = 4 * linear_map.eps * jnp.sum(sizes)
     error = length(_errors(linear_map, probes, q, x, products, plain, some), rounding)
     return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
 
@@ -159,7 +159,7 @@ def _errors(
     some: Bool[Array, ""],
 ) -> Float[Array, " n"]:
     """What each dimension contributes. Where v is not zero, it is read by three probes."""
-    eps, real = unit_roundoff(linear_map.operator), not jnp.iscomplexobj(products)
+    eps, real = linear_map.eps, not jnp.iscomplexobj(products)
 
     def parts(z: Array, products: Array, near: Neighbourhood) -> Float[Array, " n"]:
         return neighbour_residuals(z, products, near).error_in_sum(near, eps, real=real)

@@ -50,9 +50,7 @@ from traceax._core.operator import (
     Operator,
     application,
     by_application,
-    size,
     stores_matrix,
-    unit_roundoff,
 )
 from traceax._core.rule import Outcome, run
 from traceax._estimators.hutchinson import hutchinson_trace
@@ -173,7 +171,7 @@ def _update(
     before = by_application(operator, earlier)
     # Also of classes that are not lineax's: their functions are else compiled each time.
     operator = operator if stores_matrix(operator) else by_application(operator, code)
-    if num_matvecs >= size(operator):
+    if num_matvecs >= operator.in_size():
         exact = TRACE.exact(operator, None, SILENT)
         return exact, _state(exact, code)
     num_probes = num_matvecs // 2
@@ -190,7 +188,7 @@ def _update(
 def _check(name: str, operator: Operator, key: PRNGKeyArray, num_matvecs: int) -> Operator:
     operator = check_operator(name, operator)
     check_key(name, key, operator)
-    check_count("deltashift", "num_matvecs", num_matvecs, min(4, size(operator)))
+    check_count("deltashift", "num_matvecs", num_matvecs, min(4, operator.in_size()))
     return operator
 
 
@@ -201,7 +199,7 @@ def _correct(
     """From fresh probes and their images under the previous operator; the report is the
     size."""
     probes, before, (old, error, size, *_) = known
-    w, eps = linear_map(probes), unit_roundoff(linear_map.operator)
+    w, eps = linear_map(probes), linear_map.eps
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
     old, z = old.astype(w.dtype), jnp.where(usable, before, 0)

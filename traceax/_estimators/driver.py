@@ -19,7 +19,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 from traceax._core import rule
 from traceax._core.checks import check_batch_size, check_request, check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator
+from traceax._core.operator import Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.readouts import Target, cost_of_exact
 from traceax._probes.draw import (
@@ -110,7 +110,7 @@ def estimate(
     probes, spent, degrees = method.draw(request)
     algorithm = partial(method.run, target=target)
     how = coloured(method.name, chosen), spent, degrees, target.structure(operator)
-    return rule.estimate(algorithm, LinearMap(acted), probes, *how)
+    return rule.estimate(algorithm, target.subject(acted), probes, *how)
 
 
 class Probes(eqx.Module):

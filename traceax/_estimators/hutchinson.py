@@ -9,10 +9,10 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, unit_roundoff
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBatches, Method, Streamed, estimate
-from traceax._estimators.readouts import DIAGONAL, TRACE, Batches, Target
+from traceax._estimators.readouts import DIAGONAL, TRACE, Batches, ByRow, Target
 from traceax._linalg.columns import (
     Moments,
     column_dots,
@@ -129,7 +129,7 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
         return samples, sizes, residuals, None
 
     samples, sizes, residuals, off = probes.collect(samples_of, streamed.meter)
-    eps = unit_roundoff(linear_map.operator)
+    eps = linear_map.eps
     rounding = 4 * eps * mean(sizes)
     value, error = design.mean_and_error(samples, rounding)
     if off is not None:
@@ -155,42 +155,32 @@ def _off_identity(
     return scale * target.of((rest / scale) ** 4, linear_map) ** 0.25
 
 
-def _ratio(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
-    """The diagonal: a ratio of sums, whose error is that of the sum of residuals; for
-    probes of modulus 1 it is a mean. Each repeat of `probing` also has an error bar from
-    neighbour residuals."""
+def ratio(linear_map: LinearMap, streamed: Streamed, target: ByRow) -> Outcome:
+    """The diagonal, or entries: a ratio of sums, whose error is that of the sum of
+    residuals; for probes of modulus 1 it is a mean. Each repeat of `probing` also has an
+    error bar from neighbour residuals."""
     probes, near, design = streamed.probes, streamed.neighbourhood, streamed.design
-    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
+    repeats, eps = design.num_samples, linear_map.eps
 
     def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Any]:
         products = linear_map(z)
         residuals = None if near is None else neighbour_residuals(z, products, near)
-        return _moments_of(z, products, design, hermitian), residuals
+        numerators, weights = target.ratio(z, products, linear_map)
+        return moments(design.totals(numerators), design.totals(weights)), residuals
 
     def merged(one: Any, other: Any) -> Any:
         pairs = zip(one, other, strict=True)
         return tuple(None if a is None else a.merged(b) for a, b in pairs)
 
     total, residuals = probes.reduce(sums_of, merged, streamed.meter)
-    spread = design.correction * error_of_sum(jnp.sqrt(total.squares), design.num_samples)
+    spread = design.correction * error_of_sum(jnp.sqrt(total.squares), repeats)
     unit = total.scale / total.weight
     error, rounding = unit * spread, unit * 4 * eps * total.size
     if residuals is not None:
-        repeats = design.num_samples
-        error = combined_error(error, residuals.error(near, repeats, eps), repeats)
+        indicated = target.error_by(residuals.error(near, repeats, eps), linear_map)
+        error = combined_error(error, indicated.astype(error.dtype), repeats)
     readout = Batches(probes, total.weight, target.read)
     return Outcome(times(total.scale, total.value()), jnp.hypot(error, rounding), readout)
-
-
-def _moments_of(
-    z: Inexact[Array, "n b"],
-    products: Inexact[Array, "n b"],
-    design: SamplingDesign,
-    hermitian: bool,
-) -> Moments:
-    products = z.conj() * products
-    products = products.real if hermitian else products
-    return moments(design.totals(products), design.totals((z * z.conj()).real))
 
 
 def _degrees_of_ratio(design: SamplingDesign, has_neighbours: bool) -> float:
@@ -209,6 +199,6 @@ HUTCHINSON_TRACE = Method(
 HUTCHINSON_DIAGONAL = HUTCHINSON_TRACE._replace(
     name="hutchinson_diagonal",
     target=DIAGONAL,
-    run=_ratio,
+    run=ratio,
     draw=InBatches(_degrees_of_ratio),
 )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, unit_roundoff
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import InBlocks, Method, Probes, estimate
 from traceax._estimators.readouts import DIAGONAL, TRACE, Pairs, Target, TwoSided, outside
@@ -131,7 +131,7 @@ def _hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
-    error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
+    error = standard_error(samples, 4 * linear_map.eps * rounding)
     return Outcome(jnp.sum(h) + mean(samples), error, _pairs(q, mu, resphering))
 
 
@@ -162,7 +162,7 @@ def _na_hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcom
     missed = products - q @ (inverse @ (co_range.conj().T @ rest))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
+    error = standard_error(samples, 4 * linear_map.eps * rounding)
     weight = _pairs(q, *_project(rest, q, probes.resphere))
     return Outcome(low + mean(samples), error, weight)
 
@@ -255,7 +255,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     known = weight.known(image, image).real if hermitian else row_dots(q, image)
     scattered = largest_modulus(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
-    error = standard_error(samples, 4 * unit_roundoff(linear_map.operator) * rounding)
+    error = standard_error(samples, 4 * linear_map.eps * rounding)
     return Outcome(known + mean(samples), error, weight)
 
 

@@ -56,17 +56,15 @@ from traceax._core.operator import (
     Structure,
     is_negative,
     unflatten_rows,
-    unit_roundoff,
 )
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request, estimate
 from traceax._estimators.readouts import (
     TRACE,
-    Groups,
+    ByLeaf,
     Pairs,
     Target,
     leave_one_out,
-    sum_of_leaf,
     trace_pairs,
 )
 from traceax._linalg import jackknife, lapack
@@ -181,7 +179,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     """Of all blocks of probes; second products from the sketch of the first of two."""
     block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
     again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
-    eps = unit_roundoff(linear_map.operator)
+    eps = linear_map.eps
     known = products_of_sketch(sketch, block, eps)._replace(sign=sign)
     if again == 0:
         return known
@@ -298,7 +296,7 @@ def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
 
 
 def leaf_by_leaf(
-    known: Products, weights: Float[Array, " k"], structure: Structure, groups: Groups
+    known: Products, weights: Float[Array, " k"], structure: Structure, target: ByLeaf
 ) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
     """With F_L and W_L the rows of a leaf,
 
@@ -307,7 +305,7 @@ def leaf_by_leaf(
     and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed. `weights`
     are those of the t_j, beside those of the quadratic forms w_jL* (A w_j)_L."""
     (n, k), fitted = known.block.shape, known.fitted
-    sums = sum_of_leaf(structure, groups)
+    sums = target.sums(structure)
     *of_leaves, counts = (
         jax.ops.segment_sum(x, np.asarray(sums), max(sums) + 1)
         for x in _of_leaves(fitted.left, known, structure)

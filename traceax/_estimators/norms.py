@@ -22,7 +22,7 @@ from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_operator
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, gram, is_hermitian, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, gram, is_hermitian
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM, with_second_products
@@ -139,7 +139,7 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     known = readout.known(image)
     samples = known + readout.remainders(remainder)
     sizes = mean(jnp.abs(samples))
-    rounding = 4 * unit_roundoff(linear_map.operator) * (sizes + mean(sizes))
+    rounding = 4 * linear_map.eps * (sizes + mean(sizes))
     n, k = block.shape
     if k < 3:
         error = jackknife.standard_error(samples, rounding)

@@ -40,9 +40,7 @@ from traceax._core.operator import (
     Operator,
     Structure,
     common_dtype,
-    dimension,
     in_rows,
-    size,
     working_dtype,
 )
 from traceax._core.rule import Outcome, estimate
@@ -140,26 +138,35 @@ def independent(
 
 
 Rows = Inexact[Array, "n ..."]
-Groups = tuple[str, ...]
+
+
+def _products(linear_map: LinearMap, z: Inexact[Array, "n k"]) -> Inexact[Array, " n"]:
+    return row_dots(linear_map(z), z)
+
+
+def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
+    """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
+    if linear_map.operator.out_size() < linear_map.operator.in_size():
+        return z.real @ column_norms_squared(linear_map.adjoint(z))
+    return row_norms_squared(linear_map(z))
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is estimated of an operator B: `reduce` sums over rows, n of them; `rows` are
-    those of conj(Z) o (B Z), or of |B Z|^2; `result` is the structure of the result, None
-    if that is one number. `groups`: for sums over several leaves, each one's name."""
+    """What is estimated of an operator B, by default one number: the sum of the `rows`, n
+    of them, of conj(Z) o (B Z), or of |B Z|^2."""
 
-    reduce: Callable[[Rows, Structure, Groups], Inexact[Array, "..."]]
-    result: Callable[[Operator, Groups], Structure | None]
-    rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows]
-    is_square: bool
-    groups: Groups = ()
+    rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows] = _products
+    is_square: bool = True
+    subject: Callable[[Operator], LinearMap] = LinearMap
 
     def structure(self, operator: Operator) -> Structure | None:
-        return self.result(operator, self.groups)
+        """That of the result, None if it is one number."""
+        del operator
 
     def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, "..."]:
-        return self.reduce(rows, linear_map.operator.in_structure(), self.groups)
+        del linear_map
+        return jnp.sum(rows, axis=0)
 
     def read(
         self, linear_map: LinearMap, block: Inexact[Array, "n k"]
@@ -167,22 +174,70 @@ class Target:
         """The sum over the columns of a block of probes."""
         return self.of(self.rows(linear_map, block), linear_map)
 
-    @property
-    def sums_leaves(self) -> bool:
-        return self.reduce is _by_leaf
-
     def exact(self, operator: Operator, batch_size: int | None, meter: Any) -> Estimate:
         """From every unit vector: all columns of B, or the rows if these are fewer."""
         n, dtype = cost_of_exact(operator), working_dtype(operator)
         units = unit_vectors(n, dtype, batch_size or n)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), self.read)
         structure = self.structure(operator)
-        return exactly(LinearMap(operator), readout, n, structure, meter)
+        return exactly(self.subject(operator), readout, n, structure, meter)
+
+
+class ByRow(Target):
+    """Each row is a result."""
+
+    def structure(self, operator: Operator) -> Structure:
+        return operator.in_structure() if self.is_square else operator.out_structure()
+
+    def of(self, rows: Rows, linear_map: LinearMap) -> Rows:
+        del linear_map
+        return rows
+
+    def ratio(
+        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
+    ) -> tuple[Inexact[Array, "r k"], Float[Array, "r k"]]:
+        """Numerators and weights of each probe; the result is the ratio of their sums."""
+        forms = z.conj() * products
+        forms = forms.real if linear_map.is_hermitian else forms
+        return forms, squared_modulus(z)
+
+    def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Float[Array, " r"]:
+        """The error of the result from that of each row of the diagonal."""
+        del linear_map
+        return rows
+
+
+@dataclass(frozen=True)
+class ByLeaf(Target):
+    """Sums over the rows of each leaf; with `groups`, a name for each leaf, over leaves."""
+
+    groups: tuple[str, ...] = ()
+
+    def structure(self, operator: Operator) -> Structure:
+        structure = operator.in_structure()
+        if self.groups:
+            number = jax.ShapeDtypeStruct((), common_dtype(structure))
+            return dict.fromkeys(sorted(set(self.groups)), number)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
+
+    def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, "sums ..."]:
+        structure = linear_map.operator.in_structure()
+        sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
+        sums = self.sums(structure)
+        leaf = in_rows(np.repeat(sums, sizes), structure)
+        return jax.ops.segment_sum(rows, leaf, max(sums) + 1)
+
+    def sums(self, structure: Structure) -> list[int]:
+        """The sum that each leaf belongs to, in the order of the sorted names."""
+        if not self.groups:
+            return list(range(len(jax.tree.leaves(structure))))
+        names = sorted(set(self.groups))
+        return [names.index(name) for name in self.groups]
 
 
 def cost_of_exact(operator: Operator) -> int:
     """How many applications an exact answer takes: by the adjoint if rows are fewer."""
-    return min(size(operator), dimension(operator.out_structure()))
+    return min(operator.in_size(), operator.out_size())
 
 
 def exactly(
@@ -202,65 +257,8 @@ def _exactly(subject: Any, readout: Batches, *, meter: ProgressMeter) -> Outcome
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _total(rows: Rows, structure: Structure, groups: Groups) -> Inexact[Array, "..."]:
-    del structure, groups
-    return jnp.sum(rows, axis=0)
-
-
-def _by_leaf(rows: Rows, structure: Structure, groups: Groups) -> Inexact[Array, "s ..."]:
-    sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
-    sums = sum_of_leaf(structure, groups)
-    leaf = in_rows(np.repeat(sums, sizes), structure)
-    return jax.ops.segment_sum(rows, leaf, max(sums) + 1)
-
-
-def sum_of_leaf(structure: Structure, groups: Groups) -> list[int]:
-    """The sum that each leaf belongs to, in the order of the sorted names."""
-    if not groups:
-        return list(range(len(jax.tree.leaves(structure))))
-    names = sorted(set(groups))
-    return [names.index(name) for name in groups]
-
-
-def _by_row(rows: Rows, structure: Structure, groups: Groups) -> Rows:
-    del structure, groups
-    return rows
-
-
-def _products(linear_map: LinearMap, z: Inexact[Array, "n k"]) -> Inexact[Array, " n"]:
-    return row_dots(linear_map(z), z)
-
-
-def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
-    """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
-    if dimension(linear_map.operator.out_structure()) < size(linear_map.operator):
-        return z.real @ column_norms_squared(linear_map.adjoint(z))
-    return row_norms_squared(linear_map(z))
-
-
-def _number_a_leaf(operator: Operator, groups: Groups) -> Structure:
-    structure = operator.in_structure()
-    if groups:
-        number = jax.ShapeDtypeStruct((), common_dtype(structure))
-        return dict.fromkeys(sorted(set(groups)), number)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
-
-
-def _like_input(operator: Operator, groups: Groups) -> Structure:
-    del groups
-    return operator.in_structure()
-
-
-def _like_output(operator: Operator, groups: Groups) -> Structure:
-    del groups
-    return operator.out_structure()
-
-
-TRACE = Target(_total, lambda operator, groups: None, _products, is_square=True)
-LEAVES = Target(_by_leaf, _number_a_leaf, _products, is_square=True)
-DIAGONAL = Target(_by_row, _like_input, _products, is_square=True)
-ROW_NORMS = Target(_by_row, _like_output, _squares, is_square=False)
-NORM = Target(_total, lambda operator, groups: None, _squares, is_square=False)
+TRACE, LEAVES, DIAGONAL = Target(), ByLeaf(), ByRow()
+NORM, ROW_NORMS = Target(_squares, is_square=False), ByRow(_squares, is_square=False)
 
 
 class Pairs(eqx.Module):

@@ -50,7 +50,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import LinearMap, unit_roundoff
+from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Probes, Request
 from traceax._estimators.krylov_nystrom import (
@@ -63,6 +63,7 @@ from traceax._estimators.readouts import (
     DIAGONAL,
     LEAVES,
     TRACE,
+    ByLeaf,
     LeaveOneOut,
     Pairs,
     Samples,
@@ -125,7 +126,7 @@ def sketched_or_sampled(
     choice = choose(sketch_weights(loo, sketch, of_trace=of_trace), probes.uniform)
     apply = linear_map if of_trace else linear_map.adjoint
     image = apply(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
+    eps, hermitian = linear_map.eps, linear_map.is_hermitian
     if of_trace:
         weights, uneven = choice.weights, jackknife.root_design_effect(choice.weights)
         e, error = xtrace_of(loo, sketch, image, eps, resphere=resphere, weights=weights)
@@ -249,8 +250,8 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     known, operator = products(linear_map, *probes.blocks), linear_map.operator
     first = known.without_second
     weights = shared_weights(first, first.fitted)
-    if target.sums_leaves:
-        value, error = leaf_by_leaf(known, weights, operator.in_structure(), target.groups)
+    if isinstance(target, ByLeaf):
+        value, error = leaf_by_leaf(known, weights, operator.in_structure(), target)
     else:
         value, error = _shared_samples(known, known.fitted, weights).value_and_error()
     loo = leave_one_out(known.sketch, known.block, resphere=False)

@@ -8,41 +8,25 @@ such estimates, A_ba and the conjugate of A_ab, and their mean is taken.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request, invalid
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    in_rows,
-    size,
-    unit_roundoff,
-    working_dtype,
-)
-from traceax._core.rule import Outcome, estimate
+from traceax._core.operator import LinearMap, Operator, Structure, in_rows, working_dtype
 from traceax._core.sparse import Pattern
-from traceax._estimators.readouts import Batches, exactly
-from traceax._linalg.columns import Moments, moments, times
-from traceax._linalg.jackknife import error_of_sum
+from traceax._estimators.driver import estimate
+from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
+from traceax._estimators.readouts import ByRow
 from traceax._probes.colouring import places
-from traceax._probes.draw import coloured, for_pattern
-from traceax._probes.probing import (
-    DEGREES,
-    Neighbourhood,
-    combined_error,
-    neighbour_residuals,
-    neighbourhood_of,
-)
+from traceax._probes.draw import for_pattern
 from traceax._probes.samplers import rademacher
-from traceax._probes.stream import SamplingDesign, design_and_draw, unit_vectors
 
 
 def selected_entries(
@@ -91,79 +75,51 @@ def selected_entries(
     name = "selected_entries"
     operator = check_request(name, operator, key, num_matvecs)
     sampler = for_pattern(name, operator, num_matvecs, pattern, 2) or rademacher
-    space, n = operator.in_structure(), size(operator)
-    subject = Entries(LinearMap(operator), places(name, pattern))
-    if not subject.pattern.rows.size:
+    target = SelectedEntries(pattern=places(name, pattern))
+    if not target.pattern.rows.size:
         must, cure = "have entries", "Store what may be zero, too: stored zeros count."
         raise invalid(ValueError, name, "pattern", must, "none", cure)
-    structure = jax.ShapeDtypeStruct((subject.pattern.rows.size,), working_dtype(operator))
-    if num_matvecs >= n:
-        one = jnp.ones((), jnp.finfo(structure.dtype).dtype)
-        every = Batches(unit_vectors(n, structure.dtype, n), one, read)
-        return exactly(subject, every, n, structure)
-    design, probes = design_and_draw(name, operator, key, num_matvecs, sampler)
-    near = neighbourhood_of(sampler, space)
-    degrees = design.num_samples - 1 + (0 if near is None else DEGREES)
-    algorithm = partial(_selected, design=design)
-    how = coloured(name, sampler), design.num_probes, max(degrees, 1.0), structure
-    return estimate(algorithm, subject, (probes, near), *how)
+    method = HUTCHINSON_DIAGONAL._replace(name=name, target=target)
+    return estimate(method, operator, key, num_matvecs, sampler)
 
 
-class Entries(eqx.Module):
-    """A subject of the rule, of which `each` reads (A z)_a conj(z)_b for every probe."""
+class Entries(LinearMap):
+    """Of a Hermitian operator only the diagonal is real."""
 
-    linear_map: LinearMap
-    pattern: Pattern = eqx.field(static=True)
-
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """In the order of the rows of a block."""
-        space = self.linear_map.operator.in_structure()
-        place = np.argsort(in_rows(np.arange(self.pattern.shape[0]), space))
-        return place[self.pattern.rows], place[self.pattern.columns]
-
-    def each(
-        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"]
-    ) -> Inexact[Array, "entries k"]:
-        a, b = self.places()
-        entries = products[a] * z[b].conj()
-        if not self.linear_map.is_hermitian:
-            return entries
-        return (entries + products[b].conj() * z[a]) / 2
+    @property
+    def is_read_real(self) -> bool:
+        return False
 
 
-def read(subject: Entries, block: Inexact[Array, "n k"]) -> Inexact[Array, " entries"]:
-    return jnp.sum(subject.each(block, subject.linear_map(block)), axis=1)
-
-
-def _selected(
-    subject: Entries, drawn: tuple[Any, Neighbourhood | None], *, design: SamplingDesign
-) -> Outcome:
+@dataclass(frozen=True, kw_only=True)
+class SelectedEntries(ByRow):
     """The probes of one repeat have modulus 1 in every dimension, together."""
-    (probes, near), linear_map = drawn, subject.linear_map
-    eps = unit_roundoff(linear_map.operator)
-    repeats, (a, b) = design.num_samples, subject.places()
 
-    def sums_of(z: Inexact[Array, "n k"]) -> tuple[Moments, Any]:
-        products = linear_map(z)
-        samples = design.totals(subject.each(z, products))
-        weights = jnp.full(samples.shape, design.group, samples.real.dtype)
-        residuals = None if near is None else neighbour_residuals(z, products, near)
-        return moments(samples, weights), residuals
+    pattern: Pattern
+    subject: Callable[[Operator], LinearMap] = Entries
 
-    total, residuals = probes.reduce(sums_of, _merged)
-    unit = total.scale / total.weight
-    error = unit * design.correction * error_of_sum(jnp.sqrt(total.squares), repeats)
-    if residuals is not None and near is not None:
-        indicated = residuals.error(near, repeats, eps)
-        one, other = indicated[a], indicated[b]
+    def structure(self, operator: Operator) -> Structure:
+        return jax.ShapeDtypeStruct((self.pattern.rows.size,), working_dtype(operator))
+
+    def read(self, linear_map: LinearMap, block: Inexact[Array, "n k"]) -> Array:
+        return jnp.sum(self.ratio(block, linear_map(block), linear_map)[0], axis=1)
+
+    def ratio(
+        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
+    ) -> tuple[Inexact[Array, "entries k"], Float[Array, "entries k"]]:
+        a, b = self._places(linear_map)
+        entries = products[a] * z[b].conj()
+        if linear_map.is_hermitian:
+            entries = (entries + products[b].conj() * z[a]) / 2
+        return entries, jnp.ones(entries.shape, entries.real.dtype)
+
+    def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Array:
+        a, b = self._places(linear_map)
         halved = linear_map.is_hermitian & (a != b)
-        indicated = jnp.hypot(one, other) / jnp.where(halved, 2, 2**0.5)
-        error = combined_error(error, indicated.astype(error.dtype), repeats)
-    error = jnp.hypot(error, unit * 4 * eps * total.size)
-    readout = Batches(probes, total.weight, read)
-    return Outcome(times(total.scale, total.value()), error, readout)
+        return jnp.hypot(rows[a], rows[b]) / jnp.where(halved, 2, 2**0.5)
 
-
-def _merged(one: Any, other: Any) -> Any:
-    pairs = zip(one, other, strict=True)
-    return tuple(None if a is None else a.merged(b) for a, b in pairs)
+    def _places(self, linear_map: LinearMap) -> tuple[np.ndarray, np.ndarray]:
+        """In the order of the rows of a block."""
+        space, pattern = linear_map.operator.in_structure(), self.pattern
+        place = np.argsort(in_rows(np.arange(pattern.shape[0]), space))
+        return place[pattern.rows], place[pattern.columns]

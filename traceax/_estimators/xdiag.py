@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, unit_roundoff
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.krylov_nystrom import Products, products
@@ -109,7 +109,7 @@ def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
-    eps, hermitian = unit_roundoff(linear_map.operator), linear_map.is_hermitian
+    eps, hermitian = linear_map.eps, linear_map.is_hermitian
     samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
     value, error = samples.of(target, linear_map).value_and_error()
     return Outcome(value, error, two_sided(target, loo))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, unit_roundoff
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.readouts import (
@@ -86,7 +86,7 @@ def _xtrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
-    eps = unit_roundoff(linear_map.operator)
+    eps = linear_map.eps
     value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
     return Outcome(value, error, trace_pairs(loo))
 

@@ -21,7 +21,6 @@ from traceax._core.operator import (
     as_columns,
     flatten,
     frozen,
-    size,
     stores_matrix,
     unflatten,
     unflatten_rows,
@@ -149,7 +148,7 @@ def preconditioner(
     check_shift(name, operator, shift, several=False)
     structure = operator.in_structure()
     operator, shift, scale, _ = whitened(operator, shift)
-    shape = shape_for(min(num_matvecs, size(operator)))
+    shape = shape_for(min(num_matvecs, operator.in_size()))
     probes = draw(name, sphere, key, operator, shape.width)
     shift, scale = jax.lax.stop_gradient((shift, scale))
     inverse = compiled(_preconditioner, frozen(operator), probes, shift, shape.depth)

@@ -31,9 +31,7 @@ from traceax._core.operator import (
     Structure,
     as_result,
     known_diagonal,
-    size,
     stores_matrix,
-    unit_roundoff,
 )
 from traceax._core.rule import Outcome, estimate, with_own_jvp
 from traceax._estimators.driver import SMALL
@@ -58,7 +56,7 @@ EIGENVALUES, CHOLESKY = 1024, 2048
 def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) -> bool:
     """Whether its whole matrix costs no more than an estimate: n applications, or none and
     a decomposition up to the dimension `stored`."""
-    n = size(operator)
+    n = operator.in_size()
     return n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= stored)
 
 
@@ -88,7 +86,7 @@ def entries(
 
 def price(operator: Operator) -> int:
     """Of its matrix in applications."""
-    return 0 if stores_matrix(operator) else size(operator)
+    return 0 if stores_matrix(operator) else operator.in_size()
 
 
 def _of_diagonal(operator: Operator) -> Entries | None:
@@ -119,7 +117,7 @@ def exact_function_trace(
     known = _of_diagonal(operator)
     if known is None:
         subject = MatrixFunction(LinearMap(operator), fn, combine)
-        degrees = float(size(operator))
+        degrees = float(operator.in_size())
         return estimate(_exact, subject, None, "exact", price(operator), degrees, structure)
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
@@ -146,7 +144,7 @@ def exact_general_trace(
 ) -> Estimate:
     """`real`: the value is meant to be."""
     subject = MatrixFunction(LinearMap(operator), fn)
-    algorithm, degrees = partial(_exact_general, real=real), float(size(operator))
+    algorithm, degrees = partial(_exact_general, real=real), float(operator.in_size())
     return estimate(algorithm, subject, None, "exact", price(operator), degrees, structure)
 
 
@@ -158,7 +156,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
     if real:
         # Conjugate eigenvalues have conjugate values, but not across a branch cut. (The
         # root of a zero that rounding has made negative is not across.)
-        noise = 30 * unit_roundoff(subject.linear_map.operator) ** 0.5
+        noise = 30 * subject.linear_map.eps**0.5
         sizes = jnp.sum(jnp.abs(values), axis=0)
         crossed = jnp.abs(value.imag) > min(noise, 1e-3) * sizes
         value = jnp.where(crossed, jnp.nan, value.real)

@@ -44,14 +44,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    as_result,
-    frozen,
-    size,
-    unit_roundoff,
-)
+from traceax._core.operator import LinearMap, Operator, as_result, frozen
 from traceax._core.rule import Outcome, estimate
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._estimators.readouts import DIAGONAL, TwoSided, leave_one_out, two_sided
@@ -174,7 +167,7 @@ def _probed(
     sampler: Sampler,
 ) -> Estimate:
     """With probes made of colours, each by itself."""
-    subject = FunctionOfOperator(operator, fn, min(num_steps, size(operator)))
+    subject = FunctionOfOperator(operator, fn, min(num_steps, operator.in_size()))
     key, test_key = jax.random.split(key)
     estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
     quadrature = _quadrature_error("function_diagonal", subject, test_key)
@@ -216,11 +209,11 @@ def block_diagonal(
 ) -> Outcome:
     operator = subject.linear_map.operator
     space = block_krylov(subject.linear_map, probes, depth)
-    levels, spaces = levels_and_complements(space, size(operator), hermitian=True)
+    levels, spaces = levels_and_complements(space, operator.in_size(), hermitian=True)
     eigen, slopes = into_domain(decompose(levels), subject.fn, space.is_exhausted)
     values = at_nodes(subject.fn, eigen.values)[..., 0]
     sizes = jnp.abs(values[0]) + slopes[:, 0]
-    eps, unresolved = unit_roundoff(operator), depth == 1 and size(operator) > 1
+    eps, unresolved = subject.linear_map.eps, depth == 1 and operator.in_size() > 1
     run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
     value, error, sketch = _value_error_sketch(
         run, space, eigen, values, sizes, eps, unresolved

@@ -30,7 +30,6 @@ from traceax._core.operator import (
     gram,
     is_negative,
     is_positive,
-    size,
     stores_matrix,
     working_dtype,
 )
@@ -370,7 +369,7 @@ def schatten_norm(
 
 def _square(operator: Operator) -> Operator:
     square = gram(operator)
-    if not stores_matrix(operator) or size(square) > EIGENVALUES:
+    if not stores_matrix(operator) or square.in_size() > EIGENVALUES:
         return square
     matrix = LinearMap(square).dense()
     return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
@@ -462,7 +461,7 @@ def arnoldi_trace(
     fn, _ = scalar_function(name, fn, np.result_type(dtype, np.complex64))
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
     spent = num_probes * num_steps
-    if spent >= size(operator):
+    if spent >= operator.in_size():
         return exact_general_trace(operator, fn, structure, real=is_real)
     subject = MatrixFunction(LinearMap(operator), fn)
     probes = draw(name, sampler, key, operator, num_probes)

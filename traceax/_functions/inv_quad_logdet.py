@@ -31,7 +31,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTre
 
 from traceax._core.checks import check_request, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
-from traceax._core.operator import LinearMap, Operator, frozen, unit_roundoff
+from traceax._core.operator import LinearMap, Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._functions.equations import Shift, guessed, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
@@ -267,7 +267,7 @@ def likelihood(
     how = {"rtol": rtol, "max_steps": max_steps}
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)
     solution = start + rest.solution
-    rounding = 4 * unit_roundoff(subject.function.linear_map.operator)
+    rounding = 4 * subject.function.linear_map.eps
     residual = y - subject(solution)
     forms, errors = _forms_and_errors(
         inverse, y, solution, residual, rest.inverse_norm, rounding

@@ -19,14 +19,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 from traceax._core import checks
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    frozen,
-    size,
-    unit_roundoff,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, frozen, working_dtype
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
@@ -177,7 +170,7 @@ def _slq_trace(
     checks.check_samples(name, num_probes, group, "num_probes")
     checks.check_batch_size(name, batch_size, 1)
     together, structure = combination(name, combine, fn, structure)
-    if num_probes * num_steps >= size(operator) ** 2:
+    if num_probes * num_steps >= operator.in_size() ** 2:
         return exact_function_trace(operator, fn, structure, together)
     subject = MatrixFunction(LinearMap(operator), fn, together)
     how = sampler, reorthogonalise, batch_size, checked_meter(name, meter), krylov
@@ -199,7 +192,7 @@ def quadratures(
 ) -> Estimate:
     """One for each probe."""
     operator = subject.linear_map.operator
-    num_steps = min(num_steps, size(operator))
+    num_steps = min(num_steps, operator.in_size())
     how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
     algorithm = partial(_slq, meter=meter, **how)
     if krylov is None:
@@ -278,8 +271,8 @@ class Sampled(eqx.Module):
     ) -> Outcome:
         """The quadrature error of a single step is unknown, unless n = 1."""
         operator, terms = subject.linear_map.operator, self.levels[0]
-        unresolved = num_steps == 1 and size(operator) > 1
-        eps = unit_roundoff(operator)
+        unresolved = num_steps == 1 and operator.in_size() > 1
+        eps = subject.linear_map.eps
         total = jnp.sum(terms, axis=1)
         samples = design.totals(terms * design.num_samples)
         by_neighbours = () if self.indicator is None else (self.indicator,)
@@ -437,7 +430,7 @@ def spectral_density(
         raise checks.invalid(ValueError, name, "grid", must, "None", cure)
     else:
         check_independent(name, sampler)
-        seen, n = LinearMap(frozen(operator)), size(operator)
+        seen, n = LinearMap(frozen(operator)), operator.in_size()
         if shape.width * shape.depth >= n**2:
             matrix, spent = seen.dense(), price(operator)
         else:  # The run that the density is of, too.
@@ -446,7 +439,7 @@ def spectral_density(
             krylov = compiled(partial(lanczos, **run), seen, starts)
             matrix = krylov.projection
         points, spread = _about(decompose(matrix).values, width, shape.depth)
-    scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * size(operator))
+    scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * operator.in_size())
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((points - x) / spread) ** 2) / 2)

@@ -40,7 +40,7 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import invalid
-from traceax._core.operator import Operator, Structure, as_columns, size, working_dtype
+from traceax._core.operator import Operator, Structure, as_columns, working_dtype
 from traceax._core.sparse import own_pattern
 from traceax._probes.colouring import best_colouring, graph, places
 from traceax._probes.probing import Probing, probing, probing_of_graph
@@ -132,7 +132,7 @@ def check_independent(name: str, sampler: Any) -> None:
 
 
 def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
-    n = size(operator)
+    n = operator.in_size()
     shape = (n, n) if pattern is None else graph(name, pattern).shape
     if shape != (n, n):
         must, got = f"be {n} x {n}, like the operator's matrix", f"shape {shape}"
@@ -143,13 +143,13 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
 def for_sketch(sampler: Given | None, operator: Operator) -> Given | Sampler:
     if sampler is not None:
         return sampler
-    return sphere if size(operator) < MANY else rademacher
+    return sphere if operator.in_size() < MANY else rademacher
 
 
 def for_mean(sampler: Given | None, operator: Operator, num_probes: int) -> Given | Sampler:
     if sampler is not None:
         return sampler
-    many = num_probes > 1 and num_probes >= PART * size(operator)
+    many = num_probes > 1 and num_probes >= PART * operator.in_size()
     return hadamard if many else rademacher
 
 

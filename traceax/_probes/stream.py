@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_batch_size, check_samples, invalid
-from traceax._core.operator import Operator, size
+from traceax._core.operator import Operator
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
 from traceax._probes.draw import (
@@ -225,7 +225,7 @@ def design_and_draw(
     num_samples = num_matvecs // group
     num_probes = num_samples * group
     # The finite-population correction for k of m.
-    correction = (1 - num_probes / population_size(sampler, size(operator))) ** 0.5
+    correction = (1 - num_probes / population_size(sampler, operator.in_size())) ** 0.5
     design = SamplingDesign(num_samples, num_probes, correction)
     return design, stream(name, operator, key, num_probes, sampler, batch_size)
 

@@ -46,7 +46,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.operator import unit_roundoff
 from traceax._core.rule import Outcome, with_own_jvp
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.columns import largest_modulus, mean
@@ -92,7 +91,7 @@ def block_arnoldi(
     real: bool,
 ) -> Outcome:
     """`resphered`: c_i is not 1. `real`: the value of a real operator should be real."""
-    operator, n = subject.linear_map.operator, len(probes)
+    n = len(probes)
     space = block_krylov(subject.linear_map, probes, depth, hermitian=False)
     levels, spaces = levels_and_complements(space, n, hermitian=False)
     spaces = spaces.resphered() if resphered else spaces
@@ -101,7 +100,7 @@ def block_arnoldi(
     # LAPACK may return finite eigenvectors for NaN input.
     broken = jnp.any(jnp.isnan(levels))
     weights = Both(*(jnp.where(broken, jnp.nan, x) for x in weights))
-    known = resphered, real, depth == 1 and n > 1, unit_roundoff(operator)
+    known = resphered, real, depth == 1 and n > 1, subject.linear_map.eps
     rule = Rule(modes, weights, spaces, *known)
     values = jnp.swapaxes(at_nodes(subject.fn, modes.nodes), -1, -2)
     value, error, share = rule.value_and_error(values)

@@ -41,7 +41,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
-from traceax._core.operator import size, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._linalg import jackknife
 from traceax._linalg.columns import largest_modulus, mean, over, promoted, squared_modulus
@@ -93,8 +92,7 @@ def trace_from_space(
 ) -> Outcome:
     """The estimate from a space whose first `kept` starts are no probes. They are in every
     S_i, which is independent of w_i as before."""
-    operator = subject.linear_map.operator
-    n, eps = size(operator), unit_roundoff(operator)
+    n, eps = subject.linear_map.operator.in_size(), subject.linear_map.eps
     levels, spaces = levels_and_complements(space, n, hermitian=True, kept=kept)
     eigen = decompose(levels)
     rule = _quadrature(space, eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
