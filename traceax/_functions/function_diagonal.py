@@ -9,7 +9,7 @@ F = f(T); S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. A
 
 and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are computed from the run
 by f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
-I - P_i, which is E, the identity on the last d - q blocks, and N_i N_i* (`krylov`),
+I - P_i, which is E, the identity on the blocks after K, and N_i N_i* (`krylov`),
 
     d_i = diag(Z (F - G_i F G_i) Z*) + conj(w_i) o Z G_i F r_i
         = diag(Z (F - E F E) Z*) - 2 Re diag((Z N_i) (Z E F N_i)*)
@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from equinox.internal import Static
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
 
 from traceax._core.checks import check_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
@@ -248,47 +248,62 @@ class SpacesLeftOut(eqx.Module):
 
     def samples(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
         """The d_i of F."""
-        r = self.spaces.remainders.shape[1]
-        inner, outer = self.basis[:, :r], self.basis[:, r:]
-        whole = row_dots(self.basis @ f, self.basis).real
-        whole -= row_dots(outer @ f[r:, r:], outer).real
 
         def removed(complement: Inexact[Array, "r p"]) -> Float[Array, " n"]:
-            v, image = inner @ complement, f[:, :r] @ complement
-            twice = 2 * outer @ image[r:] + v @ (complement.conj().T @ image[:r])
-            return row_dots(twice, v).real
+            r = len(complement)
+            image = f[:, :r] @ complement
+            within = self._padded(complement @ (complement.conj().T @ image[:r]))
+            twice = self.basis @ (2 * times(self._outside, image) + within)
+            return row_dots(twice, self.basis[:, :r] @ complement).real
 
         # One probe at a time: together they are larger than the basis.
-        known = whole[:, None] - jax.lax.map(removed, self.spaces.vectors).T
+        known = self._form(self._inside(f))[:, None]
+        known = known - jax.lax.map(removed, self.spaces.vectors).T
         return known + (self.probes.conj() * self._tested(f)).real
 
     def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
         """The mean of the samples, in one product of the size of Z."""
         complement = self.spaces.vectors
         k, r, _ = complement.shape
-        inner, outer = self.basis[:, :r], self.basis[:, r:]
         lacks = jnp.einsum("kra,ksa->rs", complement, complement.conj()) / k
         core = jnp.einsum("kra,rs,ksb->kab", complement.conj(), f[:r, :r], complement)
         lost = jnp.einsum("kra,kab,ksb->rs", complement, core / k, complement.conj())
-        within = f[:r, :r] - lost
-        beside = 2 * (f[r:, :r] - f[r:, :r] @ lacks)
-        known = row_dots(inner @ within + outer @ beside, inner).real
-        return known + mean((self.probes.conj() * self._tested(f)).real)
+        lost = self._padded(lost) + 2 * times(self._outside, f[:, :r] @ lacks)
+        tested = mean((self.probes.conj() * self._tested(f)).real)
+        return self._form(self._inside(f) - lost) + tested
 
     def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
         """A bound on the size of the terms of a sample, for positive F."""
         r = self.spaces.remainders
         forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T), axis=1).real
-        known = jnp.maximum(row_dots(self.basis @ f, self.basis).real, 0)
+        known = jnp.maximum(self._form(f), 0)
         return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(forms, 0)))
 
     def _tested(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "n k"]:
         """Z G_i F r_i."""
-        complement, remainder, _ = self.spaces
+        complement, remainder = self.spaces.vectors, self.spaces.remainders
         r = remainder.shape[1]
         image = f[:, :r] @ remainder.T
-        inside = jnp.einsum("kra,ksa,sk->rk", complement, complement.conj(), image[:r])
-        return self.basis @ jnp.concatenate([inside, image[r:]])
+        within = jnp.einsum("kra,ksa,sk->rk", complement, complement.conj(), image[:r])
+        return self.basis @ (times(self._outside, image) + self._padded(within))
+
+    def _inside(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "m r"]:
+        """(J + 2 E) F J, J = I - E, whose form is that of F - E F E."""
+        kept = times(1 + self._outside, f[:, : self.spaces.inside.size])
+        return jnp.where(self.spaces.inside[None, :], kept, 0)
+
+    def _form(self, f: Inexact[Array, "m r"]) -> Float[Array, " n"]:
+        """Re diag(Z F Z*)."""
+        return row_dots(self.basis @ f, self.basis[:, : f.shape[1]]).real
+
+    @property
+    def _outside(self) -> Float[Array, "m 1"]:
+        """The diagonal of E."""
+        inside = self._padded(self.spaces.inside[:, None])
+        return 1 - inside.astype(self.spaces.dimensions.dtype)
+
+    def _padded(self, block: Shaped[Array, "r p"]) -> Shaped[Array, "m p"]:
+        return jnp.pad(block, ((0, self.basis.shape[1] - len(block)), (0, 0)))
 
 
 def _value_error_sketch(

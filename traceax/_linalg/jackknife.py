@@ -292,7 +292,7 @@ def krylov_replicates(
 ) -> Inexact[Array, "p k"]:
     """For every i the mean over j of e_ij. F is `right` diag(values) `left`, Hermitian or
     not; the remainders of `spaces` are sqrt(c_i) r_i; `samples` are the e_i."""
-    vectors, remainders, dimensions = spaces
+    vectors, remainders, dimensions, _ = spaces
     k, r, q = vectors.shape
     columns = jnp.moveaxis(vectors, 0, 1).reshape(r, k * q)
     before, after, values = promoted(columns.conj().T @ right, left @ columns, values)

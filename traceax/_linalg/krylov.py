@@ -24,14 +24,15 @@ to S_i has the k + q coordinates [E, N_i]* V, and a complete QR decomposition of
 [E, N_i] into the new s and the new N_i. Each step multiplies by another rotation, and
 orthogonalises nothing again, so the N_i are orthonormal to rounding however small the
 residuals are. Directions at the level of rounding stay in N_i: S_i then is a little
-smaller, which does no harm, and still independent of w_i.
+smaller, which does no harm, and still independent of w_i. In single precision they may be
+too many for N_i. Then K ends with the last block for which every N_i has room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -298,11 +299,13 @@ def _project_out(
 
 class Complements(NamedTuple):
     """For every start i: N_i, with zero for columns that are not needed; `remainders`
-    r_i = N_i N_i* w_i, the part of w_i outside of S_i; and n - dim S_i."""
+    r_i = N_i N_i* w_i, the part of w_i outside of S_i; and n - dim S_i. And which
+    coordinates of Z are in K."""
 
     vectors: Inexact[Array, "k r p"]
     remainders: Inexact[Array, "k r"]
     dimensions: Float[Array, " k"]
+    inside: Bool[Array, " r"]
 
     def resphered(self) -> Complements:
         """The remainders times sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
@@ -329,11 +332,26 @@ def complements(
     within = np.kron(np.eye(r // k), np.arange(1, k + 1))  # of a block: place, or zero
     places = jnp.where(filled[None, :], within.astype(blocks.dtype), 0)
     numbers = jnp.sum(blocks, axis=1)
-    one = partial(_complement, square, scaled, places, numbers)
-    vectors, count = jax.lax.map(one, jnp.arange(kept, k))
+    depth = jnp.asarray(r // k, numbers.dtype)
+
+    def attempt(state: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
+        _, limit, _ = state
+        one = partial(_complement, square, scaled, places, numbers, limit)
+        *found, ends = jax.lax.map(one, jnp.arange(kept, k))
+        return found, jnp.min(ends), limit
+
+    empty = (
+        jnp.zeros((k - kept, r, r // k + k), square.dtype),
+        jnp.zeros(k - kept, depth.dtype),
+    )
+    (vectors, count), limit, _ = jax.lax.while_loop(
+        lambda state: state[1] < state[2], attempt, ([*empty], depth, depth + 1)
+    )
     own = jnp.einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
     remainders = jnp.einsum("krp,kp->kr", vectors, own)
-    return Complements(vectors, remainders, n - jnp.sum(numbers) + count)
+    inside = filled & (jnp.repeat(jnp.arange(r // k), k) < limit)
+    dimensions = n - jnp.sum(inside, dtype=count.dtype) + count
+    return Complements(vectors, remainders, dimensions, inside)
 
 
 def _complement(
@@ -341,10 +359,12 @@ def _complement(
     starts: Inexact[Array, "r k"],
     places: Float[Array, "q r"],
     numbers: Float[Array, " q"],
+    limit: Float[Array, ""],
     i: Int[Array, ""],
-) -> tuple[Inexact[Array, "r p"], Float[Array, ""]]:
-    """N_i, and its number of columns that are not zero. Row b of `places` has the place of
-    each coordinate in block b, from 1 on, or zero, and `numbers` counts them."""
+) -> tuple[Inexact[Array, "r p"], Float[Array, ""], Float[Array, ""]]:
+    """N_i in the first `limit` blocks, its number of columns that are not zero, and in how
+    many of these blocks there is room for it. Row b of `places` has the place of each
+    coordinate in block b, from 1 on, or zero, and `numbers` counts them."""
     (depth, r), k = places.shape, starts.shape[1]
     capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
     eps = float(jnp.finfo(square.dtype).eps)
@@ -356,10 +376,10 @@ def _complement(
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
         # `extended` is [E, N_i], of which the first `count` columns exist. The reflections
         # of QR do not change the others.
-        (extended, count, new), (here, number) = carry, block
+        (extended, count, new, end), (number, here, size) = carry, block
         target = jnp.where(here > 0, count + here - 1, -1)
         extended = jnp.where(target[:, None] == index[None, :], 1, extended)
-        count = count + number
+        count = count + size
         turn, triangle = lapack.complete_qr(extended.conj().T @ (new @ mixed))
         sizes = jnp.sqrt(row_norms_squared(triangle))
         longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
@@ -367,13 +387,16 @@ def _complement(
         inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
         taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
         latest = extended @ jnp.where(index[None, :] < taken, turn, 0)[:, :k]
-        count = jnp.minimum(count - taken, capacity)
+        count = count - taken
         source = jnp.where(index < count, index + taken, -1)
         left = (index[:, None] == source[None, :]).astype(turn.dtype)
-        return (extended @ (turn @ left), count, square @ latest), None
+        after = extended @ (turn @ left), count, square @ latest, end + 1
+        goes_on = (end == number) & (number < limit) & (count <= capacity)
+        return jax.tree.map(partial(jnp.where, goes_on), after, carry), None
 
     extended = jnp.zeros((r, capacity + k), square.dtype)
     new = jnp.where((jnp.arange(k) == i)[None, :], 0, starts)
-    carry = extended, jnp.zeros_like(index[0]), new
-    (extended, count, _), _ = jax.lax.scan(step, carry, (places, numbers))
-    return extended[:, :capacity], count
+    carry = extended, jnp.zeros_like(index[0]), new, jnp.zeros_like(index[0])
+    blocks = jnp.arange(depth, dtype=index.dtype), places, numbers
+    (extended, count, _, end), _ = jax.lax.scan(step, carry, blocks)
+    return extended[:, :capacity], count, end

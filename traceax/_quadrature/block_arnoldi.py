@@ -125,9 +125,8 @@ def _weights_and_matrices(
 ) -> tuple[Both, Both]:
     """The diagonals of f's left vectors times M_i times its right vectors, and M."""
     k, rank = spaces.remainders.shape
-    filled = space.filled[:rank]
     probes = jnp.pad(space.starts, ((0, rank - k), (0, 0))).T
-    matrices = Both(probes.T @ probes.conj() / k, quadrature_matrix(spaces, filled))
+    matrices = Both(probes.T @ probes.conj() / k, quadrature_matrix(spaces))
     vectors, remainders, probes = (
         x.astype(modes.nodes.dtype) for x in (spaces.vectors, spaces.remainders, probes)
     )
@@ -138,7 +137,7 @@ def _weights_and_matrices(
 
         after = jnp.einsum("mr,krp->kpm", left, vectors)
         before = jnp.einsum("krp,rm->kpm", vectors.conj(), right)
-        total = jnp.sum(left.T * jnp.where(filled[:, None], right, 0), axis=0)
+        total = jnp.sum(left.T * jnp.where(spaces.inside[:, None], right, 0), axis=0)
         inside = total[None, :] - jnp.sum(after * before, axis=1)
         return Both(forms(probes), inside + forms(remainders))
 
@@ -200,7 +199,7 @@ class Rule(eqx.Module):
         unit = scale[:, None].astype(left.dtype)
         values, samples = (x.astype(left.dtype) / unit for x in (values, samples))
         vectors, remainders = (x.astype(left.dtype) for x in self.spaces[:2])
-        spaces = Complements(vectors, remainders, self.spaces.dimensions)
+        spaces = self.spaces._replace(vectors=vectors, remainders=remainders)
         return scale * jackknife.half_jackknife_error(spaces, right, values, left, samples)
 
 

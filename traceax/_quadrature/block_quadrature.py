@@ -95,7 +95,7 @@ def trace_from_space(
     n, eps = subject.linear_map.operator.in_size(), subject.linear_map.eps
     levels, spaces = levels_and_complements(space, n, hermitian=True, kept=kept)
     eigen = decompose(levels)
-    rule = _quadrature(space, eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
+    rule = _quadrature(eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
     eigen, slopes = into_domain(eigen, subject.fn, space.is_exhausted)
     values = jnp.swapaxes(at_nodes(subject.fn, eigen.values), -1, -2)
     sizes = jnp.abs(values[0]) + slopes.T
@@ -148,37 +148,31 @@ def into_domain(
     return Eigen(nodes, eigen.vectors), slopes
 
 
-def quadrature_matrix(
-    spaces: Complements, filled: Bool[Array, " r"]
-) -> Inexact[Array, "r r"]:
+def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
     k, r, _ = spaces.vectors.shape
     outside = jnp.moveaxis(spaces.vectors, 0, 1).reshape(r, -1)
     tested = spaces.remainders.T
     changed = tested @ tested.conj().T - outside @ outside.conj().T
-    return jnp.diag(filled.astype(changed.dtype)) + changed / k
+    return jnp.diag(spaces.inside.astype(changed.dtype)) + changed / k
 
 
 def _quadrature(
-    space: BlockKrylov, eigen: Eigen, spaces: Complements, eps: float, unresolved: bool
+    eigen: Eigen, spaces: Complements, eps: float, unresolved: bool
 ) -> Quadrature:
-    rank = spaces.remainders.shape[1]
-    filled = space.filled[:rank]
-    inside = eigen.vectors[:, :rank]
-    weights = jax.vmap(partial(_weights, spaces, filled))(inside)
+    inside = eigen.vectors[:, : spaces.inside.size]
+    weights = jax.vmap(partial(_weights, spaces))(inside)
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    matrix = quadrature_matrix(spaces, filled)
+    matrix = quadrature_matrix(spaces)
     vectors = eigen.vectors[0]
     return Quadrature(vectors, inside[0], weights, matrix, spaces, eps, unresolved)
 
 
-def _weights(
-    spaces: Complements, filled: Bool[Array, " r"], inside: Inexact[Array, "r m"]
-) -> Float[Array, "k m"]:
+def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
     """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
     outside = jnp.einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
     tested = squared_modulus(spaces.remainders.conj() @ inside)
-    total = filled.astype(tested.dtype)[None, :] @ squared_modulus(inside)
+    total = spaces.inside.astype(tested.dtype)[None, :] @ squared_modulus(inside)
     return jnp.maximum(total - jnp.sum(squared_modulus(outside), axis=1) + tested, 0)
 
 
@@ -230,8 +224,8 @@ class Quadrature(eqx.Module):
 
     def _variances(self, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
         """|B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
-        complement, remainders, _ = self.spaces
-        r = remainders.shape[1]
+        complement, remainders, _, inside = self.spaces
+        r = inside.size
         turned = remainders @ self.vectors[:r].conj()
         image = jnp.einsum("km,pm,rm->pkr", *promoted(turned, values, self.vectors))
         inner = jnp.einsum("krs,pkr->pks", *promoted(complement.conj(), image[..., :r]))
@@ -241,5 +235,6 @@ class Quadrature(eqx.Module):
         along = jnp.einsum("ks,pks->pk", w.conj(), inner)
         along = over(along, jnp.where(lengths > 0, lengths, 1)[None])
         inner = inner - along[..., None] * w[None]
-        squares = jnp.sum(squared_modulus(image[..., r:]), axis=-1)
+        outside = ~jnp.pad(inside, (0, image.shape[-1] - r))
+        squares = squared_modulus(image) @ outside.astype(lengths.dtype)
         return squares + jnp.sum(squared_modulus(inner), axis=-1)
