@@ -1,8 +1,7 @@
 """Means over probes of a function's derivatives along them.
 
 `AlongProbes` is a function at a point, of which derivatives along probes are taken;
-`Curvature` takes second ones. `hessian` is the Hessian as an operator. The point is checked
-here, too.
+`Curvature` takes second ones. `hessian` is the Hessian as an operator.
 """
 
 from __future__ import annotations

@@ -91,8 +91,7 @@ def estimate(
     *,
     name: str = "",
 ) -> Estimate:
-    """The estimate of a method; messages name the public function `name` (default: the
-    method's)."""
+    """The estimate of a method; messages name `name` (default: the method's)."""
     name, target = name or method.name, method.target
     square, least = target.is_square, method.minimum
     operator = check_request(name, operator, key, num_matvecs, least, square=square)

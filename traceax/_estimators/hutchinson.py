@@ -99,12 +99,10 @@ def hutchinson_diagonal(
 
         >>> import jax, lineax as lx, traceax as tx
         >>> operator = lx.MatrixLinearOperator(jax.numpy.diag(jax.numpy.arange(300.0)))
-        >>> estimate = tx.hutchinson_diagonal(operator, jax.random.key(0), 10)
-        >>> bool(jax.numpy.allclose(estimate.value, jax.numpy.arange(300.0)))
-        True
+        >>> print(tx.hutchinson_diagonal(operator, jax.random.key(0), 10).value[:3])
+        [0. 1. 2.]
 
-    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
-    matrix, doi:10.1016/j.apnum.2007.01.003.
+    **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
     how = sampler, batch_size, progress_meter
     return estimate(HUTCHINSON_DIAGONAL, operator, key, num_matvecs, *how)

@@ -13,8 +13,7 @@ W = A* S, Q an orthonormal basis of Z, Pi = (S* Q)^+,
 (The published form uses Z itself for Q and S narrower than R: an ill-conditioned core. With
 an orthonormal range and S twice as wide, it is well-conditioned.)
 
-Diag++ is Hutch++ of the diagonal: on the sketched subspace it is exact, and fresh probes
-estimate the rest.
+Diag++ is Hutch++ of the diagonal: exact on the sketch, with fresh probes for the rest.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ def hutchpp_trace(
         >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
         True
 
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++, Algorithm 1,
-    doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Algorithm 1, doi:10.1137/1.9781611976496.16.
     """
     return estimate(HUTCHPP, operator, key, num_matvecs, sampler=sampler)
 
@@ -117,8 +115,7 @@ def na_hutchpp_trace(
         >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
         True
 
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++, Algorithm 2,
-    doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Algorithm 2, doi:10.1137/1.9781611976496.16.
     """
     return estimate(NA_HUTCHPP, operator, key, num_matvecs, sampler=sampler)
 
@@ -236,8 +233,7 @@ def diagpp(
         >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
         True
 
-    **Reference**: Baston and Nakatsukasa (2022), Stochastic diagonal estimation,
-    arXiv:2201.10684, for the one-sided form.
+    **Reference**: Baston and Nakatsukasa (2022), arXiv:2201.10684, for the one-sided form.
     """
     return estimate(DIAGPP, operator, key, num_matvecs, sampler=sampler)
 

@@ -23,8 +23,7 @@ There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of 
 XNysDiag, semidefinite: A_i = A<Omega_-i> is the Nyström approximation without probe i,
 F F* - z_i z_i*, z_i = F u_i/|u_i|, and B_i w_i = z_i/|u_i| (`nystrom`).
 
-All differentiate by the two-sided readout (`readouts.TwoSided`): on tangents a one-sided
-one is first order only.
+All differentiate by `readouts.TwoSided`: on tangents a one-sided form is first order only.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def xdiag(
 
     **Arguments** (the others are in the guide's conventions): `operator`: with
     `lx.symmetric_tag` the error is up to 3 times smaller. `num_matvecs`: at least 2, or n.
-    `sampler`: independent probes. Default `rademacher`, which is exact for the diagonal
-    part of the remainder.
+    `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
 
     **Derivatives**: by the two-sided form; the sketch is frozen. A gradient costs 2k
     matvec-VJPs for operators known to be Hermitian, 3k (k of them of the adjoint) for
@@ -178,8 +176,7 @@ def xnysdiag(
     eigenvalues decay; on flat spectra `hutchinson_diagonal` is, by up to 2 times.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
-    `sampler`: independent probes. Default `rademacher`, which is exact for the diagonal
-    part of the remainder.
+    `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
 
     **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
     `standard_error` grows by 4 times the modulus of the most negative eigenvalue found. If
@@ -193,14 +190,12 @@ def xnysdiag(
 
         >>> import jax, lineax as lx, traceax as tx
         >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> tag = lx.positive_semidefinite_tag
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T, tag)
+        >>> operator = tx.as_operator(matrix @ matrix.T, tags=lx.positive_semidefinite_tag)
         >>> estimate = tx.xnysdiag(operator, jax.random.key(1), 20)
         >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
         True
 
-    **Reference**: Epperly (2025), Make the most of what you have, PhD thesis, Caltech,
-    arXiv:2512.15929.
+    **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
     """
     return estimate(XNYSDIAG, operator, key, num_matvecs, sampler=sampler)
 

@@ -48,9 +48,8 @@ def xtrace(
 ) -> Estimate:
     """Estimate tr A of any square operator by XTrace: sketch and remainder share probes.
 
-    k = num_matvecs // 2 probes w_i make a sketch A w_1, ..., A w_k. Each in turn is left
-    out; the trace on the range of the other k - 1 columns is exact, and the probe left out
-    estimates the rest:
+    k = num_matvecs // 2 probes w_i make a sketch of columns A w_i. Each in turn is left
+    out; the trace on the range of the others is exact, and that probe estimates the rest:
 
         value = 1/k sum_i [ tr(P_i A P_i) + c_i w_i* (I - P_i) A (I - P_i) w_i ]
 

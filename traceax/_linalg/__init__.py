@@ -1,5 +1,4 @@
-"""Linear algebra of tall blocks and of small matrices. (Layer 1; imports no other package
-of traceax.)
+"""Linear algebra of tall blocks and of small matrices. (Layer 1; imports no others.)
 
 `columns` has the arithmetic of blocks, `basis` orthonormal bases and their downdates,
 `nystrom` Nyström approximations and preconditioners, `krylov` Krylov spaces,

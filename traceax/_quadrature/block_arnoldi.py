@@ -10,8 +10,7 @@ Arnoldi's process computes, f(A) ~ Z f(H) Z*, and
 The same run gives both, exactly for polynomials of degree d - q + 1 and d. The e_i are far
 better if few directions have most of the sum. The p_i are better if the probes have a
 structure that projections destroy: signs have no variance for diagonals, nor for the
-skew-symmetric part. So each has its own error bar, and the value is the mean of both by
-inverse variances:
+skew-symmetric part. So the value is the mean of both by inverse variances:
 
     value = (1 - s) mean p_i + s mean e_i = tr(f(H) M),
     M = (1 - s) W W*/k + s mean over i of J - N_i N_i* + c_i r_i r_i*,    E[Z M Z*] = I.

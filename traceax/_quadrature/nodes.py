@@ -1,7 +1,6 @@
 """Quadratures, from which the value of tr f(A) and its derivatives are read.
 
-A quadrature has nodes x with weights w, and pairs of vectors l, r, all computed from A, so
-that
+A quadrature has nodes x with weights w, and pairs of vectors l, r, all made of A, so that
 
     tr f(A) ~ sum over nodes of w f(x),
     d tr f(A) = tr(f'(A) dA) ~ sum over pairs of l^T dA r.
@@ -190,8 +189,7 @@ class SplitRule(eqx.Module):
         self, soft: Array, expected: Array, subject: MatrixFunction
     ) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
         """g1(A) v and g2(A) v by a recurrence that is differentiable in the operator and in
-        f. NaN if g2(A) v is far from the `expected` one, since then its derivatives are
-        wrong."""
+        f. NaN if g2(A) v is far from the `expected` one: then derivatives are wrong."""
         starts = self.basis[:, : self.coefficients.shape[1]]
         starts = starts.reshape(-1, starts.shape[2])
         steps = min(self.num_steps, starts.shape[1])

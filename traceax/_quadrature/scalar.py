@@ -12,9 +12,8 @@ bias with the means of all samples but one, t_{-i} = t - d_i, d_i = (s_i - t)/(k
     value = g(t) + (k - 1) mean of (g(t) - g(t - d_i)).
 
 Samples that share probes vary less than their mean does. Of their bias this removes at
-least a half, and at most all. Derivatives take the d_i as constants, as they do probes: in
-the parameters of `combine` they are those of the value; all others move t by the split
-rule.
+least a half, and at most all. Derivatives take the d_i as constants: in the parameters of
+`combine` they are those of the value; all others move t by the split rule.
 """
 
 from __future__ import annotations
