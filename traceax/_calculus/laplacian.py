@@ -98,9 +98,8 @@ def divergence(
 
         value = mean of v_i* (d fn/dx) v_i
 
-    Unbiased. Continuous normalising flows integrate it along their path. Compiled, it
-    shares the forward pass of `fn(x, args)`; `hutchinson_trace` of a linearised `fn`, as
-    from `jax.linearize`, shares the backward pass as well.
+    Unbiased. Compiled, it shares the forward pass of `fn(x, args)`; `hutchinson_trace` of a
+    linearised `fn`, as from `jax.linearize`, shares the backward pass as well.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -154,7 +153,7 @@ def laplacian(
 
     Unbiased. It is computed forwards in collapsed Taylor mode: one sweep carries a first
     derivative for each probe, and one second derivative, the sum over the probes. For
-    squares of residuals there is `unbiased_square`, for its Laplacian `biharmonic`.
+    squares of residuals there is `unbiased_square`, for the Laplacian of it `biharmonic`.
 
     From 10 directions on, for a function of one real number, a quarter of the directions is
     spent on a sketch of the Hessian, as many read it, and probes estimate the rest. For
@@ -269,7 +268,7 @@ def hessian_diagonal(
     From 10 products on a sketch of the Hessian estimates it, from 12 on where that helps,
     as in `diagonal`. Else, or where `batch_size` or `sampler` are given, it is
     `hutchinson_diagonal` of Hessian-vector products, exact if the Hessian is diagonal.
-    Unbiased. For networks 100 products have 5 times less error with it.
+    Unbiased. For networks 100 products have 5 times less error with the sketch.
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
     `fn(x, args)` that returns one real number. `num_matvecs`: the number of Hessian-vector
@@ -323,7 +322,7 @@ def biharmonic(
     `num_matvecs`: the number of fourth derivatives, one for each pair, at least 1.
 
     **Derivatives**: exactly those of the value. `fn` must be differentiable forwards four
-    times (without `jax.custom_vjp`). **Cost**: about nine forward passes for each pair.
+    times: a `jax.custom_vjp` raises an error. **Cost**: about nine forward passes a pair.
 
     **Example**
 

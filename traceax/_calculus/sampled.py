@@ -152,8 +152,7 @@ def sampled_mean(
 def _mean(
     subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
-    """The samples are for the standard error alone: in a compiled program that does not use
-    it they cost nothing."""
+    """The samples are for the standard error alone: compiled without it, they are free."""
     samples = readout.probes.collect(subject.along_each)
     error = design.mean_and_error(samples, rounding(subject, samples))[1]
     return Outcome(readout(subject, meter), error, readout)

@@ -160,12 +160,10 @@ class Estimate(eqx.Module):
     **Attributes** (more on error bars is in the guide's conventions)
 
     - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
-      operator's input structure. NaN if the operator is found not to be what the function
-      needs, Hermitian or definite, say: the conventions tell which, and the way out.
+      operator's input structure. NaN if the operator is found not to be what it must be.
     - `standard_error`: real, with the structure of `value`: its estimated standard
       deviation. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
-      mode raises an error, the tangent in forward mode is infinite (0 for a stored
-      diagonal).
+      mode raises an error, the tangent in forward mode is infinite (stored diagonals: 0).
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
     - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
       `standard_error`. At most their number less one, and fewer where samples are skewed.
@@ -214,7 +212,6 @@ class Estimate(eqx.Module):
         **Returns** `(low, high)`, each with the structure and shape of `value`; they cannot
         be differentiated. For complex values take an `Estimate` of the real part.
 
-        **Cost**: no operator applications.
         """
         name, cure = "Estimate.interval", "Pass 0.95, say."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
@@ -341,8 +338,7 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     Unbiased if the estimates are.
 
     **Arguments**: `estimates`: a sequence, or one `Estimate` of which every leaf has a
-    leading axis of runs, as from `jax.vmap`. Two estimates with the *same* key cannot be
-    detected.
+    leading axis of runs, as from `jax.vmap`. The *same* key twice is not detected.
 
     **Returns** an `Estimate` like the parts. `standard_error` comes from theirs, added in
     squares, or from their spread, if this is larger or if each has one probe only; an
@@ -472,9 +468,8 @@ def unbiased_square(
 
         value = Re conj(a) b,    a and b estimates of t with independent keys
 
-    The mean of the square of one estimate is too large by the variance of the estimate, and
-    a network that is trained on it converges to something else than the minimum of t^2. The
-    product of two independent estimates has the mean t^2, and so has its gradient.
+    The square of one estimate is on average too large by its variance, and training on it
+    does not minimise t^2. The product of two has the mean t^2, and so has its gradient.
 
     **Arguments** (`key` and errors are in the guide's conventions): `estimate_fn`: a
     function of a key that returns an `Estimate`, or an array or pytree of arrays made from

@@ -5,16 +5,15 @@ take three times as long on rows. The application itself has three layouts, one 
 chosen when the program is traced, by the operations of one application (measured by
 `tests.benchmarks.layouts`):
 
-- Stored matrices: 50 columns take 0.65 to 0.85 of the time as rows, 5 take 1.6 times.
+- Stored matrices: as rows, 50 columns take 0.65 to 0.85 of the time, 5 columns 1.6 times.
 - Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the
   batched program asks for each entry in which piece it lies, and takes 2 to 4 times as long
   as one row after the other. A loop over few entries saves no time.
 - Gathered and scattered entries, sparse matrices among them: the loop takes half of the
   time if the block does not fit into the cache, and 1.5 times as long if it does.
-- All else, also networks: as one batch of columns; a loop reads a matrix k times.
+- All else, networks among it, as one batch of columns; a loop reads a matrix k times.
 
-There are no loops on an accelerator, where small kernels in sequence are slow, nor for
-sharded arrays.
+There are no loops on accelerators, where small kernels are slow, nor for sharded arrays.
 
 """
 
@@ -54,10 +53,9 @@ class Layout(enum.Enum):
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
-        >>> def second_difference(v):
-        ...     return 2 * v - jax.numpy.roll(v, 1) - jax.numpy.roll(v, -1)
+        >>> laplacian = lambda v: 2 * v - jax.numpy.roll(v, 1) - jax.numpy.roll(v, -1)
         >>> tags = (lx.positive_semidefinite_tag, tx.Layout.LOOP)
-        >>> operator = tx.as_operator(second_difference, 500, tags=tags)
+        >>> operator = tx.as_operator(laplacian, 500, tags=tags)
         >>> estimate = tx.hutchinson_trace(operator, jax.random.key(0), 30)
         >>> bool(abs(estimate.value - 1000) < 60)
         True

@@ -26,7 +26,6 @@ Diag++ and XDiag spend fewer applications on their value than reading it would t
 r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
 mode it costs one vector-Jacobian product of the matvec for each application of r.
 
-A new estimator is one function `(LinearMap, probes, target) -> Outcome`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Q by an orthonormal basis of what is new in these, R stays block triangular, Z g
 images of Q's new columns. Nothing that was spent is lost, and the estimate from all probes
 is one that a single run with as many could have made.
 
-The sizes are gone through for a constant operator. The derivative rule gets the last one.
+The sizes are gone through for a constant operator. The rule gets what was reached.
 """
 
 from __future__ import annotations
@@ -277,8 +277,7 @@ class _Sketch(NamedTuple):
 
 
 class _Growing(NamedTuple):
-    """XTrace; or XNysTrace, if the operator is known to be `semidefinite`, of -A if `sign`
-    is -1."""
+    """XTrace; or XNysTrace, if the operator is `semidefinite`, of -A if `sign` is -1."""
 
     semidefinite: bool
     sign: int

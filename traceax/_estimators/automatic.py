@@ -81,11 +81,10 @@ def trace(
 
     - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
-      the operator has entries or, if it is the inverse or another function of a sparse
-      matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
-      decay within the steps that colours keep apart, deflation helps, but for semidefinite
-      operators sketches without a pattern may be better still. It is used by 3. only: then
-      the `method` of the estimate, which is printed, names colours.
+      the operator has entries or, if it is a function of a sparse matrix, where that has.
+      Not traced, n x n, as in `colouring`. If entries hardly decay within the steps that
+      colours keep apart, deflation helps, but for semidefinite operators sketches without a
+      pattern may be better still. Only 3. uses it: `method` then names colours.
 
     **Cost**: that of the estimator chosen. A pattern is coloured at each call, or
     when the call is compiled; for many calls make the sampler once, by `probing`.
@@ -107,16 +106,14 @@ def diagonal(
 ) -> Estimate:
     """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
-    The choice is that of `trace`, with other estimators: exact where `trace` is; with a
-    `pattern`, `hutchinson_diagonal` with `probing`, without deflation; else
+    The choice is that of `trace`, as unbiased, with other estimators: exact where `trace`
+    is; with a `pattern`, `hutchinson_diagonal` with `probing`, without deflation; else
 
     - for operators tagged positive or negative semidefinite, from 6 matvecs on, `xnysdiag`
       if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same products;
     - for all others, from 12 matvecs on, `xdiag` if singular values decay and
       `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
     - with fewer, `xnysdiag` from 3 on, `xdiag` from 6 on, else `hutchinson_diagonal`.
-
-    Unbiased: what is chosen for a probe is computed from the other probes only.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`, `pattern`: as
     in `trace`.
@@ -155,12 +152,10 @@ def leaf_traces(
     sphere), for others that of `diagonal`; else, and for small budgets, plain probes do.
     Unbiased. Exact where `trace` is, whose error bar is that of the sum over all leaves.
 
-    **Arguments** (the others are in the guide's conventions)
-
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
-    - `groups`: for sums over several leaves, a function from the path of a leaf, a tuple
-      of JAX's keys, to a name: of its layer, say. Errors of leaves are correlated, so the
-      error of a sum is not known from theirs.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: as in `trace`.
+    `groups`: for sums over several leaves, a function from the path of a leaf, a tuple of
+    JAX's keys, to a name: of its layer, say. Errors of leaves are correlated, so the error
+    of a sum is not known from theirs.
 
     **Returns** an `Estimate` with the operator's input structure, one number for each leaf;
     with `groups` of a dict, one for each name.

@@ -13,8 +13,7 @@ dimensions with a_i = 0, which are read from their own product,
 
     value = tr(Q* A Q) + mu* A mu - v* A z + sum of z_i* A z_i over those i,     if any,
 
-summed over coarse probes, is unbiased, as A z = A mu + A Q x with x = Q* z. In the same way
-its derivative is.
+summed over coarse probes, is unbiased, and so is its derivative, as A z = A mu + A Q Q* z.
 
 a_i is 1 if the sketch leaves less than `MOST_LEFT` of the variance (`second_batch`), and if
 the disturbances of the diagonal fall. The sketch shows both the entries g_a = conj(s_a) (A

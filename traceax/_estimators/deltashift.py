@@ -23,8 +23,9 @@ and what is fresh of t_j has no bias. Nor must b_i know the error of t_(j-1): wh
 eigenvalues dominate, probes that miss them show a small trace and a small v together, and
 would be trusted. So v_(j-1) is remembered as a multiple of the mean of |w|^2 that came from
 the same probes, and that mean is taken anew, as N, from the fresh ones. What is left of the
-bias is small beside the standard error, not zero. For other probes and for operators that
-are not symmetric the standard error is too large, and b not the best.
+bias is small beside the standard error, not zero. For the standard error N and the old mean
+count alike. For other probes and for operators that are not symmetric it is too large, and
+b not the best.
 """
 
 from __future__ import annotations
@@ -97,8 +98,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
         estimate, state = tracker.update(operator, state, key)
 
     Each update applies the new operator and the previous one to the same fresh probes, and
-    corrects the previous estimate by the difference. The weight of the previous estimate is
-    computed at every step; after a jump of the operator it is small.
+    corrects the previous estimate, whose weight is small after a jump, by the difference.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: what an update
     may spend, at least 4, or n: half of it on the previous operator. From n on, updates are

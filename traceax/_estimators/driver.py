@@ -3,7 +3,6 @@
 A `Method` is an algorithm: its target, how it turns a budget into probes, and a function
 `run(linear_map, probes, target) -> Outcome`. `estimate` does the rest: checks, exact
 answers, draws, batches, progress, and the derivative rule, which compiles (`_core.rule`).
-So a public estimator is a signature, a docstring and a call of `estimate`.
 """
 
 from __future__ import annotations

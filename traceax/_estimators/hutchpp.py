@@ -62,17 +62,14 @@ def hutchpp_trace(
     n. `sampler`: default: the sphere, c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
 
     **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs. **Cost**:
-    `num_matvecs` applications, no adjoints, in three batches; 2k + 2l columns of length n;
-    about 8 n k^2 flops.
+    `num_matvecs` applications in three batches; 2k + 2l vectors; about 8 n k^2 flops.
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-        >>> estimate = tx.hutchpp_trace(operator, jax.random.key(1), 40)
-        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-        True
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.outer(jnp.arange(200.0), jnp.ones(200)))
+        >>> print(tx.hutchpp_trace(operator, jax.random.key(1), 40).value.round())
+        19900.0
 
     **Reference**: Meyer et al. (2021), Algorithm 1, doi:10.1137/1.9781611976496.16.
     """
@@ -88,9 +85,8 @@ def na_hutchpp_trace(
 ) -> Estimate:
     """Estimate tr A by the non-adaptive Hutch++: every application can be issued at once.
 
-    r = num_matvecs // 4 probes R and 2r probes S make an approximation Q (S* Q)^+ (A* S)*
-    of A, with Q an orthonormal basis of A R; the l = num_matvecs - 3r other probes z_j
-    estimate the remainder:
+    r = num_matvecs // 4 probes R and 2r probes S approximate A by Q (S* Q)^+ (A* S)*, Q an
+    orthonormal basis of A R; the l = num_matvecs - 3r other probes z_j estimate the rest:
 
         value = tr(Pi S* A Q) + 1/l sum_j z_j* (A - Q Pi S* A) z_j,      Pi = (S* Q)^+
 
@@ -108,12 +104,10 @@ def na_hutchpp_trace(
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-        >>> estimate = tx.na_hutchpp_trace(operator, jax.random.key(1), 48)
-        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-        True
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.outer(jnp.arange(200.0), jnp.ones(200)))
+        >>> print(tx.na_hutchpp_trace(operator, jax.random.key(1), 48).value.round())
+        19900.0
 
     **Reference**: Meyer et al. (2021), Algorithm 2, doi:10.1137/1.9781611976496.16.
     """
@@ -226,12 +220,10 @@ def diagpp(
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-        >>> estimate = tx.diagpp(operator, jax.random.key(1), 45)
-        >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-        True
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.outer(jnp.arange(1.0, 201.0), jnp.ones(200)))
+        >>> print(tx.diagpp(operator, jax.random.key(1), 45).value[:3].round(3))
+        [1. 2. 3.]
 
     **Reference**: Baston and Nakatsukasa (2022), arXiv:2201.10684, for the one-sided form.
     """

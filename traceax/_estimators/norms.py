@@ -63,12 +63,9 @@ def row_norms_squared(
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
-        >>> factor = jax.random.normal(jax.random.key(0), (300, 10))
-        >>> operator = lx.MatrixLinearOperator(factor @ factor[:200].T)
-        >>> estimate = tx.row_norms_squared(operator, jax.random.key(1), 60)
-        >>> truth = (operator.matrix**2).sum(1)
-        >>> bool(jax.numpy.allclose(estimate.value, truth, rtol=1e-3))
-        True
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.ones((300, 200)))
+        >>> print(tx.row_norms_squared(operator, jax.random.key(1), 60).value[:3].round(3))
+        [200. 200. 200.]
 
     **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
     """
@@ -96,18 +93,15 @@ def frobenius_norm_squared(
     or not. B* B w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p.
     `sampler`: independent probes. Default: the sphere, or signs, by the smaller dimension.
 
-    **Derivatives**: the sketch is frozen. A gradient costs at most 4m matvec-VJPs.
-    **Cost**: m applications and m of the adjoint, in four batches; 6 blocks of n x m; about
-    12 n m^2 flops.
+    **Derivatives**: the sketch is frozen; a gradient costs up to 4m matvec-VJPs. **Cost**:
+    m applications and m of the adjoint in four batches; 6 blocks of n x m; 12 n m^2 flops.
 
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
-        >>> factor = jax.random.normal(jax.random.key(0), (300, 10))
-        >>> operator = lx.MatrixLinearOperator(factor @ factor[:200].T)
-        >>> estimate = tx.frobenius_norm_squared(operator, jax.random.key(1), 60)
-        >>> bool(abs(estimate.value / (operator.matrix**2).sum() - 1) < 1e-3)
-        True
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.ones((300, 200)))
+        >>> print(tx.frobenius_norm_squared(operator, jax.random.key(1), 60).value.round())
+        60000.0
 
     **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2, doi:10.1137/23M1548323.
     """

@@ -50,8 +50,7 @@ def selected_entries(
 ) -> Estimate:
     """Estimate the entries of an operator where a sparse pattern has entries.
 
-    Of the inverse of a sparse precision matrix, say: the covariances of neighbours. Probes
-    are those of `probing`, one for each colour:
+    Of the inverse of a precision matrix: covariances of neighbours. By probes of `probing`,
 
         value_ab = mean over repeats of (A z_c)_a conj(z_c)_b,    c the colour of b
 

@@ -118,11 +118,11 @@ def preconditioner(
       half the least Ritz value. Or an `lx.DiagonalLinearOperator` D of positive entries,
       for A + D. The operator itself is given without it.
 
-    **Returns** a lineax operator on the same space, tagged positive semidefinite. NaN if
-    A + shift I is found not to be positive definite.
+    **Returns** a lineax operator, tagged positive semidefinite; NaN as in `logdet`.
 
-    **Derivatives**: none; it is a constant. **Cost**: at most `num_matvecs` applications;
-    an orthonormal basis of little more vectors. Two products with the basis apply it.
+    **Derivatives**: none: a constant, as solutions do not depend on it. **Cost**: at most
+    `num_matvecs` applications; an orthonormal basis of little more vectors. Two products
+    with the basis apply it.
 
     **Example**
 

@@ -6,7 +6,7 @@ Of operators that need not be Hermitian
 
 Both are as well-conditioned as f and f' are at A, but the terms of the second are as large
 as the condition of V, and cancel. Then A +- E are decomposed in the place of A, E random
-and of relative size d: that brings the condition down almost always to about 1/d (Banks,
+and of relative size d: almost always that brings the condition down to about 1/d (Banks,
 Garza-Vargas, Kulkarni and Srivastava 2022, doi:10.1007/s10208-022-09577-5), and in the mean
 of both signs the error is of order d^2, since tr(f'(A + E) dA) is analytic in E.
 Derivatives so keep half of their digits.

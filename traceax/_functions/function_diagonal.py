@@ -27,7 +27,7 @@ Cauchy-Schwarz inequality this bias is at most of the order of (n k)^(-1/2) stan
 The samples share probes as those of `xdiag` do. The derivative is that of `xdiag` of f(A) -
 c I. The run gives a sketch of it without applications, Y = Z (F - c I) Z* W, for half of
 the probes, since each is applied twice. If f(A) is a multiple of I, Y is rounding, and its
-columns would be dependent: so a small multiple of W is added.
+columns would be dependent: so a small multiple of W, above rounding, is added.
 """
 
 from __future__ import annotations

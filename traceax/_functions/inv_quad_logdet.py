@@ -63,10 +63,9 @@ class InvQuadLogdet(eqx.Module):
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> operator = lx.DiagonalLinearOperator(jax.numpy.array([2.0, 8.0]))
-        >>> y = jax.numpy.array([1.0, 4.0])
-        >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0))
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> operator = lx.DiagonalLinearOperator(jnp.array([2.0, 8.0]))
+        >>> both = tx.inv_quad_logdet(operator, jnp.array([1.0, 4.0]), jax.random.key(0))
         >>> print(both.inv_quad.value, both.logdet.value.round(3), both.solution)
         2.5 2.773 [0.5 0.5]
     """
@@ -118,14 +117,13 @@ def inv_quad_logdet(
     solve that does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
     and the shift positive (as far as the run can see), the value is at most this much below
     the truth; else the solve estimates the least eigenvalue. If that is 0 to rounding, the
-    error is infinite. `inv_quad.num_matvecs` counts run and solve. NaN if A + shift I is
-    found not to be positive definite.
+    error is infinite. `inv_quad.num_matvecs` counts run and solve. NaN as in `logdet`.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
-    another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one for
-    each right-hand side. Those of the solution, and second ones, take a solve each.
-    **Cost**: at most `num_matvecs` applications in blocks, and those of conjugate
-    gradients, at most 10 num_matvecs for each right-hand side; a basis of as many.
+    another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one a
+    right-hand side. Those of the solution, and second ones, take a solve each. **Cost**: at
+    most `num_matvecs` applications in blocks, and those of conjugate gradients, at most 10
+    num_matvecs for each right-hand side; a basis of `num_matvecs` vectors.
 
     **Example**
 

@@ -4,5 +4,4 @@
 `nystrom` Nyström approximations and preconditioners, `krylov` Krylov spaces,
 `conjugate_gradients` the solver, `lapack` decompositions, `jackknife` standard errors. No
 module here knows operators, probes or estimates: a linear map is a function of blocks.
-A new factorisation is a module here, a new standard error a function of `jackknife`.
 """

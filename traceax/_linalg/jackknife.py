@@ -88,7 +88,8 @@ def shared_error(
     1948). A part has mean zero given the probes other than i, so its set contains i, and a
     part of r probes occurs in at most r samples. So parts of r probes raise the error of
     the mean at most sqrt(r) times above that of independent samples. For diagonals no part
-    of more than two probes mattered. The jackknife is up to ten times too wide.
+    of more than two probes mattered in any spectrum measured. The jackknife is up to ten
+    times too wide.
     """
     return standard_error(2**0.5 * samples, rounding)
 
@@ -97,9 +98,8 @@ def independent_degrees_of_freedom(k: int) -> float:
     """For the interval of a mean of k independent quadratic forms: a third of k - 1.
 
     Such samples are skewed, up to a chi-squared variable of one degree for an operator of
-    rank one, and the errors of their mean and of their spread are correlated. Of intervals
-    for 95 %, those with k - 1 degrees contain the truth in 82 % (k = 4) to 89 % (k = 20) of
-    runs, those with a third of that in at least 91 %, for every k from 3 on.
+    rank one, and the errors of their mean and of their spread are correlated. Intervals for
+    95 % with k - 1 degrees hold the truth in 82 % of runs (k = 4), with a third in 91 %.
     """
     return (k - 1) / 3
 
@@ -149,7 +149,8 @@ def jackknife_error(
 def no_less_than_theory(
     error: Float[Array, "*values"], variances: Float[Array, "*values k"], *, real: bool
 ) -> Float[Array, "*values"]:
-    """The larger one of an error from the spread of k quadratic forms, and of its theory.
+    """The larger one of an error from the spread of k quadratic forms, and of an estimate
+    of its theoretical value.
 
     If one direction u matters and few probes have a large part in it, the forms u* w w* u
     are as skewed as possible: most runs miss u, and have too small a spread. But for a
@@ -327,8 +328,7 @@ def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*b
     """A generalised inverse of many small positive semidefinite matrices by Gauss-Jordan
     elimination. It skips small pivots: their rows and columns, which depend on the others
     (the directions that N_i and N_j share) or are zero, become zero. Pivots are squares of
-    sines, and a space knows its last directions to the root of eps only. (LAPACK would
-    invert the matrices one by one, and fail where they are singular.)"""
+    sines, and a space knows its last directions to the root of eps only. """
     q = matrices.shape[-1]
     least = float(jnp.finfo(matrices.dtype).eps) ** 0.5
 

@@ -72,7 +72,8 @@ def lanczos(
     reorthogonalise: bool = True,
     differentiable: bool = False,
 ) -> Krylov:
-    """Lanczos' process from each of N vectors, in one batch; NaN if A is not Hermitian.
+    """Lanczos' process from each of N vectors, in one batch; NaN if A is found not
+    Hermitian.
 
     `differentiable` is for derivatives of the recurrence itself. Where the space is
     exhausted, the residual is zero, but its derivative has a direction, which second

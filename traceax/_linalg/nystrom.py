@@ -117,7 +117,7 @@ def fit_to_core(
 ) -> Fit:
     """From S and A S; the shift is at least `noise`. An operator with symmetric noise (a
     kernel rounded to float32) has negative eigenvalues in the core: then the shift is four
-    times the depth of the lowest one. NaN if that is no noise: the tag is wrong."""
+    times the depth of the lowest one. NaN if that is too deep: the tag is wrong."""
     core = test.conj().T @ images
     noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)

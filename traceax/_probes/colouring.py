@@ -277,7 +277,8 @@ def colouring(
       Stored zeros count. It need not be symmetric.
     - `power`: how many steps are kept apart (with `num_colours`, at least), a Python int of
       at least 1. Default 1.
-    - `num_colours`: at most how many colours. Default `None`, as few as the power needs.
+    - `num_colours`: at most how many colours, a Python int of at least 1. Default `None`,
+      as few as the power needs.
 
     **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
     most one more than the greatest number of dimensions within `power` steps of one.

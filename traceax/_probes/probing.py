@@ -250,9 +250,8 @@ def probing(
 
         error of entry a = sum of A_ab s_b conj(s_a) over b != a of the colour of a
 
-    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. It is for
-    `hutchinson_trace`, `hutchinson_diagonal` and `function_diagonal`, which spend a
-    multiple of the number of colours. More colours are more accurate than more repeats.
+    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. More colours are
+    more accurate than more repeats.
 
     With a pattern one repeat has a standard error: each entry between neighbours in the
     graph is estimated twice, and the difference shows the error. It is 1.0 to 1.7 times the

@@ -90,7 +90,8 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
     ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
-    **Arguments**: see the guide's conventions. **Cost**: a bit an entry, or a number.
+    **Arguments**: see the guide's conventions. **Cost**: a bit an entry, a number if
+    complex.
 
     **Example**
 
@@ -99,7 +100,8 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
         >>> tx.rademacher(jax.random.key(0), structure, 3).shape
         (3, 5)
 
-    **Reference**: Hutchinson (1989), doi:10.1080/03610918908812806; Girard (1989).
+    **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
+    doi:10.1080/03610918908812806.
     """
     n, dtype = space("rademacher", key, structure, num_probes)
     return unflatten_rows(_signs(key, n, num_probes, dtype), structure)
@@ -190,7 +192,8 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
 
     For complex leaves the signs are random phases. The order m is the least power of 2 from
     n on. The variance of a Hutchinson mean of signs is multiplied by (m - num_probes)/(m -
-    1), and like signs they are exact for diagonal operators. They are dependent.
+    1), and like signs they are exact for diagonal operators. They help if there are probes
+    for a good part of the dimensions. They are dependent.
 
     **Arguments**: see the guide's conventions; `num_probes` is at most m. **Cost**: one
     random bit a dimension, a random order of m rows, and a sign an entry.

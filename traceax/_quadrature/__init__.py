@@ -2,6 +2,5 @@
 
 `scalar` has the functions that users give, `dense` functions of small matrices, `nodes`
 quadratures and their derivatives. `block_quadrature` is the engine of `function_trace` and
-`logdet`, `block_arnoldi` that of operators that are not Hermitian. A new way to compute
-f(A) from a space is a module here, a function for users one of `_functions`.
+`logdet`, `block_arnoldi` that of operators that are not Hermitian.
 """

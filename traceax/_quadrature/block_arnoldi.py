@@ -18,9 +18,8 @@ skew-symmetric part. So the value is the mean of both by inverse variances:
 If one of them is exact, it gets all of the weight. The error bar is the mean of both by the
 same weights, as if their errors were fully correlated.
 
-c_i = (n - dim S_i)/|r_i|^2 is unbiased for probes of no preferred direction. For signs
-c_i = 1 is unbiased. But then |r_i|^2, which does not depend on A, is most of the error
-(measured: up to 80 times the rest). The ratio has a bias of about
+c_i = (n - dim S_i)/|r_i|^2 is unbiased for probes of no preferred direction. For signs c_i
+= 1 is unbiased. But then |r_i|^2 is most of the error. The ratio has a bias of about
 
     -2 sum_j B_jj (P_i)_jj / (n - dim S_i),    B = (I - P_i) f(A) (I - P_i) less its mean,
 

@@ -131,7 +131,8 @@ def into_domain(
 
     Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
     node moves back by the size of rounding. Its true value may be as small as the square of
-    that. It is zero if the space is exhausted; a small eigenvalue is more likely.
+    that. If the space is exhausted the true node is zero, but in single precision a small
+    eigenvalue is more likely.
     """
     nodes = eigen.values
     largest = largest_of(nodes)

@@ -91,8 +91,7 @@ class MatrixFunction(eqx.Module):
 
 
 class Jacobian(eqx.Module):
-    """x -> the p x q derivatives of fn(x) in all q numbers of `fn` that have a tangent, in
-    one vector.
+    """x -> the p x q derivatives of fn in q numbers that have a tangent, in one vector.
 
     The derivative rule multiplies this by the tangent, and never differentiates in the
     direction of the tangent. For if a function with its own derivative rule saw tangents,
@@ -256,8 +255,7 @@ def _read(
 
 
 def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q _"]:
-    """Dg(t). For complex t it has the derivatives in real parts, then those in imaginary
-    parts."""
+    """Dg(t). For complex t the derivatives in real parts, then those in imaginary ones."""
 
     def along(direction: Inexact[Array, " p"]) -> Inexact[Array, " q"]:
         return jax.jvp(combine, (total,), (direction,))[1]
