@@ -104,8 +104,7 @@ def divergence(
     **Arguments** (the others are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns the structure of `x`.
-    - `key`: for diffrax's `BacksolveAdjoint` it must be in the `args` of the solve, as
-      everything that the vector field depends on.
+    - `key`: for diffrax's `BacksolveAdjoint` it must be in the `args` of the solve.
     - `num_matvecs`: the number of Jacobian-vector products, at least 1.
     - `sampler`: default `rademacher`, which is exact for a diagonal Jacobian, or `hadamard`
       where there are probes for an eighth of the dimensions.
@@ -153,7 +152,7 @@ def laplacian(
 
     Unbiased. It is computed forwards in collapsed Taylor mode: one sweep carries a first
     derivative for each probe, and one second derivative, the sum over the probes. For
-    squares of residuals there is `unbiased_square`, for the Laplacian of it `biharmonic`.
+    squares of residuals there is `unbiased_square`, for the bi-Laplacian `biharmonic`.
 
     From 10 directions on, for a function of one real number, a quarter of the directions is
     spent on a sketch of the Hessian, as many read it, and probes estimate the rest. For

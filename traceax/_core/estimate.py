@@ -469,7 +469,8 @@ def unbiased_square(
         value = Re conj(a) b,    a and b estimates of t with independent keys
 
     The square of one estimate is on average too large by its variance, and training on it
-    does not minimise t^2. The product of two has the mean t^2, and so has its gradient.
+    does not minimise t^2. The product of two independent ones has the mean t^2, and so has
+    its gradient.
 
     **Arguments** (`key` and errors are in the guide's conventions): `estimate_fn`: a
     function of a key that returns an `Estimate`, or an array or pytree of arrays made from

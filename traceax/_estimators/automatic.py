@@ -60,9 +60,8 @@ def trace(
 
     The choice depends on structure, tags and budget:
 
-    1. exact without products if the operator stores its diagonal (matrices, diagonal,
-       tridiagonal and identity operators, their sums and multiples), exact from one
-       application if it is tagged diagonal;
+    1. exact without products if the operator stores its diagonal (as matrices and their
+       sums do), exact from one application if it is tagged diagonal;
     2. exact from n applications if n <= 64 or if `num_matvecs` reaches n;
     3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
        are enough to keep three steps apart; from 32 colours on, products with 8 of them

@@ -47,9 +47,9 @@ def custom_trace(
     is computed, value = sum conj(L) o (A R). The derivative is sum conj(L) o (dA R).
     Unbiased if the algorithm is.
 
-    Hutchinson's estimator (the example) is the mean of k forms z* A z: L = Z/k, R = Z.
-    Hutch++ makes a sketch A S from half of the probes. With its basis Q and P = I - Q Q*, I
-    = Q Q* + P, and E[P z z* P] = P for z independent of Q. So L = [Q, P Z/l], R = [Q, P Z].
+    Hutchinson's estimator is the mean of k forms z* A z: L = Z/k, R = Z. Hutch++ makes a
+    sketch A S from half of the probes. With its orthonormal basis Q and P = I - Q Q*, I = Q
+    Q* + P, and E[P z z* P] = P for z independent of Q. So L = [Q, P Z/l], R = [Q, P Z].
 
     **Arguments** (the others are in the guide's conventions)
 

@@ -24,8 +24,8 @@ eigenvalues dominate, probes that miss them show a small trace and a small v tog
 would be trusted. So v_(j-1) is remembered as a multiple of the mean of |w|^2 that came from
 the same probes, and that mean is taken anew, as N, from the fresh ones. What is left of the
 bias is small beside the standard error, not zero. For the standard error N and the old mean
-count alike. For other probes and for operators that are not symmetric it is too large, and
-b not the best.
+count alike. For other probes and for operators that are not symmetric the standard error is
+too large, and b not the best.
 """
 
 from __future__ import annotations

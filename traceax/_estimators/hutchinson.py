@@ -49,7 +49,7 @@ def hutchinson_trace(
     dimensions, and have an error bar for both.) `orthogonal` helps if the budget is a good
     part of n, `probing` if entries decay with the distance in a graph.
 
-    **Derivatives**: exactly those of the value, at one matvec-VJP each. **Cost**:
+    **Derivatives**: exactly those of the value, at one matvec-VJP a probe. **Cost**:
     `num_matvecs` applications in one batch; 2 blocks n x k (n x batch_size); 2 n k flops.
 
     **Example**
@@ -89,7 +89,7 @@ def hutchinson_diagonal(
     probes, at least 1. `sampler`: default `rademacher`, which has the least variance of all
     that do not use the structure of the operator; `probing` uses it.
 
-    **Derivatives**: exactly those of the value, at one matvec-VJP each. **Cost**:
+    **Derivatives**: exactly those of the value, at one matvec-VJP a probe. **Cost**:
     `num_matvecs` applications in one batch; 2 blocks n x k (n x batch_size); 4 n k flops.
 
     **Example**

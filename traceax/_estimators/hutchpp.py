@@ -54,9 +54,8 @@ def hutchpp_trace(
 
         value = tr(Q* A Q) + 1/l sum_j c_j z_j* (I - Q Q*) A (I - Q Q*) z_j
 
-    Unbiased. Exact (to rounding) if the rank of A is at most k, if A is a multiple of I
-    (and probes are resphered), or if `num_matvecs` reaches n. Given Q its samples are
-    independent, so the standard error is honest; `xtrace` is more accurate at equal cost.
+    Unbiased. Exact (to rounding) if the rank of A is at most k, or if A is a multiple of I
+    (and probes are resphered). `xtrace` is more accurate at equal cost.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
     n. `sampler`: default: the sphere, c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.

@@ -2,7 +2,7 @@
 
 Traces, sums over the leaves of a pytree and diagonals are one estimate, read in three ways:
 the rows of conj(L) o (B R), summed over all rows, over the rows of each leaf, or not at
-all. Squared norms of rows, and their sum, are read of squares. A `Target` says which.
+all. Squared norms of rows, and their sum, are read of its squares. A `Target` says which.
 
 A readout is a module whose blocks are constants. It is called on a `LinearMap` B, and what
 it returns estimates the target of B without bias.

@@ -50,14 +50,14 @@ def selected_entries(
 ) -> Estimate:
     """Estimate the entries of an operator where a sparse pattern has entries.
 
-    Of the inverse of a precision matrix: covariances of neighbours. By probes of `probing`,
+    Of the inverse of a precision matrix: covariances of neighbours. With the probes of
+    `probing`,
 
         value_ab = mean over repeats of (A z_c)_a conj(z_c)_b,    c the colour of b
 
     and for Hermitian operators the mean of this and the conjugate of value_ba. Unbiased.
-    Exact if A has no entries outside of the pattern and colours keep two steps apart, or if
-    `num_matvecs` reaches n. If there are fewer matvecs than colours that keep two steps
-    apart, independent signs are the probes, with a larger error.
+    Exact if A has no entries outside of the pattern and colours keep two steps apart. With
+    fewer matvecs than that takes, independent signs are the probes, with a larger error.
 
     **Arguments** (the others are in the guide's conventions): `pattern`: n x n, as in
     `colouring`; the operator's entries should decay with the distance in its graph.

@@ -93,7 +93,7 @@ def slq_trace(
 
     - `operator`, `fn`, `combine`: as in `function_trace`.
     - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
-    - `sampler`: independent, default `sphere`; or `probing`, a multiple of its colours.
+    - `sampler`: independent probes (default `sphere`) or a multiple of `probing`'s colours.
     - `reorthogonalise`: whether each step is made orthogonal to all steps before, for 4 n
       num_steps flops more. Without it, converged eigenvalues appear again as copies, which
       is harmless for few steps or smooth functions, and faster for cheap operators; log and

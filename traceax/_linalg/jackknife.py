@@ -99,7 +99,8 @@ def independent_degrees_of_freedom(k: int) -> float:
 
     Such samples are skewed, up to a chi-squared variable of one degree for an operator of
     rank one, and the errors of their mean and of their spread are correlated. Intervals for
-    95 % with k - 1 degrees hold the truth in 82 % of runs (k = 4), with a third in 91 %.
+    95 % with k - 1 degrees hold the truth in 82 % of runs (k = 4), with a third in over 90
+    %.
     """
     return (k - 1) / 3
 
@@ -328,7 +329,7 @@ def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*b
     """A generalised inverse of many small positive semidefinite matrices by Gauss-Jordan
     elimination. It skips small pivots: their rows and columns, which depend on the others
     (the directions that N_i and N_j share) or are zero, become zero. Pivots are squares of
-    sines, and a space knows its last directions to the root of eps only. """
+    sines, and a space knows its last directions to the root of eps only."""
     q = matrices.shape[-1]
     least = float(jnp.finfo(matrices.dtype).eps) ** 0.5
 

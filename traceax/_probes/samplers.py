@@ -90,8 +90,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
     ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
-    **Arguments**: see the guide's conventions. **Cost**: a bit an entry, a number if
-    complex.
+    **Arguments**: see the guide's conventions. **Cost**: a bit (complex: number) an entry.
 
     **Example**
 

@@ -18,14 +18,13 @@ on these blocks, and the quadrature matrix
 The nodes of the quadrature are the eigenvalues of T, and each sample e_i gives each node a
 weight. The derivative is that of the split rule, with Z M Z* in place of the probes.
 
-**The standard error.** The samples share their probes, so their spread is too small, by a
-factor of 0.5 to 1.9, rarely more than sqrt(2), the most that parts of two probes can do
-(`shared_error`). Where as many directions matter as there are probes, all samples are low
-together, which only the jackknife shows (`krylov_replicates`). Half of it was enough in
-every spectrum measured. If few important directions are left, the samples are as skewed as
-possible, and theory estimates their variance (`no_less_than_theory`): on what S_i leaves,
-the variance of r* f(A) r follows from the length of f(A) r. The quadrature error is
-estimated by the change when T lacks its last blocks.
+**The standard error.** The samples share their probes, so their spread is too small, rarely
+by more than sqrt(2), the most that parts of two probes can do (`shared_error`). Where as
+many directions matter as there are probes, all samples are low together, which only the
+jackknife shows (`krylov_replicates`). Half of it was enough in every spectrum measured. If
+few important directions are left, the samples are skewed, and theory estimates their
+variance (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r follows from
+the length of f(A) r. The quadrature error is the change when T lacks its last blocks.
 """
 
 from __future__ import annotations
