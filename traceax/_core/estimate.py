@@ -160,7 +160,8 @@ class Estimate(eqx.Module):
     **Attributes** (more on error bars is in the guide's conventions)
 
     - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
-      operator's input structure. NaN if the operator is found not to be what it must be.
+      operator's input structure. NaN if the operator is found not to be what the function
+      needs: the conventions tell which, and the way out.
     - `standard_error`: real, with the structure of `value`: its estimated standard
       deviation. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
       mode raises an error, the tangent in forward mode is infinite (stored diagonals: 0).
@@ -211,7 +212,6 @@ class Estimate(eqx.Module):
 
         **Returns** `(low, high)`, each with the structure and shape of `value`; they cannot
         be differentiated. For complex values take an `Estimate` of the real part.
-
         """
         name, cure = "Estimate.interval", "Pass 0.95, say."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):

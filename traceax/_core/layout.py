@@ -14,7 +14,6 @@ chosen when the program is traced, by the operations of one application (measure
 - All else, networks among it, as one batch of columns; a loop reads a matrix k times.
 
 There are no loops on accelerators, where small kernels are slow, nor for sharded arrays.
-
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ value = r(A; X) and r is linear. (XNysTrace, NA-Hutch++, XNysDiag and the one-si
 Diag++ and XDiag spend fewer applications on their value than reading it would take: there
 r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
 mode it costs one vector-Jacobian product of the matvec for each application of r.
-
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ Both vectors lie in the Krylov space from which the value v* f(A) v is computed.
 no application, and the derivative one vector-Jacobian product a probe. An entry ij of U* dA
 U, U the eigenvectors, has the weight (g1_i g2_j + g1_j g2_i)/2. By the inequality of the
 means it is least for |g1| = |g2| = |f'|^(1/2). Then it is the geometric mean of f'_i and
-f'_j. The usual (f'(A) v)* dA v has their arithmetic one, which may far exceed it.
+f'_j. The usual (f'(A) v)* dA v has their arithmetic one, which exceeds this without bound
+where dA couples small eigenvalues with large ones.
 
 Second derivatives need the dependence of the vectors on A (without it the second derivative
 of log det(s A) in s would be 0). So the vectors are computed once, and differentiated as a
