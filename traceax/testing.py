@@ -196,8 +196,7 @@ def check_sampler(
 
     **Arguments**
 
-    - `sampler`: a function `(key, structure, num_probes) -> probes`, to draw them with
-      E[z z*] = I; each leaf has a leading axis of `num_probes`.
+    - `sampler`: as in the guide's conventions.
     - `independent`: whether probes are independent of each other, as most estimators need.
       Default `True`; `False` for `orthogonal`, `hadamard`, `probing` and the like.
     - `same_for_any_cut`: whether a probe is the same, cut into leaves or not. Default
@@ -261,12 +260,9 @@ def check_operator(
     it; that derivatives, forward and reverse, agree with each other and with differences;
     and that what lineax says of the operator is true, be it by a tag or by its class.
 
-    **Arguments**
-
-    - `operator`: any lineax operator, all of whose arrays this process has.
-    - `key`: a JAX random key.
-    - `rtol`: the relative error that is taken for rounding. Default `None`: eps^0.6 of the
-      operator's dtype, 4e-10 in double and 7e-5 in single precision.
+    **Arguments**: `operator`: any lineax operator, all of whose arrays this process has.
+    `key`: a JAX random key. `rtol`: the relative error that is taken for rounding. Default
+    `None`: eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
     **Raises** `AssertionError` that lists what is wrong, by how much. **Cost**: 110
     matvecs.

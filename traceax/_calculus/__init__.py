@@ -3,5 +3,4 @@
 Divergence, Laplacian, biharmonic operator and Hessian diagonal of a function at a point,
 Gauss-Newton and Fisher matrices, and squares of estimates without bias. `taylor` propagates
 second derivatives forwards; `sampled` is the mean over probes that they share.
-A new differential operator is a module here.
 """

@@ -33,12 +33,10 @@ def gauss_newton(
     J is the Jacobian of `fn` at x, H the Hessian of `loss` in what `fn` returns. For a
     Laplace approximation take `logdet` of it, the precision of the prior as `shift`.
 
-    **Arguments** (the others are in the guide's conventions)
-
-    - `fn`: a model `fn(x, args)` that returns its outputs for all examples, an array or
-      pytree of real numbers.
-    - `loss`: a function `loss(outputs, args)` that returns one real number. It must be
-      convex in the outputs, or the tag of the result is wrong.
+    **Arguments** (the others are in the guide's conventions): `fn`: a model `fn(x, args)`
+    that returns its outputs for all examples, an array or pytree of real numbers. `loss`: a
+    function `loss(outputs, args)` that returns one real number. It must be convex in the
+    outputs, or the tag of the result is wrong.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite. Estimates
     of it can be differentiated.
@@ -49,16 +47,14 @@ def gauss_newton(
     **Example**
 
         >>> import jax, jax.numpy as jnp, traceax as tx
-        >>> inputs, targets = jnp.arange(4.0), jnp.ones(4)
-        >>> model = lambda w, data: jnp.tanh(w["slope"] * data[0] + w["offset"])
+        >>> data = jnp.arange(4.0), jnp.ones(4)
+        >>> model = lambda w, data: jnp.tanh(w[0] + w[1] * data[0])
         >>> loss = lambda outputs, data: jnp.sum((outputs - data[1]) ** 2) / 2
-        >>> weights = {"offset": jnp.array(0.5), "slope": jnp.array(-0.2)}
-        >>> operator = tx.gauss_newton(model, loss, weights, args=(inputs, targets))
+        >>> operator = tx.gauss_newton(model, loss, jnp.array([0.5, -0.2]), args=data)
         >>> print(tx.trace(operator, jax.random.key(0)).value.round(1))
         17.0
 
-    **Reference**: Schraudolph (2002), Fast curvature matrix-vector products,
-    doi:10.1162/08997660260028683; Martens (2020), Journal of Machine Learning Research
+    **Reference**: Schraudolph (2002), doi:10.1162/08997660260028683; Martens (2020), JMLR
     21(146).
     """
     x = differentiable_point("gauss_newton", fn, x)
@@ -77,10 +73,9 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
     information matrix averages over what the model predicts (`gauss_newton`); this matrix
     contains the labels of the data.
 
-    **Arguments** (the others are in the guide's conventions)
-
-    - `fn`: a function `fn(x, args)` that returns an array or pytree of real numbers, the
-      log-likelihood or loss of each example. For a mean over N of them, divide by N**0.5.
+    **Arguments** (the others are in the guide's conventions): `fn`: a function
+    `fn(x, args)` that returns an array or pytree of real numbers, the log-likelihood or
+    loss of each example. For a mean over N of them, divide by N**0.5.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite, whose
     rank is at most the number of examples. Estimates of it can be differentiated.
@@ -97,8 +92,7 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
         >>> print(tx.diagonal(operator, jax.random.key(0)).value)
         [10. 37.]
 
-    **Reference**: Kunstner, Balles and Hennig (2019), Limitations of the empirical Fisher
-    approximation, arXiv:1905.12558.
+    **Reference**: Kunstner, Balles and Hennig (2019), arXiv:1905.12558.
     """
     x = differentiable_point("empirical_fisher", fn, x)
     result = eqx.filter_eval_shape(fn, x, args)

@@ -1,8 +1,7 @@
 """Means over probes of a function's derivatives along them.
 
 `AlongProbes` is a function at a point, of which derivatives along probes are taken;
-`Curvature` takes second ones. `hessian` is the Hessian as an operator. The point is checked
-here, too.
+`Curvature` takes second ones. `hessian` is the Hessian as an operator.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ def sampled_mean(
 def _mean(
     subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
-    """The samples are for the standard error alone: in a compiled program that does not use
-    it they cost nothing."""
+    """The samples are for the standard error alone: compiled without it, they are free."""
     samples = readout.probes.collect(subject.along_each)
     error = design.mean_and_error(samples, rounding(subject, samples))[1]
     return Outcome(readout(subject, meter), error, readout)

@@ -17,9 +17,7 @@ gradient of it is shorter by as much. With the n unit vectors it is the Laplacia
 Every operation g of the program is taken with JAX's own derivatives of it, so whatever JAX
 differentiates forwards twice works here, loops and custom rules among it, as one g.
 
-Reference: Li et al. (2023), A computational framework for neural network-based variational
-Monte Carlo with Forward Laplacian, arXiv:2307.08214; Dangel et al. (2025), Collapsing
-Taylor mode automatic differentiation, arXiv:2505.13644.
+Reference: Li et al. (2023), arXiv:2307.08214; Dangel et al. (2025), arXiv:2505.13644.
 """
 
 from __future__ import annotations

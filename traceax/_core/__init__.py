@@ -1,7 +1,6 @@
 """What lives where, and where a new thing goes.
 
-A package stands on a layer, a module holds a subject, and imports go downwards only;
-`lint-imports` checks it.
+A package stands on a layer, a module holds a subject; imports go downwards only.
 
     layer 4   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods

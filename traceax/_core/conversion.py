@@ -40,12 +40,10 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
     **Example**
 
-        >>> import jax, lineax as lx, scipy.sparse, traceax as tx
-        >>> step = dict(offsets=[-1, 0, 1], shape=(9, 9))
-        >>> band = scipy.sparse.diags_array([-1.0, 2.0, -1.0], **step)
-        >>> operator = tx.as_operator(band, tags=lx.positive_semidefinite_tag)
-        >>> print(operator.mv(jax.numpy.ones(9)))
-        [1. 0. 0. 0. 0. 0. 0. 0. 1.]
+        >>> import jax, scipy.sparse, traceax as tx
+        >>> operator = tx.as_operator(scipy.sparse.eye_array(9, k=1))
+        >>> print(operator.mv(jax.numpy.arange(9.0)))
+        [1. 2. 3. 4. 5. 6. 7. 8. 0.]
 
     **Reference**: the storage is derived in `traceax/_core/sparse.py`; Monakov, Lokhmotov
     and Avetisyan (2010), doi:10.1007/978-3-642-11515-8_10, for tables of slices.

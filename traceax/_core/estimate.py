@@ -161,12 +161,10 @@ class Estimate(eqx.Module):
 
     - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
       operator's input structure. NaN if the operator is found not to be what the function
-      needs, Hermitian or definite, say: the conventions tell which, and the way out.
-    - `standard_error`: real, with the structure of `value`: the standard deviation of
-      `value`, estimated from the same probes, at least the rounding error of the operator's
-      dtype. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
-      mode raises an error, the tangent in forward mode is infinite (0 for a stored
-      diagonal). To weight a loss by it, use `jax.lax.stop_gradient`.
+      needs: the conventions tell which, and the way out.
+    - `standard_error`: real, with the structure of `value`: its estimated standard
+      deviation. `inf` for a single probe, 0 if `value` is exact. Differentiation in reverse
+      mode raises an error, the tangent in forward mode is infinite (stored diagonals: 0).
     - `num_matvecs`: the number of operator applications spent, adjoint ones included.
     - `degrees_of_freedom`: of Student's t in `interval`: how well the probes determine
       `standard_error`. At most their number less one, and fewer where samples are skewed.
@@ -209,16 +207,11 @@ class Estimate(eqx.Module):
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """A two-sided Student-t confidence interval for the exact value.
 
-        **Arguments**
-
-        - `level`: the probability, strictly between 0 and 1, that the interval contains the
-          exact value. Default 0.95.
+        **Arguments**: `level`: the probability, strictly between 0 and 1, that the interval
+        contains the exact value. Default 0.95.
 
         **Returns** `(low, high)`, each with the structure and shape of `value`; they cannot
-        be differentiated. If `value` is complex, take the interval of an `Estimate` of its
-        real part.
-
-        **Cost**: no operator applications.
+        be differentiated. For complex values take an `Estimate` of the real part.
         """
         name, cure = "Estimate.interval", "Pass 0.95, say."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
@@ -344,23 +337,19 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
 
     Unbiased if the estimates are.
 
-    **Arguments**
-
-    - `estimates`: a sequence, or one `Estimate` of which every leaf has a leading axis of
-      runs, as from `jax.vmap`. Two estimates with the *same* key cannot be detected.
+    **Arguments**: `estimates`: a sequence, or one `Estimate` of which every leaf has a
+    leading axis of runs, as from `jax.vmap`. The *same* key twice is not detected.
 
     **Returns** an `Estimate` like the parts. `standard_error` comes from theirs, added in
-    squares, or from their spread, if this is larger or if each has one probe only. An
-    infinite error among finite ones is taken from these.
-    `num_matvecs` is the sum.
+    squares, or from their spread, if this is larger or if each has one probe only; an
+    infinite one among finite ones from these. `num_matvecs` is the sum.
 
     **Derivatives**: those of the weighted mean. **Cost**: no applications.
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 200))
-        >>> operator = lx.MatrixLinearOperator(matrix)
+        >>> import jax, traceax as tx
+        >>> operator = tx.as_operator(jax.random.normal(jax.random.key(0), (200, 200)))
         >>> keys = jax.random.split(jax.random.key(1), 4)
         >>> estimates = [tx.hutchinson_trace(operator, key, 50) for key in keys]
         >>> print(tx.pool(estimates).num_matvecs)
@@ -479,23 +468,21 @@ def unbiased_square(
 
         value = Re conj(a) b,    a and b estimates of t with independent keys
 
-    The mean of the square of one estimate is too large by the variance of the estimate, and
-    a network that is trained on it converges to something else than the minimum of t^2. The
-    product of two independent estimates has the mean t^2, and so has its gradient.
+    The square of one estimate is on average too large by its variance, and training on it
+    does not minimise t^2. The product of two independent ones has the mean t^2, and so has
+    its gradient.
 
-    **Arguments** (`key` and errors are in the guide's conventions)
-
-    - `estimate_fn`: a function of a key that returns an `Estimate`, or an array or pytree
-      of arrays made from one, such as the residual `lambda key: tx.laplacian(u, x, key,
-      1).value - f(x)`. It is called once, on a batch of two keys.
+    **Arguments** (`key` and errors are in the guide's conventions): `estimate_fn`: a
+    function of a key that returns an `Estimate`, or an array or pytree of arrays made from
+    one, such as the residual `lambda key: tx.laplacian(u, x, key, 1).value - f(x)`. It is
+    called once, on a batch of two keys.
 
     **Returns** the square, entry by entry, real: an `Estimate` if `estimate_fn` returns
     one, else arrays. It may be negative. `standard_error` is that of a product; of two
     estimates of one probe each it is computed from their difference.
 
     **Derivatives**: those of `estimate_fn`, unbiased if it has unbiased ones. **Cost**:
-    twice that of `estimate_fn`. At equal cost one estimate with twice the probes has the
-    same spread where t dominates, and a bias.
+    twice that of `estimate_fn`.
 
     **Example**
 
@@ -507,9 +494,8 @@ def unbiased_square(
         >>> bool(abs(squares.mean() - 4.0**2) < 1.0)  # the mean of once(key)**2 is 32
         True
 
-    **Reference**: Baird (1995), Residual algorithms: reinforcement learning with function
-    approximation, ICML, for two independent samples; Hu et al. (2024), arXiv:2312.14499,
-    for residuals of differential equations.
+    **Reference**: Baird (1995), Residual algorithms, ICML; Hu et al. (2024),
+    arXiv:2312.14499.
     """
     cure = "Pass lambda key: traceax.trace(operator, key), say."
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)

@@ -1,25 +1,19 @@
 """How a block of vectors goes through a function that is written for one vector.
 
 Blocks are columns, n x k: products of two tall blocks, which come after every application,
-take three times as long on rows. The application itself has three layouts. One of them is
-chosen when the program is traced, by the operations of one application. Measured on two
-cores, n = 1000 to 10^6, k = 5 to 100, float32 and float64 (`tests.benchmarks.layouts`),
-including the transpositions that a layout needs:
+take three times as long on rows. The application itself has three layouts, one of which is
+chosen when the program is traced, by the operations of one application (measured by
+`tests.benchmarks.layouts`):
 
-- Stored matrices: 50 or more columns take 0.65 to 0.85 of the time as rows, five 1.6 times
-  as long, if the compiler is kept from transposing the product.
+- Stored matrices: as rows, 50 columns take 0.65 to 0.85 of the time, 5 columns 1.6 times.
 - Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the
   batched program asks for each entry in which piece it lies, and takes 2 to 4 times as long
   as one row after the other. A loop over few entries saves no time.
 - Gathered and scattered entries, sparse matrices among them: the loop takes half of the
   time if the block does not fit into the cache, and 1.5 times as long if it does.
-- All else, elementwise, padded, transformed by FFT, products of matrices, networks: as one
-  batch of columns; rows make no difference, and a loop reads a matrix k times.
+- All else, networks among it, as one batch of columns; a loop reads a matrix k times.
 
-There are no loops on an accelerator, where small kernels in sequence are slow, nor for
-arrays that are sharded over devices.
-
-The jaxprs inside of a jaxpr, bodies of loops and branches, are found here, too.
+There are no loops on accelerators, where small kernels are slow, nor for sharded arrays.
 """
 
 from __future__ import annotations
@@ -53,17 +47,14 @@ class Layout(enum.Enum):
     - `ROWS`: `jax.vmap` over the first.
     - `LOOP`: `jax.lax.map`, one vector after the other.
 
-    Transposed and composed operators do not inherit it: tag them by
-    `lx.TaggedLinearOperator`.
+    Transposed and composed operators do not inherit it (`lx.TaggedLinearOperator`).
 
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
-        >>> structure = jax.ShapeDtypeStruct((500,), jax.numpy.float32)
-        >>> def second_difference(v):
-        ...     return 2 * v - jax.numpy.roll(v, 1) - jax.numpy.roll(v, -1)
+        >>> laplacian = lambda v: 2 * v - jax.numpy.roll(v, 1) - jax.numpy.roll(v, -1)
         >>> tags = (lx.positive_semidefinite_tag, tx.Layout.LOOP)
-        >>> operator = lx.FunctionLinearOperator(second_difference, structure, tags)
+        >>> operator = tx.as_operator(laplacian, 500, tags=tags)
         >>> estimate = tx.hutchinson_trace(operator, jax.random.key(0), 30)
         >>> bool(abs(estimate.value - 1000) < 60)
         True

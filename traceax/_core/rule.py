@@ -19,15 +19,12 @@ exist where the sketch is rank-deficient. The rule drops it, by freezing X:
 
     d value  :=  D_B r(A; X)[dA],    for traces and diagonals  r(dA; X).
 
-The rule is linear in dA, so JAX derives its transpose: nothing is transposed by hand, no
-cotangent has to look like an operator, and every operator class works. It is unbiased, and
-unbiased again when differentiated twice. Applied to dA = A it returns the value, where
+The rule is linear in dA, so JAX derives its transpose, and every operator class works. It
+is unbiased, also when differentiated twice. Applied to dA = A it returns the value, where
 value = r(A; X) and r is linear. (XNysTrace, NA-Hutch++, XNysDiag and the one-sided forms of
 Diag++ and XDiag spend fewer applications on their value than reading it would take: there
 r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
 mode it costs one vector-Jacobian product of the matvec for each application of r.
-
-A new estimator is one function `(LinearMap, probes, target) -> Outcome`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ the entries at place s of all pieces, the product with a block X is
     sum over s of values_s o X[columns_s],    then the other pieces are added to their rows.
 
 One scan over the slots, each of which gathers whole rows of the block. The width is the one
-with the least work, so a few long rows cost what their entries cost. The derivative in the
-entries is a scan, too, that gathers again instead of keeping what it gathered.
+with the least work. The derivative in the entries is a scan, too, that gathers again.
 """
 
 from __future__ import annotations

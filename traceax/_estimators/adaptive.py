@@ -5,17 +5,15 @@ they are. Two standard errors of the jackknife, conservative as it is, make up f
 (`tests/benchmarks/stopping.py` counts how often they do not).
 
 Sizes are powers of two times the first, so they are known when the program is traced. With
-concrete arrays the next size is run if it is needed, and each is a program of its own; in a
-traced program each stands in a branch of a conditional, and what branches return is padded
-to the largest.
+concrete arrays each size is a program of its own, run if it is needed; in a traced program
+each stands in a branch of a conditional, whose results are padded to the largest.
 
 To k probes Omega with Y = A Omega = Q R and Z = A Q come new ones: Y grows by their images,
 Q by an orthonormal basis of what is new in these, R stays block triangular, Z grows by the
 images of Q's new columns. Nothing that was spent is lost, and the estimate from all probes
 is one that a single run with as many could have made.
 
-The sizes are gone through for a constant operator. What was reached is then handed to the
-derivative rule as it is.
+The sizes are gone through for a constant operator. The rule gets what was reached.
 """
 
 from __future__ import annotations
@@ -94,16 +92,13 @@ def adaptive_trace(
 
     **Example**
 
-        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-        >>> operator = lx.MatrixLinearOperator(jnp.diag(0.9 ** jnp.arange(500.0)))
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.diag(0.9 ** jnp.arange(500.0)))
         >>> estimate = tx.adaptive_trace(operator, jax.random.key(0), rtol=1e-2)
-        >>> bool(estimate.converged), bool(abs(estimate.value - 10) < 0.1)
-        (True, True)
-        >>> print(estimate.num_matvecs)
-        128
+        >>> print(estimate.converged, estimate.num_matvecs, abs(estimate.value - 10) < 0.1)
+        True 128 True
 
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323, for
-    doubling.
+    **Reference**: Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
     """
     name = "adaptive_trace"
     operator = check_operator(name, operator)
@@ -280,8 +275,7 @@ class _Sketch(NamedTuple):
 
 
 class _Growing(NamedTuple):
-    """XTrace; or XNysTrace, if the operator is known to be `semidefinite`, of -A if `sign`
-    is -1."""
+    """XTrace; or XNysTrace, if the operator is `semidefinite`, of -A if `sign` is -1."""
 
     semidefinite: bool
     sign: int

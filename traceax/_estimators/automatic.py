@@ -52,15 +52,12 @@ def trace(
 
     The choice depends on structure, tags and budget:
 
-    1. exact without products if the operator stores its diagonal (matrices, diagonal,
-       tridiagonal and identity operators, their sums and multiples), exact from one
-       application if it is tagged diagonal;
-    2. exact from n applications if n <= 64, whatever the budget, or if `num_matvecs`
-       reaches n;
+    1. exact without products if the operator stores its diagonal (as matrices and their
+       sums do), exact from one application if it is tagged diagonal;
+    2. exact from n applications if n <= 64 or if `num_matvecs` reaches n;
     3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
        are enough to keep three steps apart; from 32 colours on, products with 8 of them
-       decide whether entries decay, or low modes are deflated by Hutch++ and fewer colours
-       probe the rest;
+       decide whether Hutch++ deflates low modes and fewer colours probe the rest;
     4. if it is tagged positive or negative semidefinite, from 3 matvecs on, `xnystrace`, to
        which from 8 on a quarter of the budget adds products A Q, as in `xtrace`: so it is
        right for decaying eigenvalues and for a few large ones over a flat rest;
@@ -75,20 +72,18 @@ def trace(
 
     - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
     - `pattern`: a graph in which the entries of the operator decay with the distance: where
-      the operator has entries or, if it is the inverse or another function of a sparse
-      matrix, where that matrix has. Not traced, n x n, as in `colouring`. If entries hardly
-      decay within the steps that colours keep apart, deflation helps, but for semidefinite
-      operators sketches without a pattern may be better still. It is used by 3. only: then
-      the `method` of the estimate, which is printed, names colours.
+      the operator has entries or, if it is a function of a sparse matrix, where that has.
+      Not traced, n x n, as in `colouring`. If entries hardly decay within the steps that
+      colours keep apart, deflation helps, but for semidefinite operators sketches without a
+      pattern may be better still. Only 3. uses it: `method` then names colours.
 
     **Cost**: that of the estimator chosen. A pattern is coloured at each call, or
     when the call is compiled; for many calls make the sampler once, by `probing`.
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> structure = jax.ShapeDtypeStruct((1000,), jax.numpy.float32)
-        >>> operator = lx.FunctionLinearOperator(lambda v: 2 * v, structure)
+        >>> import jax, traceax as tx
+        >>> operator = tx.as_operator(lambda v: 2 * v, 1000)
         >>> print(tx.trace(operator, jax.random.key(0)).value.round())
         2000.0
 
@@ -102,8 +97,8 @@ def diagonal(
 ) -> Estimate:
     """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
-    The choice is that of `trace`, with other estimators: exact where `trace` is; with a
-    `pattern`, `hutchinson_diagonal` with `probing`, without deflation; else
+    The choice is that of `trace`, as unbiased, with other estimators: exact where `trace`
+    is; with a `pattern`, `hutchinson_diagonal` with `probing`, without deflation; else
 
     - for operators tagged positive or negative semidefinite, from 6 matvecs on, `xnysdiag`
       if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same products;
@@ -111,11 +106,8 @@ def diagonal(
       `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
     - with fewer, `xnysdiag` from 3 on, `xdiag` from 6 on, else `hutchinson_diagonal`.
 
-    Unbiased: what is chosen for a probe is computed from the other probes only.
-
-    **Arguments** (the others are in the guide's conventions)
-
-    - `num_matvecs`, `pattern`: as in `trace`.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`, `pattern`: as
+    in `trace`.
 
     **Cost**: that of the estimator chosen.
 
@@ -123,17 +115,14 @@ def diagonal(
 
         >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
         >>> points = jnp.linspace(0, 1, 200)
-        >>> kernel = jnp.exp(-50 * (points[:, None] - points) ** 2)
-        >>> precision = lx.MatrixLinearOperator(
-        ...     jnp.eye(200) + kernel, lx.positive_semidefinite_tag
-        ... )
+        >>> matrix = jnp.eye(200) + jnp.exp(-50 * (points[:, None] - points) ** 2)
+        >>> precision = tx.as_operator(matrix, tags=lx.positive_semidefinite_tag)
         >>> estimate = tx.diagonal(lx.invert(precision, lx.Cholesky()), jax.random.key(0))
-        >>> truth = jnp.diag(jnp.linalg.inv(precision.matrix))
-        >>> bool(jnp.mean(abs(estimate.value - truth) < 2 * estimate.standard_error) > 0.9)
+        >>> error = abs(estimate.value - jnp.diag(jnp.linalg.inv(matrix)))
+        >>> bool(jnp.mean(error < 2 * estimate.standard_error) > 0.9)
         True
 
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
-    doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), section 6.1, doi:10.1137/23M1548323.
     """
     return _automatic("diagonal", FOR_DIAGONALS, operator, key, num_matvecs, pattern)
 
@@ -154,12 +143,10 @@ def leaf_traces(
     sphere), for others that of `diagonal`; else, and for small budgets, plain probes do.
     Unbiased. Exact where `trace` is, whose error bar is that of the sum over all leaves.
 
-    **Arguments** (the others are in the guide's conventions)
-
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
-    - `groups`: for sums over several leaves, a function from the path of a leaf, a tuple
-      of JAX's keys, to a name: of its layer, say. Errors of leaves are correlated, so the
-      error of a sum is not known from theirs.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: as in `trace`.
+    `groups`: for sums over several leaves, a function from the path of a leaf, a tuple of
+    JAX's keys, to a name: of its layer, say. Errors of leaves are correlated, so the error
+    of a sum is not known from theirs.
 
     **Returns** an `Estimate` with the operator's input structure, one number for each leaf;
     with `groups` of a dict, one for each name.
@@ -169,17 +156,15 @@ def leaf_traces(
 
     **Example**
 
-        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> import jax, jax.numpy as jnp, traceax as tx
         >>> layer = {"bias": jnp.ones(10), "weight": jnp.ones((10, 20)) / 4}
-        >>> fn = lambda p, x: jax.numpy.sin(p["weight"] @ x + p["bias"])
+        >>> fn = lambda p, x: jnp.sin(p["weight"] @ x + p["bias"])
         >>> operator = tx.empirical_fisher(fn, layer, args=jnp.ones(20))
-        >>> estimate = tx.leaf_traces(operator, jax.random.key(0), 40)
-        >>> ratio = estimate.value["weight"] / estimate.value["bias"]
-        >>> bool(abs(ratio - 20) < 1e-3)
+        >>> value = tx.leaf_traces(operator, jax.random.key(0), 40).value
+        >>> bool(abs(value["weight"] / value["bias"] - 20) < 1e-3)
         True
 
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
-    doi:10.1137/23M1548323, for the diagonal.
+    **Reference**: Epperly, Tropp and Webber (2024), section 6.1, doi:10.1137/23M1548323.
     """
     choices = FOR_LEAVES
     if groups is not None:

@@ -47,10 +47,9 @@ def custom_trace(
     is computed, value = sum conj(L) o (A R). The derivative is sum conj(L) o (dA R).
     Unbiased if the algorithm is.
 
-    Hutchinson's estimator (the example) is the mean of k forms z* A z. E[z z*] = I, so L =
-    Z/k, R = Z. Hutch++ makes a sketch from one half
-    of the probes. With Q an orthonormal basis of A S and P = I - Q Q*, I = Q Q* + P, and
-    E[P z z* P] = P for a z that is independent of Q. So L = [Q, P Z/l], R = [Q, P Z].
+    Hutchinson's estimator is the mean of k forms z* A z: L = Z/k, R = Z. Hutch++ makes a
+    sketch A S from half of the probes. With its orthonormal basis Q and P = I - Q Q*, I = Q
+    Q* + P, and E[P z z* P] = P for z independent of Q. So L = [Q, P Z/l], R = [Q, P Z].
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -70,20 +69,18 @@ def custom_trace(
 
     **Example**
 
-        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> import jax, jax.numpy as jnp, traceax as tx
         >>> def hutchinson(apply, probes):
-        ...     k = probes.shape[1]
         ...     samples = jnp.sum(probes.conj() * apply(probes), axis=0)
-        ...     error = jnp.std(samples, ddof=1) / k**0.5
-        ...     return jnp.mean(samples), error, (probes / k, probes)
-        >>> operator = lx.MatrixLinearOperator(jnp.diag(jnp.arange(300.0)))
+        ...     error = jnp.std(samples, ddof=1) / len(samples) ** 0.5
+        ...     return jnp.mean(samples), error, (probes / len(samples), probes)
+        >>> operator = tx.as_operator(jnp.diag(jnp.arange(300.0)))
         >>> key = jax.random.key(0)
         >>> estimate = tx.custom_trace(hutchinson, operator, key, 10, sampler=tx.rademacher)
         >>> print(estimate.value, estimate.num_matvecs)
         44850.0 10
 
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++,
-    doi:10.1137/1.9781611976496.16; the rule is the library's own.
+    **Reference**: Meyer et al. (2021), Hutch++, doi:10.1137/1.9781611976496.16.
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)

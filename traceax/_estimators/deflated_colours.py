@@ -13,17 +13,15 @@ dimensions with a_i = 0, which are read from their own product,
 
     value = tr(Q* A Q) + mu* A mu - v* A z + sum of z_i* A z_i over those i,     if any,
 
-summed over coarse probes, is unbiased, as A z = A mu + A Q x with x = Q* z. In the same way
-its derivative is.
+summed over coarse probes, is unbiased, and so is its derivative, as A z = A mu + A Q Q* z.
 
 a_i is 1 if the sketch leaves less than `MOST_LEFT` of the variance (`second_batch`), and if
-the disturbances of the diagonal fall. The sketch shows both the entries
-g_a = conj(s_a) (A z_j)_a and those of r_ij = (I - P_ij) A z_j, j the colour of a. As the
-diagonal varies little between neighbours a, b, sums of |g_a - g_b|^2 compare disturbances.
-Their ratio is below .6 where deflation halves the error, above 1 where it raises it: on
-inverses of Laplacians of grids, roads, rings and random graphs plus .01 to 1, and of
-Wilson-Dirac operators (`tests.benchmarks.probing`). The entry a of r_ij is, by
-`second_batch`, d_j/(1 - |L_ij|^2) times that of Q s_j - Q s_i L_ij.
+the disturbances of the diagonal fall. The sketch shows both the entries g_a = conj(s_a) (A
+z_j)_a and those of r_ij = (I - P_ij) A z_j, j the colour of a. As the diagonal varies
+little between neighbours a, b, sums of |g_a - g_b|^2 compare disturbances. Their ratio is
+below .6 where deflation halves the error, above 1 where it raises it
+(`tests.benchmarks.probing`). The entry a of r_ij is, by `second_batch`, d_j/(1 - |L_ij|^2)
+times that of Q s_j - Q s_i L_ij.
 """
 
 from __future__ import annotations

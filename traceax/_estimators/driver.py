@@ -3,7 +3,6 @@
 A `Method` is an algorithm: its target, how it turns a budget into probes, and a function
 `run(linear_map, probes, target) -> Outcome`. `estimate` does the rest: checks, exact
 answers, draws, batches, progress, and the derivative rule, which compiles (`_core.rule`).
-So a public estimator is a signature, a docstring and a call of `estimate`.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def estimate(
     *,
     name: str = "",
 ) -> Estimate:
-    """The estimate of a method; messages name the public function `name` (default: the
-    method's)."""
+    """The estimate of a method; messages name `name` (default: the method's)."""
     name, target = name or method.name, method.target
     square, least = target.is_square, method.minimum
     operator = check_request(name, operator, key, num_matvecs, least, square=square)

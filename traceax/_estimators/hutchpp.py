@@ -13,8 +13,7 @@ W = A* S, Q an orthonormal basis of Z, Pi = (S* Q)^+,
 (The published form uses Z itself for Q and S narrower than R: an ill-conditioned core. With
 an orthonormal range and S twice as wide, it is well-conditioned.)
 
-Diag++ is Hutch++ of the diagonal: on the sketched subspace it is exact, and fresh probes
-estimate the rest.
+Diag++ is Hutch++ of the diagonal: exact on the sketch, with fresh probes for the rest.
 """
 
 from __future__ import annotations
@@ -55,28 +54,23 @@ def hutchpp_trace(
 
         value = tr(Q* A Q) + 1/l sum_j c_j z_j* (I - Q Q*) A (I - Q Q*) z_j
 
-    Unbiased. Exact (to rounding) if the rank of A is at most k, if A is a multiple of I
-    (and probes are resphered), or if `num_matvecs` reaches n. Given Q its samples are
-    independent, so the standard error is honest; `xtrace` is more accurate at equal cost.
+    Unbiased. Exact (to rounding) if the rank of A is at most k, or if A is a multiple of I
+    (and probes are resphered). `xtrace` is more accurate at equal cost.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
     n. `sampler`: default: the sphere, c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
 
     **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs. **Cost**:
-    `num_matvecs` applications, no adjoints, in three batches; 2k + 2l columns of length n;
-    about 8 n k^2 flops.
+    `num_matvecs` applications in three batches; 2k + 2l vectors; about 8 n k^2 flops.
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-        >>> estimate = tx.hutchpp_trace(operator, jax.random.key(1), 40)
-        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-        True
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.outer(jnp.arange(200.0), jnp.ones(200)))
+        >>> print(tx.hutchpp_trace(operator, jax.random.key(1), 40).value.round())
+        19900.0
 
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++, Algorithm 1,
-    doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Algorithm 1, doi:10.1137/1.9781611976496.16.
     """
     return estimate(HUTCHPP, operator, key, num_matvecs, sampler=sampler)
 
@@ -90,9 +84,8 @@ def na_hutchpp_trace(
 ) -> Estimate:
     """Estimate tr A by the non-adaptive Hutch++: every application can be issued at once.
 
-    r = num_matvecs // 4 probes R and 2r probes S make an approximation Q (S* Q)^+ (A* S)*
-    of A, with Q an orthonormal basis of A R; the l = num_matvecs - 3r other probes z_j
-    estimate the remainder:
+    r = num_matvecs // 4 probes R and 2r probes S approximate A by Q (S* Q)^+ (A* S)*, Q an
+    orthonormal basis of A R; the l = num_matvecs - 3r other probes z_j estimate the rest:
 
         value = tr(Pi S* A Q) + 1/l sum_j z_j* (A - Q Pi S* A) z_j,      Pi = (S* Q)^+
 
@@ -110,15 +103,12 @@ def na_hutchpp_trace(
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-        >>> estimate = tx.na_hutchpp_trace(operator, jax.random.key(1), 48)
-        >>> bool(abs(estimate.value - (matrix**2).sum()) < 0.1)
-        True
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.outer(jnp.arange(200.0), jnp.ones(200)))
+        >>> print(tx.na_hutchpp_trace(operator, jax.random.key(1), 48).value.round())
+        19900.0
 
-    **Reference**: Meyer, Musco, Musco and Woodruff (2021), Hutch++, Algorithm 2,
-    doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Algorithm 2, doi:10.1137/1.9781611976496.16.
     """
     return estimate(NA_HUTCHPP, operator, key, num_matvecs, sampler=sampler)
 
@@ -229,15 +219,12 @@ def diagpp(
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> matrix = jax.random.normal(jax.random.key(0), (200, 10))
-        >>> operator = lx.MatrixLinearOperator(matrix @ matrix.T)
-        >>> estimate = tx.diagpp(operator, jax.random.key(1), 45)
-        >>> bool(jax.numpy.allclose(estimate.value, (matrix**2).sum(1), rtol=1e-3))
-        True
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> operator = tx.as_operator(jnp.outer(jnp.arange(1.0, 201.0), jnp.ones(200)))
+        >>> print(tx.diagpp(operator, jax.random.key(1), 45).value[:3].round(3))
+        [1. 2. 3.]
 
-    **Reference**: Baston and Nakatsukasa (2022), Stochastic diagonal estimation,
-    arXiv:2201.10684, for the one-sided form.
+    **Reference**: Baston and Nakatsukasa (2022), arXiv:2201.10684, for the one-sided form.
     """
     return estimate(DIAGPP, operator, key, num_matvecs, sampler=sampler)
 

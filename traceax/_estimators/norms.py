@@ -42,21 +42,17 @@ def row_norms_squared(
     """Estimate the squared norm of every row of an operator B, p x n, by XRowNorm.
 
     k probes w_i make a sketch of the space of the rows b_a. Each in turn is left out; the
-    part of the rows in the range of the others is exact, and the probe left out estimates
-    the rest:
+    part in the range of the others is exact, and the probe left out estimates the rest:
 
         value_a = 1/k sum_i [ |b_a P_i|^2 + c_i |b_a (I - P_i) w_i|^2 ]
 
     Unbiased. Exact (to rounding) if the rank of B is below k, or if `num_matvecs` reaches n
     or p. For column norms, transpose the operator.
 
-    **Arguments** (the others are in the guide's conventions)
-
-    - `operator`: square or not. Squared norms must be in the range of its dtype.
-    - `num_matvecs`: at least 3, or n or p. A multiple of 3 is spent, of 2 if the operator
-      is known to be Hermitian.
-    - `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
-      entry.
+    **Arguments** (the others are in the guide's conventions): `operator`: square or not.
+    Squared norms must be in the range of its dtype. `num_matvecs`: at least 3, or n or p. A
+    multiple of 3 is spent, of 2 if it is known to be Hermitian. `sampler`: independent
+    probes. Default `rademacher`, which is exact for rows of one entry.
 
     **Returns** an `Estimate` with the operator's output structure, real.
 
@@ -67,16 +63,11 @@ def row_norms_squared(
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
-        >>> left = jax.random.normal(jax.random.key(0), (300, 10))
-        >>> right = jax.random.normal(jax.random.key(1), (10, 200))
-        >>> operator = lx.MatrixLinearOperator(left @ right)
-        >>> estimate = tx.row_norms_squared(operator, jax.random.key(2), 60)
-        >>> truth = ((left @ right) ** 2).sum(1)
-        >>> bool(jax.numpy.allclose(estimate.value, truth, rtol=1e-3))
-        True
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.ones((300, 200)))
+        >>> print(tx.row_norms_squared(operator, jax.random.key(1), 60).value[:3].round(3))
+        [200. 200. 200.]
 
-    **Reference**: Epperly (2025), Make the most of what you have, PhD thesis, Caltech,
-    arXiv:2512.15929.
+    **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
     """
     operator = check_operator("row_norms_squared", operator, square=False)
     method = ROW_NORMS_OF_HERMITIAN if is_hermitian(operator) else ROW_NORMS_OF_ANY
@@ -94,32 +85,25 @@ def frobenius_norm_squared(
 
     It is tr B* B, or tr B B* if B has fewer rows than columns, estimated as by `trace` for
     semidefinite operators from m = num_matvecs // 2 products with B* B. Unbiased. Exact (to
-    rounding) if the rank of B is below 3m/4, if B* B is a multiple of I (and probes
-    are resphered), or if `num_matvecs` reaches the smaller dimension of B. On flat spectra
-    the mean of |B w|^2, which takes one application for each probe, has up to 1.7 times
-    less error.
+    rounding) if the rank of B is below 3m/4, if B* B is a multiple of I (and probes are
+    resphered), or if `num_matvecs` reaches the smaller dimension of B. On flat spectra the
+    mean of |B w|^2, one application a probe, has up to 1.7 times less error.
 
     **Arguments** (the others are in the guide's conventions): `operator`: B, p x n, square
     or not. B* B w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p.
     `sampler`: independent probes. Default: the sphere, or signs, by the smaller dimension.
 
-    **Derivatives**: the sketch is frozen. A gradient costs at most 4m matvec-VJPs.
-    **Cost**: m applications and m of the adjoint, in four batches; 6 blocks of n x m; about
-    12 n m^2 flops.
+    **Derivatives**: the sketch is frozen; a gradient costs up to 4m matvec-VJPs. **Cost**:
+    m applications and m of the adjoint in four batches; 6 blocks of n x m; 12 n m^2 flops.
 
     **Example**
 
         >>> import jax, lineax as lx, traceax as tx
-        >>> left = jax.random.normal(jax.random.key(0), (300, 10))
-        >>> right = jax.random.normal(jax.random.key(1), (10, 200))
-        >>> operator = lx.MatrixLinearOperator(left @ right)
-        >>> estimate = tx.frobenius_norm_squared(operator, jax.random.key(2), 60)
-        >>> truth = ((left @ right) ** 2).sum()
-        >>> bool(abs(estimate.value - truth) < 1e-3 * truth)
-        True
+        >>> operator = lx.MatrixLinearOperator(jax.numpy.ones((300, 200)))
+        >>> print(tx.frobenius_norm_squared(operator, jax.random.key(1), 60).value.round())
+        60000.0
 
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.2,
-    doi:10.1137/23M1548323, for what it starts from.
+    **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2, doi:10.1137/23M1548323.
     """
     return estimate(FROBENIUS, operator, key, num_matvecs, sampler=sampler)
 

@@ -2,8 +2,7 @@
 
 Traces, sums over the leaves of a pytree and diagonals are one estimate, read in three ways:
 the rows of conj(L) o (B R), summed over all rows, over the rows of each leaf, or not at
-all. Squared norms of the rows of B, and their sum, are read of its squares in the same way.
-A `Target` says which.
+all. Squared norms of rows, and their sum, are read of its squares. A `Target` says which.
 
 A readout is a module whose blocks are constants. It is called on a `LinearMap` B, and what
 it returns estimates the target of B without bias.
@@ -272,8 +271,7 @@ class Pairs(eqx.Module):
 
 
 def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> Pairs:
-    """The mean of P_i + c_i mu_i mu_i*, in 2k columns; `weights`, of sum 1, make it a
-    weighted one."""
+    """The mean of P_i + c_i mu_i mu_i*, in 2k columns; `weights`, of sum 1, weight it."""
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     weights = jnp.full(k, 1 / k) if weights is None else weights
     weights = weights.astype(loo.resphering.dtype)
@@ -302,11 +300,10 @@ class TwoSided(eqx.Module):
     """diag B = diag(P B + B P - P B P) + E[conj(w) o (I - P) B (I - P) w], P a projector.
 
     The sum over l pairs P_i, w_i, weighted by `shares`, with P_i = Q (I - s_i s_i*) Q*, the
-    s_i in `directions` (None where P = Q Q* serves all); `tested` holds mu_i =
-    (I - P_i) w_i. What is left to chance is second order in what P misses. With one-sided
-    projections, diag(P B) + conj(w) o (I - P) B w, it is first order: on tangents no better
-    than no sketch at all. With H = Q* B Q, and `forward` the sum of shares, the first term
-    is
+    s_i in `directions` (None where P = Q Q* serves all); `tested` holds mu_i = (I - P_i)
+    w_i. What is left to chance is second order in what P misses. With one-sided
+    projections, diag(P B) + conj(w) o (I - P) B w, it is first order: on tangents as bad as
+    no sketch. With H = Q* B Q, and `forward` the sum of shares, the first term is
 
         diag( Q K (Q* B) + (B Q K - Q E) Q* ),    K = sum of shares (I - s_i s_i*),
         E = sum of shares (I - s_i s_i*) H (I - s_i s_i*).

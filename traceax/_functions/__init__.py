@@ -2,6 +2,5 @@
 
 The automatic choices `function_trace` and `logdet`, quadrature by Lanczos and Arnoldi,
 norms and densities made of it; what they have in common is in `_quadrature`.
-Log-determinants with a solution beside them, and preconditioners. A new function of a
-matrix with a name of its own is a module here.
+Log-determinants with a solution beside them, and preconditioners.
 """

@@ -117,27 +117,24 @@ def preconditioner(
       half the least Ritz value. Or an `lx.DiagonalLinearOperator` D of positive entries,
       for A + D. The operator itself is given without it.
 
-    **Returns** a lineax operator on the same space, tagged positive semidefinite. NaN if
-    A + shift I is found not to be positive definite.
+    **Returns** a lineax operator, tagged positive semidefinite; NaN as in `logdet`.
 
-    **Derivatives**: none: it is a constant, because solutions do not depend on it.
-    **Cost**: at most `num_matvecs` applications; an orthonormal basis of little more
-    vectors. To apply it takes two products with the basis.
+    **Derivatives**: none: a constant, as solutions do not depend on it. **Cost**: at most
+    `num_matvecs` applications; an orthonormal basis of little more vectors. Two products
+    with the basis apply it.
 
     **Example**
 
         >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
         >>> x = jnp.linspace(0.0, 1.0, 300)
-        >>> kernel = jnp.exp(-50 * (x[:, None] - x[None, :]) ** 2)
+        >>> kernel = jnp.exp(-50 * (x[:, None] - x) ** 2)
         >>> tag = lx.positive_semidefinite_tag
-        >>> noise = 1e-3 * lx.IdentityLinearOperator(jax.ShapeDtypeStruct((300,), x.dtype))
-        >>> operator = lx.MatrixLinearOperator(kernel, tag)
-        >>> noisy = lx.TaggedLinearOperator(operator + noise, tag)
+        >>> noisy = tx.as_operator(kernel + 1e-3 * jnp.eye(300), tags=tag)
+        >>> operator = tx.as_operator(kernel, tags=tag)
         >>> close = tx.preconditioner(operator, jax.random.key(0), 60, shift=1e-3)
-        >>> solver = lx.CG(rtol=1e-4, atol=1e-4)
         >>> options = {"preconditioner": close}
-        >>> solution = lx.linear_solve(noisy, jnp.cos(x), solver, options=options)
-        >>> bool(solution.stats["num_steps"] <= 5)
+        >>> solve = lx.linear_solve(noisy, jnp.cos(x), lx.CG(1e-4, 1e-4), options=options)
+        >>> bool(solve.stats["num_steps"] <= 5)
         True
 
     **Reference**: derived in `traceax/_linalg/nystrom.py`. Compare Frangella, Tropp

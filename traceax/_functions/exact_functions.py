@@ -5,12 +5,11 @@ Of operators that need not be Hermitian
     tr f(A) = sum_a f(x_a),    d tr f(A) = tr(f'(A) dA) = sum_a f'(x_a) (V^{-1} dA V)_aa
 
 Both are as well-conditioned as f and f' are at A, but the terms of the second are as large
-as the condition of V, and cancel. That of a triangle of random numbers, n = 60, is 10^16.
-Then A +- E are decomposed in its place, E random and of relative size d: almost always
-that brings the condition down to about 1/d (Banks, Garza-Vargas, Kulkarni and Srivastava
-2022, doi:10.1007/s10208-022-09577-5), and in the mean of both signs the error is of order
-d^2, since tr(f'(A + E) dA) is analytic in E. (By one E of the size of rounding the
-derivatives of triangles and Jordan blocks are wrong in all digits; so half of them hold.)
+as the condition of V, and cancel. Then A +- E are decomposed in the place of A, E random
+and of relative size d: almost always that brings the condition down to about 1/d (Banks,
+Garza-Vargas, Kulkarni and Srivastava 2022, doi:10.1007/s10208-022-09577-5), and in the mean
+of both signs the error is of order d^2, since tr(f'(A + E) dA) is analytic in E.
+Derivatives so keep half of their digits.
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ and d_i is that of the second term; multiples of I are exact. (For traces the fa
 does this.) c is computed from the same probes and is not independent of the d_i; by the
 Cauchy-Schwarz inequality this bias is at most of the order of (n k)^(-1/2) standard errors.
 
-The samples share probes as those of `xdiag` do. The derivative is that of `xdiag` of
-f(A) - c I. The run gives a sketch of it without applications, Y = Z (F - c I) Z* W, for
-half of the probes, since each is applied twice. If f(A) is a multiple of I, Y is rounding,
-and its columns would be dependent on each other: so a small multiple of W, above rounding,
-is added.
+The samples share probes as those of `xdiag` do. The derivative is that of `xdiag` of f(A) -
+c I. The run gives a sketch of it without applications, Y = Z (F - c I) Z* W, for half of
+the probes, since each is applied twice. If f(A) is a multiple of I, Y is rounding, and its
+columns would be dependent: so a small multiple of W, above rounding, is added.
 """
 
 from __future__ import annotations
@@ -81,37 +80,29 @@ def function_diagonal(
 ) -> Estimate:
     """Estimate the diagonal of f(A), A Hermitian.
 
-    For subgraph centralities (exp), leverages, Fermi-Dirac densities, variances (1/x). One
-    block Krylov run of `num_probes` probes w_i, `num_steps` blocks deep. The space S_i of
-    all probes but w_i contains the directions that contribute most to smooth functions, and
-    is independent of w_i. So with its projector P_i, and B_i = (I - P_i) f(A) (I - P_i),
+    For subgraph centralities (exp), leverages, Fermi-Dirac densities, variances (1/x). From
+    one block Krylov run as in `function_trace`, with P_i the projector on the space of all
+    probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
 
         diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
 
-    for each i; the value is the mean over i, unbiased but for quadrature. More steps help
-    for functions that are not smooth, more probes if many eigenvalues contribute alike.
-    With `probing` (for f(A) that decays along a graph) it is `hutchinson_diagonal` of f(A),
-    which is applied by Lanczos.
+    for each i; the value is the mean over i, unbiased but for quadrature. With `probing`
+    (for f(A) that decays along a graph) it is `hutchinson_diagonal` of f(A), by Lanczos.
 
-    Exact, by an eigendecomposition, if `num_matvecs` reaches n, for n <= 64, and
-    for operators that store their matrix up to n = 1024; for diagonal ones from one
-    application or none.
+    Exact where `function_trace` is.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (the others are in the guide's conventions): `operator`, `num_matvecs`,
+    `num_probes`, `num_steps`: as in `function_trace` (of `probing` a multiple of its
+    colours). `fn`: a real function of a real scalar. `sampler`: independent probes, or
+    `probing`. Default `rademacher`.
 
-    - `operator`, `num_matvecs`, `num_probes`, `num_steps`: as in `function_trace` (of
-      `probing` a multiple of its colours).
-    - `fn`: a real function of a real scalar.
-    - `sampler`: independent probes, or `probing`. Default `rademacher`.
-
-    **Derivatives**: in the operator and in whatever `fn` depends on, unbiased but for
-    quadrature: those of `xdiag` of f(A) in its two-sided form, by half of the probes and a
-    sketch from the same run. f(A) is applied by Lanczos to num_probes vectors, which takes
-    num_steps applications and as many matvec-VJPs for each. **Cost**: at most `num_matvecs`
-    applications, m say, in blocks of num_probes; 8 n m^2 flops for an orthonormal basis of
-    m vectors, which must fit in memory, and about (8 + num_probes / num_steps) n m^2 to
-    read it. With `probing`, (num_probes + 6) * num_steps applications and num_probes blocks
-    of n x num_steps.
+    **Derivatives**: unbiased but for quadrature, those of `xdiag` of f(A) in its two-sided
+    form, by half of the probes and a sketch from the same run. f(A) is applied by Lanczos
+    to num_probes vectors, which takes num_steps applications and as many matvec-VJPs for
+    each. **Cost**: at most `num_matvecs` applications, m say, in blocks of num_probes; 8 n
+    m^2 flops for an orthonormal basis of m vectors, which must fit in memory, and about (8
+    + num_probes / num_steps) n m^2 to read it. With `probing`, (num_probes + 6) * num_steps
+    applications and num_probes blocks of n x num_steps.
 
     **Example**
 
@@ -123,8 +114,7 @@ def function_diagonal(
         [2.28 2.28 2.28]
 
     **Reference**: Estrada and Rodríguez-Velázquez (2005), Physical Review E 71, 056103, for
-    its uses. Compare Epperly, Tropp and
-    Webber (2024), XTrace, doi:10.1137/23M1548323.
+    its uses. Compare Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
     """
     name = "function_diagonal"
     operator = check_request(name, operator, key, num_matvecs, 6)

@@ -16,8 +16,7 @@ of B^{-1} P that conjugate gradients have seen multiplies this (`_linalg.nystrom
 meet an eigenvalue that is zero to rounding, it is infinite.
 
 The derivative is that of 2 Re y* u - u* B u, which is stationary in u: 2 Re u* dy - u* dB u
-costs one matvec-VJP for each right-hand side, and no solve. Second derivatives need du, and
-solve for it.
+costs one matvec-VJP for each right-hand side, and no solve. Second ones solve for du.
 """
 
 from __future__ import annotations
@@ -64,10 +63,9 @@ class InvQuadLogdet(eqx.Module):
 
     **Example**
 
-        >>> import jax, lineax as lx, traceax as tx
-        >>> operator = lx.DiagonalLinearOperator(jax.numpy.array([2.0, 8.0]))
-        >>> y = jax.numpy.array([1.0, 4.0])
-        >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0))
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> operator = lx.DiagonalLinearOperator(jnp.array([2.0, 8.0]))
+        >>> both = tx.inv_quad_logdet(operator, jnp.array([1.0, 4.0]), jax.random.key(0))
         >>> print(both.inv_quad.value, both.logdet.value.round(3), both.solution)
         2.5 2.773 [0.5 0.5]
     """
@@ -95,8 +93,6 @@ def inv_quad_logdet(
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
 
-    A + shift I is Hermitian positive definite: the covariance of a Gaussian process, say.
-
     One block Krylov run gives the log-determinant as `logdet` does, Galerkin's solution of
     (A + shift I) u = y, and a preconditioner with which conjugate gradients improve this
     solution. The first block has k probes; y joins it if it has at most a quarter as many
@@ -105,15 +101,13 @@ def inv_quad_logdet(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian; tags are not needed.
+    - `operator`: Hermitian, positive definite with `shift`; tags are not needed.
     - `vector`: y, with the operator's input structure. With one more, leading, axis on
       every leaf it is several right-hand sides.
-    - `num_matvecs`: the budget of the run if n > 64, at least 6, or n; the solve is not in
-      it. Default 240.
+    - `num_matvecs`: the budget of the run alone, at least 6, or n. Default 240.
     - `shift`: real, or an `lx.DiagonalLinearOperator`, as in `logdet`.
     - `rtol`: the relative error, in the energy norm, at which the solve stops, a Python
-      float between 0 and 1. Default 1e-6. It is the error of gradients; that of the value
-      is its square.
+      float between 0 and 1. Default 1e-6. Gradients have this error, values its square.
     - `guess`: like `vector`, where the solve starts: the `solution` of the last training
       step, say. A good one saves steps of the solve; it changes no answer by more than
       `rtol` and is a constant for derivatives. Default `None`.
@@ -123,32 +117,25 @@ def inv_quad_logdet(
     solve that does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
     and the shift positive (as far as the run can see), the value is at most this much below
     the truth; else the solve estimates the least eigenvalue. If that is 0 to rounding, the
-    error is infinite. `inv_quad.num_matvecs` counts run and solve. NaN if A + shift I is
-    found not to be positive definite.
+    error is infinite. `inv_quad.num_matvecs` counts run and solve. NaN as in `logdet`.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
-    another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one for
-    each right-hand side. Those of the solution, and second ones, take a solve each.
-    **Cost**: at most `num_matvecs` applications in blocks, and those of conjugate
-    gradients, at most 10 num_matvecs for each right-hand side; an orthonormal basis of
-    `num_matvecs` vectors.
+    another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one a
+    right-hand side. Those of the solution, and second ones, take a solve each. **Cost**: at
+    most `num_matvecs` applications in blocks, and those of conjugate gradients, at most 10
+    num_matvecs for each right-hand side; a basis of `num_matvecs` vectors.
 
     **Example**
 
-        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-        >>> spectrum = 1 / jnp.arange(1.0, 401.0) ** 2
-        >>> structure = jax.ShapeDtypeStruct((400,), spectrum.dtype)
-        >>> tag = lx.positive_semidefinite_tag
-        >>> operator = lx.FunctionLinearOperator(lambda v: spectrum * v, structure, tag)
-        >>> y = jnp.sin(jnp.arange(400.0))
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> spectrum, y = 1 / jnp.arange(1.0, 401.0) ** 2, jnp.sin(jnp.arange(400.0))
+        >>> operator = tx.as_operator(lambda v: spectrum * v, 400)
         >>> both = tx.inv_quad_logdet(operator, y, jax.random.key(0), 120, shift=0.01)
-        >>> nll = (both.inv_quad.value + both.logdet.value + 400 * jnp.log(2 * jnp.pi)) / 2
         >>> bool(jnp.allclose(both.solution, y / (spectrum + 0.01), rtol=1e-3, atol=1e-3))
         True
 
     **Reference**: derived in `traceax/_functions/inv_quad_logdet.py`. Gardner et al.
-    (2018), GPyTorch, arXiv:1809.11165, for both from one run; Wenger et al. (2022),
-    arXiv:2107.00243, for preconditioners.
+    (2018), arXiv:1809.11165; Wenger et al. (2022), arXiv:2107.00243, for preconditioners.
     """
     name = "inv_quad_logdet"
     operator = check_request(name, operator, key, num_matvecs, 6)

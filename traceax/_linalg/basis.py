@@ -15,10 +15,9 @@ S keeps the length of every vector of the range to within a factor, so V has a c
 about 10, and V* V loses no digits. The singular values D fall, so V D W* equals Y to
 rounding, and directions below rounding come last. For these V has columns of random signs
 instead, so that Q is orthonormal whatever the rank is. The signs are hashed from indices,
-not drawn, so a basis is a function of its block. Measured (rows of S, n = 200,000,
-k = 50): dense signs take as long as a sparse S with two entries in each column, and also
-work for blocks with few nonzero rows; a sparse S with eight entries takes 4 times as long,
-trigonometric rows 5 times, Gaussian rows 6 to 8 times.
+not drawn, so a basis is a function of its block. Dense signs take as long as a sparse S
+with two entries in each column, and also work for blocks with few nonzero rows; Gaussian
+rows take 6 to 8 times as long.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ FEW_ROWS, FEW_ENTRIES = 1024, 2**16
 
 
 class Basis(NamedTuple):
-    """block = scale * columns @ factor, with orthonormal columns and `inverse` =
-    factor^{-*}."""
+    """block = scale * columns @ factor, columns orthonormal and `inverse` = factor^{-*}."""
 
     columns: Inexact[Array, "n k"]
     factor: Inexact[Array, "k k"]

@@ -1,10 +1,9 @@
 """Arithmetic of tall blocks by columns and rows, and sums over samples in columns.
 
-**Moments.** Samples s have numerators P_s and weights Q_s >= 0. The estimate is
-v = sum P / sum Q, and its spread comes from the residuals r_s = P_s - v Q_s. Each batch of
-samples keeps S = sum |r|^2, C = sum r Q and W = sum Q^2 about its own estimate v'. About
-another v these sums are, without cancellation (as Chan, Golub and LeVeque 1983 do it for
-means),
+**Moments.** Samples s have numerators P_s and weights Q_s >= 0. The estimate is v = sum P /
+sum Q, and its spread comes from the residuals r_s = P_s - v Q_s. Each batch of samples
+keeps S = sum |r|^2, C = sum r Q and W = sum Q^2 about its own estimate v'. About another v
+these sums are, without cancellation (Chan, Golub and LeVeque 1983, for means),
 
     S + 2 Re conj(v' - v) C + |v' - v|^2 W,        C + (v' - v) W.
 """

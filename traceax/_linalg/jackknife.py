@@ -5,8 +5,7 @@ the mean over j != i of the estimates e_ij, each of which now lacks *two* probes
 sketch. The spread of the k values T_i gives the standard error of an estimator whose
 samples are correlated. It is conservative, by the inequality of Efron and Stein (1981);
 Epperly and Tropp (arXiv:2207.06342) use it for low-rank approximations. It takes no
-application, only k x k matrices. In a matrix indexed [i, j], probe i is removed and probe j
-is evaluated.
+application. In a matrix indexed [i, j], probe i is removed and probe j is evaluated.
 
 **XTrace** (notation of `xtrace`). P_ij has the range Q less span{s_i, s_j}. So e_ij is e_j
 downdated by u = (s_i - s_j L_ji)/a, the normalised part of s_i that is orthogonal to s_j,
@@ -76,8 +75,7 @@ def standard_error_of_parts(
 
 
 def error_of_sum(length: Float[Array, "*values"], k: int) -> Float[Array, "*values"]:
-    """Of the sum of k independent samples, whose deviations from the mean have this
-    `length`."""
+    """Of the sum of k independent samples, whose deviations have this `length`."""
     return length * (k / (k - 1)) ** 0.5 if k > 1 else jnp.full_like(length, jnp.inf)
 
 
@@ -90,8 +88,8 @@ def shared_error(
     1948). A part has mean zero given the probes other than i, so its set contains i, and a
     part of r probes occurs in at most r samples. So parts of r probes raise the error of
     the mean at most sqrt(r) times above that of independent samples. For diagonals no part
-    of more than two probes mattered in any spectrum measured. The jackknife does not use
-    this, and is up to ten times too wide.
+    of more than two probes mattered in any spectrum measured. The jackknife is up to ten
+    times too wide.
     """
     return standard_error(2**0.5 * samples, rounding)
 
@@ -100,9 +98,9 @@ def independent_degrees_of_freedom(k: int) -> float:
     """For the interval of a mean of k independent quadratic forms: a third of k - 1.
 
     Such samples are skewed, up to a chi-squared variable of one degree for an operator of
-    rank one, and the errors of their mean and of their spread are correlated. Of intervals
-    for 95 %, those with k - 1 degrees contain the truth in 82 % (k = 4) to 89 % (k = 20) of
-    runs, those with a third of that in at least 91 %, for every k from 3 on.
+    rank one, and the errors of their mean and of their spread are correlated. Intervals for
+    95 % with k - 1 degrees hold the truth in 82 % of runs (k = 4), with a third in over 90
+    %.
     """
     return (k - 1) / 3
 
@@ -223,8 +221,7 @@ def xtrace_replicates(
     coimage: Inexact[Array, "k k"],
     remainders: Inexact[Array, " k"],
 ) -> Inexact[Array, " k"]:
-    """`image` and `coimage` have the columns Q* A mu_j and Q* A* mu_j; `remainders` are
-    mu_j* A mu_j."""
+    """`image` and `coimage` are Q* A mu_j and Q* A* mu_j; `remainders` mu_j* A mu_j."""
     s, overlap = pairs.directions, pairs.overlap
     s_adjoint = s.conj().T
     shs = s_adjoint @ h @ s
@@ -245,8 +242,7 @@ def row_norm_replicates(
     v: Inexact[Array, "p k"],
     remainders: Inexact[Array, "p k"],
 ) -> Float[Array, "p k"]:
-    """`known` has the columns |b P_j|^2 for all rows b; `v` is B Q S, `remainders` has the
-    columns B mu_j."""
+    """`known` are |b P_j|^2 for all rows b; `v` is B Q S, `remainders` are B mu_j."""
     k = known.shape[1]
     others = (1 - jnp.eye(k, dtype=known.dtype)) / (k - 1)
     beta, inverse = times(pairs.inverse, pairs.tests), pairs.inverse * others
@@ -273,8 +269,7 @@ def half_jackknife_error(
     samples: Inexact[Array, "p k"],
 ) -> Float[Array, " p"]:
     """Half of the jackknife's error of leave-one-out samples, in `krylov_replicates`'
-    notation. Zero if some N_i has more than q columns: those beyond q are rounding, and the
-    e_ij mean nothing."""
+    notation. Zero if some N_i has more than q columns: then the e_ij mean nothing."""
     k, r, _ = spaces.vectors.shape
     needed, beyond = jnp.split(spaces.vectors, [r // k], axis=2)
     spaces = spaces._replace(vectors=needed)
@@ -334,8 +329,7 @@ def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*b
     """A generalised inverse of many small positive semidefinite matrices by Gauss-Jordan
     elimination. It skips small pivots: their rows and columns, which depend on the others
     (the directions that N_i and N_j share) or are zero, become zero. Pivots are squares of
-    sines, and a space knows its last directions to the root of eps only. (LAPACK would
-    invert the matrices one by one, and fail where they are singular.)"""
+    sines, and a space knows its last directions to the root of eps only."""
     q = matrices.shape[-1]
     least = float(jnp.finfo(matrices.dtype).eps) ** 0.5
 

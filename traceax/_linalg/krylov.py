@@ -73,14 +73,13 @@ def lanczos(
     reorthogonalise: bool = True,
     differentiable: bool = False,
 ) -> Krylov:
-    """Lanczos' process from each of N vectors, in one batch; NaN if the operator is found
-    not to be Hermitian.
+    """Lanczos' process from each of N vectors, in one batch; NaN if A is found not
+    Hermitian.
 
     `differentiable` is for derivatives of the recurrence itself. Where the space is
-    exhausted, the residual is zero and has no direction. But its derivative has one, which
-    second derivatives need (for a multiple of I already after the first step). So the
-    recurrence continues in a new direction, with a negligible coupling sqrt(eps), as it
-    does from a start close to this one.
+    exhausted, the residual is zero, but its derivative has a direction, which second
+    derivatives need (for a multiple of I already after the first step). So the recurrence
+    continues in a new direction, with a negligible coupling sqrt(eps).
     """
     reorthogonalise = reorthogonalise or differentiable
     advance = jax.vmap(partial(_advance, differentiable), in_axes=(None, 0, 0))
@@ -322,8 +321,7 @@ def complements(
     kept: int = 0,
 ) -> Complements:
     """`projection` is T, r = q k. `starts` has the w_i in the coordinates of the first
-    block; the first `kept` of them stay in every S_i. Coordinates that are not `filled` do
-    not exist."""
+    block; the first `kept` of them stay in every S_i. Only `filled` coordinates exist."""
     r, k = projection.shape[0], starts.shape[0]
     square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
     scaled = jnp.pad(starts / n**0.5, ((0, r - k), (0, 0)))

@@ -4,9 +4,7 @@ The CPU runtime of jax 0.10 runs independent operations of a program side by sid
 cores it sometimes never starts one of them, and the program hangs. Batches of LAPACK calls
 beside each other cause this, within one estimator or in two independent ones, so no order
 inside an estimator prevents it. A loop over the batch does, and takes no longer, since
-LAPACK decomposes the members one by one anyway. (Measured: of three processes that evaluate
-two vmapped XTraces 200 times, none came beyond the tenth; with loops all end.) On other
-devices a batch stays a batch.
+LAPACK decomposes the members one by one anyway. On other devices a batch stays a batch.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ steps of conjugate gradients as there are blocks.
 
 **Conjugate gradients**, preconditioned, for a few right-hand sides in one block.
 
-B and P are Hermitian positive definite. With r = y - B x, the error of x in the energy norm
-is
+B and P are Hermitian positive definite. With r = y - B x, the error in the energy norm is
 
     |x* - x|_B^2 = y* B^{-1} y - y* x - x* r = r* B^{-1} r.
 
@@ -51,8 +50,7 @@ and Tichy 2019, arXiv:1810.02127). The iteration stops when max(1, |T^{-1}|) r* 
 a small part of y* B^{-1} y, of which each step learns more: a step of length alpha lowers
 the squared error by alpha r* P^{-1} r.
 
-(lineax has the method for real numbers only. It stops by the largest entry of the residual,
-and raises if a tangent does not converge. Here the error bar shows an unfinished solve.)
+(lineax's method is for real numbers, and stops by the largest entry of the residual.)
 """
 
 from __future__ import annotations
@@ -85,8 +83,7 @@ NOISE = 1e-2
 
 
 class Fit(NamedTuple):
-    """F, M = F* F, and of each probe N_j, the root of H^{-1} times u_j/|u_j|^2, and
-    1/|u_j|^2."""
+    """F, M = F* F; of each probe N_j, the root of H^{-1} times u_j/|u_j|^2, 1/|u_j|^2."""
 
     left: Inexact[Array, "n m"]
     gram: Inexact[Array, "m m"]
@@ -120,8 +117,7 @@ def fit_to_core(
 ) -> Fit:
     """From S and A S; the shift is at least `noise`. An operator with symmetric noise (a
     kernel rounded to float32) has negative eigenvalues in the core: then the shift is four
-    times the depth of the lowest one. NaN if that is deeper than noise can be: the tag is
-    wrong."""
+    times the depth of the lowest one. NaN if that is too deep: the tag is wrong."""
     core = test.conj().T @ images
     noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)

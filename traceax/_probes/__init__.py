@@ -2,5 +2,4 @@
 
 Samplers, colourings of sparse operators and probing with them, and how a budget becomes
 probes (`draw`), at once or in batches (`stream`).
-A new sampler is a function of `samplers`; its properties are in `draw`.
 """

@@ -1,8 +1,7 @@
 """Colourings: which dimensions may share a probe.
 
 Colours are computed on the host, and nothing is random. The graph of a pattern has an edge
-wherever the pattern has an entry. Dimensions within so many steps of each other in it get
-different colours.
+wherever the pattern has an entry. Dimensions within so many steps get different colours.
 
 *Grids* are coloured by lattices (Korobov's, who used them for quadrature): dimension
 (i, j, k) has the colour (i + s j + s^2 k) mod c. A grid is recognised by its pattern alone:
@@ -269,8 +268,7 @@ def colouring(
     As few colours as are found: greedily, in several orders; on grids of up to three axes,
     which are recognised, by lattices, colours (i + s j + s^2 k) mod c. With `num_colours`,
     the best colouring found with at most so many: that of the largest power that fits (or
-    one less, if a lattice is better spread); the colours that are left separate pairs a
-    little further apart.
+    one less, if a lattice is better spread); colours to spare separate more pairs.
 
     **Arguments**
 
@@ -291,12 +289,8 @@ def colouring(
 
         >>> import numpy as np, traceax as tx
         >>> ring = np.roll(np.eye(8), 1, axis=0)
-        >>> print(tx.colouring(ring))
-        [0 1 0 1 0 1 0 1]
-        >>> print(tx.colouring(ring, power=3))
-        [0 1 2 3 0 1 2 3]
-        >>> print(tx.colouring(ring, num_colours=4))
-        [0 1 2 3 0 1 2 3]
+        >>> print(tx.colouring(ring), tx.colouring(ring, num_colours=4))
+        [0 1 0 1 0 1 0 1] [0 1 2 3 0 1 2 3]
 
     **Reference**: Tang and Saad (2012), A probing method, doi:10.1002/nla.779, section 3;
     Korobov (1959), Doklady Akademii Nauk SSSR 124, for lattices of one parameter.

@@ -8,22 +8,18 @@ If the user names no sampler, the choice is this:
 
 *Sketches.* Points of the sphere have projections that can be resphered, which removes all
 of the variance that a multiple of I contributes; drawing signs takes a fifth to a tenth of
-the time. The gain of resphering falls with n: where eigenvalues lie between 1 and 3, signs
-have 1.5 times the error of the sphere at n = 300, and the same at n = 10,000
-(`tests.benchmarks.samplers`). Where all lie within a percent of each other, signs stay
-worse, but from MANY dimensions on both errors are 1e-5 of the trace or less.
+the time. The gain of resphering falls with n (`tests.benchmarks.samplers`): from MANY
+dimensions on both errors are the same, or 1e-5 of the trace or less.
 
-*Means* of quadratic forms. Signs without replacement, rows of a Hadamard matrix, have
-(m - k)/(m - 1) times the variance of independent ones for any operator, where m is the
-least power of 2 that is at least n: for m = n .94 of the error where k is an eighth of n,
-.71 where it is half. Drawing them takes a sort of m numbers, which is too long for fewer
+*Means* of quadratic forms. Signs without replacement, rows of a Hadamard matrix, have (m -
+k)/(m - 1) times the variance of independent ones for any operator, where m is the least
+power of 2 that is at least n. Drawing them takes a sort of m numbers, too long for fewer
 probes than PART of the dimensions.
 
-*Operators with a known pattern.* If the budget buys colours for three steps or more, as on
-grids, roads and random graphs of mean degree 4, probing has 1.1 to 10^9 times less error
-than sketches (inverses of a Laplacian plus 0.1 or 1, and exponentials; n = 1000 to 1300).
-If it buys fewer steps, the error is 0.2 to 6 times that of sketches. Inverses of a
-Laplacian plus 0.01 do not decay within the pattern, and sketches are better.
+*Operators with a known pattern.* If the budget buys colours for three steps or more,
+probing has less error than sketches (`tests.benchmarks.probing`); if it buys fewer steps,
+0.2 to 6 times theirs. Inverses of a Laplacian plus 0.01 do not decay within the pattern,
+and sketches are better.
 """
 
 from __future__ import annotations

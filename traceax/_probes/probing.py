@@ -3,10 +3,9 @@
 Each repeat of probing has an error indicator, because each entry between neighbours of the
 graph is seen twice. With s the signs, c(a) the colour of a, and P_ac the entry a of A times
 the probe of colour c, the product P_bc(a) conj(s_a) estimates A_ba for every b, as that of
-a estimates A_aa: disturbed by the other dimensions of the colour of a. In the same way
-P_ac(b) conj(s_b) estimates A_ab, disturbed by the other dimensions of the colour of b. If
-A = A* (or is real and symmetric) the two should be each other's conjugates, and the
-neighbour residual
+a estimates A_aa: disturbed by the other dimensions of the colour of a. So P_ac(b) conj(s_b)
+estimates A_ab, disturbed by those of the colour of b. If A = A* (or is real and symmetric)
+the two should be each other's conjugates, and the neighbour residual
 
     d_ab = P_ac(b) conj(s_b) - conj(P_bc(a) conj(s_a))
 
@@ -17,12 +16,11 @@ a is about the variance of a's estimate. Some of the other dimensions of a colou
 nearer to the neighbour, some a step further away, and entries decay convexly: so the mean
 is no less than the variance. If A is not Hermitian, |A_ab - conj(A_ba)|^2 is added.
 
-In a chain a has two neighbours, and a disturbance is a sum of two signs: both residuals
-may vanish by chance, where the error does not. But dimensions that are near have about the
-same variance. So it is averaged by a lazy random walk of eight steps from a: with
-probability 1/2 a step stays where it is, else it goes along a row of `neighbours`. The sum
-of the variances, which is that of a trace, remains if no dimension has more neighbours
-than are used.
+In a chain a has two neighbours, and a disturbance is a sum of two signs: both residuals may
+vanish by chance, where the error does not. But dimensions that are near have about the same
+variance. So it is averaged by a lazy random walk of eight steps from a: with probability
+1/2 a step stays where it is, else it goes along a row of `neighbours`. The sum of the
+variances remains if no dimension has more neighbours than are used.
 
 If the operator has no entry at two consecutive distances, it has none further away. Seen
 at the last two distances that the colouring keeps apart, or at the next two, this shows
@@ -247,15 +245,13 @@ def probing(
     """Make a sampler for sparse structure from a colouring of the dimensions.
 
     One probe for each colour: random signs (phases, for complex operators) on the
-    dimensions of that colour, zero on all others. An entry A_ab contributes to the error
-    only if a and b have the same colour, so for operators whose entries decay with the
-    distance in a graph this beats every unstructured sampler:
+    dimensions of that colour, zero on all others. Where entries A_ab decay with the
+    distance in a graph it beats every unstructured sampler:
 
         error of entry a = sum of A_ab s_b conj(s_a) over b != a of the colour of a
 
-    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. It is for
-    `hutchinson_trace`, `hutchinson_diagonal` and `function_diagonal`, which spend a
-    multiple of the number of colours. More colours are more accurate than more repeats.
+    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. More colours are
+    more accurate than more repeats.
 
     With a pattern one repeat has a standard error: each entry between neighbours in the
     graph is estimated twice, and the difference shows the error. It is 1.0 to 1.7 times the
@@ -279,15 +275,13 @@ def probing(
         >>> band = jnp.ones(299)
         >>> precision = lx.TridiagonalLinearOperator(3 * jnp.ones(300), band, band)
         >>> sampler = tx.probing(precision.as_matrix(), power=11)
-        >>> variance = lx.invert(precision, solver=lx.Tridiagonal())
-        >>> key = jax.random.key(0)
+        >>> variance, key = lx.invert(precision, solver=lx.Tridiagonal()), jax.random.key(0)
         >>> estimate = tx.hutchinson_diagonal(variance, key, 24, sampler=sampler)
         >>> bool(jnp.all(abs(estimate.value[50:250] - 5**-0.5) < 1e-4))
         True
 
-    **Reference**: Tang and Saad (2012), A probing method for computing the diagonal of a
-    matrix inverse, doi:10.1002/nla.779; Stathopoulos, Laeuchli and Orginos (2013),
-    Hierarchical probing, doi:10.1137/120881452.
+    **Reference**: Tang and Saad (2012), doi:10.1002/nla.779; Stathopoulos, Laeuchli and
+    Orginos (2013), doi:10.1137/120881452.
     """
     if hasattr(pattern_or_colours, "shape") and len(pattern_or_colours.shape) != 1:
         graph = colour_pattern("probing", pattern_or_colours, power, num_colours)

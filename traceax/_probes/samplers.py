@@ -1,8 +1,5 @@
 """Samplers: functions that draw probes, random vectors z with E[z z*] = I.
 
-A sampler is a function `(key, structure, num_probes) -> probes`: `structure` is the
-operator's input structure, and each leaf of `probes` has a leading axis of `num_probes`.
-
 `hadamard` draws signs without replacement. A Hadamard matrix H of order m has entries of
 modulus 1 and orthogonal columns. Take k of its rows r without replacement, restrict them to
 the first n columns, and multiply each column by a random sign:
@@ -93,8 +90,7 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
     ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
 
-    **Arguments**: see the guide's conventions. **Cost**: one random bit an entry; a number
-    if complex.
+    **Arguments**: see the guide's conventions. **Cost**: a bit (complex: number) an entry.
 
     **Example**
 
@@ -103,8 +99,8 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
         >>> tx.rademacher(jax.random.key(0), structure, 3).shape
         (3, 5)
 
-    **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Girard (1989),
-    Numerische Mathematik 56.
+    **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
+    doi:10.1080/03610918908812806.
     """
     n, dtype = space("rademacher", key, structure, num_probes)
     return unflatten_rows(_signs(key, n, num_probes, dtype), structure)
@@ -117,8 +113,7 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2 for
     complex probes. Because their length is random they are never better than `sphere`.
 
-    **Arguments**: see the guide's conventions. **Cost**: one single-precision number an
-    entry.
+    **Arguments**: see the guide's conventions. **Cost**: one float32 number an entry.
 
     **Example**
 
@@ -141,8 +136,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     projected probes to their expected length ("resphering"). Variance of one quadratic form
     z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
 
-    **Arguments**: see the guide's conventions. **Cost**: one single-precision number an
-    entry.
+    **Arguments**: see the guide's conventions. **Cost**: one float32 number an entry.
 
     **Example**
 
@@ -152,8 +146,7 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
         >>> bool(jax.numpy.allclose((probes**2).sum(1), 5.0))
         True
 
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 2.3,
-    doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), section 2.3, doi:10.1137/23M1548323.
     """
     n, dtype = space("sphere", key, structure, num_probes)
     rows = _gaussian(key, n, num_probes, dtype)
@@ -179,8 +172,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
         >>> bool(jax.numpy.allclose(probes @ probes.T, 5.0 * jax.numpy.eye(3), atol=1e-5))
         True
 
-    **Reference**: Mezzadri (2007), How to generate random matrices from the classical
-    compact groups, Notices of the AMS 54(5).
+    **Reference**: Mezzadri (2007), Notices of the AMS 54(5).
     """
     n, dtype = space("orthogonal", key, structure, num_probes)
     if num_probes > n:
@@ -197,10 +189,10 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Randomly signed rows of a Hadamard matrix, drawn without replacement.
 
-    For complex leaves the signs are random phases. The order m of the matrix is the least
-    power of 2 from n on. The variance of a Hutchinson mean of signs is multiplied by
-    (m - num_probes)/(m - 1), and like signs they are exact for diagonal operators. They
-    help if there are probes for a good part of the dimensions. They are dependent.
+    For complex leaves the signs are random phases. The order m is the least power of 2 from
+    n on. The variance of a Hutchinson mean of signs is multiplied by (m - num_probes)/(m -
+    1), and like signs they are exact for diagonal operators. They help if there are probes
+    for a good part of the dimensions. They are dependent.
 
     **Arguments**: see the guide's conventions; `num_probes` is at most m. **Cost**: one
     random bit a dimension, a random order of m rows, and a sign an entry.
@@ -215,8 +207,7 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
          [ 0. 16.  0.]
          [ 0.  0. 16.]]
 
-    **Reference**: Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a
-    matrix, doi:10.1016/j.apnum.2007.01.003, for rows without random choice.
+    **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
     n, dtype = space("hadamard", key, structure, num_probes)
     order = hadamard_order(n)

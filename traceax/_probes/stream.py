@@ -7,7 +7,6 @@ derivative draws it and applies the operator again. Each sample has a key of its
 numbers are the same for any batch size.
 
 A `SamplingDesign` says how a budget becomes probes, and how these make independent samples.
-The progress meters have the methods of diffrax's.
 """
 
 from __future__ import annotations

@@ -2,7 +2,5 @@
 
 `scalar` has the functions that users give, `dense` functions of small matrices, `nodes`
 quadratures and their derivatives. `block_quadrature` is the engine of `function_trace` and
-`logdet`, `block_arnoldi` that of operators that are not Hermitian. A new way to compute
-f(A) from a space is a module here; a new function of a matrix for users is one of
-`_functions`.
+`logdet`, `block_arnoldi` that of operators that are not Hermitian.
 """

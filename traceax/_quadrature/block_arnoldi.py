@@ -10,8 +10,7 @@ Arnoldi's process computes, f(A) ~ Z f(H) Z*, and
 The same run gives both, exactly for polynomials of degree d - q + 1 and d. The e_i are far
 better if few directions have most of the sum. The p_i are better if the probes have a
 structure that projections destroy: signs have no variance for diagonals, nor for the
-skew-symmetric part. So each has its own error bar, and the value is the mean of both by
-inverse variances:
+skew-symmetric part. So the value is the mean of both by inverse variances:
 
     value = (1 - s) mean p_i + s mean e_i = tr(f(H) M),
     M = (1 - s) W W*/k + s mean over i of J - N_i N_i* + c_i r_i r_i*,    E[Z M Z*] = I.
@@ -19,9 +18,8 @@ inverse variances:
 If one of them is exact, it gets all of the weight. The error bar is the mean of both by the
 same weights, as if their errors were fully correlated.
 
-c_i = (n - dim S_i)/|r_i|^2 is unbiased for probes of no preferred direction. For signs
-c_i = 1 is unbiased. But then |r_i|^2, which does not depend on A, is most of the error
-(measured: up to 80 times the rest). The ratio has a bias of about
+c_i = (n - dim S_i)/|r_i|^2 is unbiased for probes of no preferred direction. For signs c_i
+= 1 is unbiased. But then |r_i|^2 is most of the error. The ratio has a bias of about
 
     -2 sum_j B_jj (P_i)_jj / (n - dim S_i),    B = (I - P_i) f(A) (I - P_i) less its mean,
 

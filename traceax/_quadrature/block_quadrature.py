@@ -8,26 +8,23 @@ has no preferred direction, for every i
     r_i = (I - P_i) w_i,    c_i = (n - dim S_i) / |r_i|^2.
 
 S_i and r_i lie in the first q blocks of Z, on which f(A) ~ Z f(T) Z*. This is exact for
-polynomials of degree 2 (d - q) + 1 in the quadratic forms, and for smooth functions far
-better than this suggests, because what a Krylov space leaves is nearly flat. So every
-application serves twice, for the spaces and for the quadrature, and all that follows is
-small: N_i, an orthonormal basis of the complement of S_i in the first q blocks (`krylov`),
-J, the identity on these blocks, and the quadrature matrix
+polynomials of degree 2 (d - q) + 1 in the quadratic forms. So every application serves
+twice, for the spaces and for the quadrature, and all that follows is small: N_i, an
+orthonormal basis of the complement of S_i in the first q blocks (`krylov`), J, the identity
+on these blocks, and the quadrature matrix
 
     M = mean over i of J - N_i N_i* + c_i r_i r_i*,    E[Z M Z*] = I,    value = tr(f(T) M).
 
 The nodes of the quadrature are the eigenvalues of T, and each sample e_i gives each node a
 weight. The derivative is that of the split rule, with Z M Z* in place of the probes.
 
-**The standard error.** The samples share their probes, so their spread is too small, by a
-factor of 0.5 to 1.9, rarely more than sqrt(2), the most that parts of two probes can do
-(`shared_error`). Where as many directions matter as there are probes, all samples are low
-together, which only the jackknife shows (`krylov_replicates`). It counts parts of several
-probes as often as they have probes, and half of it was enough in every spectrum measured.
-If few important directions are left, the samples are as skewed as possible, and theory
-estimates their variance (`no_less_than_theory`): on what S_i leaves, the variance of
-r* f(A) r follows from the length of f(A) r. The quadrature error is estimated by the change
-when T lacks its last blocks.
+**The standard error.** The samples share their probes, so their spread is too small, rarely
+by more than sqrt(2), the most that parts of two probes can do (`shared_error`). Where as
+many directions matter as there are probes, all samples are low together, which only the
+jackknife shows (`krylov_replicates`). Half of it was enough in every spectrum measured. If
+few important directions are left, the samples are skewed, and theory estimates their
+variance (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r follows from
+the length of f(A) r. The quadrature error is the change when T lacks its last blocks.
 """
 
 from __future__ import annotations

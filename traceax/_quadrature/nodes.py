@@ -1,7 +1,6 @@
 """Quadratures, from which the value of tr f(A) and its derivatives are read.
 
-A quadrature has nodes x with weights w, and pairs of vectors l, r, all computed from A, so
-that
+A quadrature has nodes x with weights w, and pairs of vectors l, r, all made of A, so that
 
     tr f(A) ~ sum over nodes of w f(x),
     d tr f(A) = tr(f'(A) dA) ~ sum over pairs of l^T dA r.
@@ -17,11 +16,11 @@ f' = g1 g2,
     d tr f(A) = E[ (g1(A) v)* dA (g2(A) v) ].
 
 Both vectors lie in the Krylov space from which the value v* f(A) v is computed. They cost
-no application, and the derivative costs one vector-Jacobian product for each probe. An
-entry ij of U* dA U, U the eigenvectors, has the weight (g1_i g2_j + g1_j g2_i)/2. By the
-inequality of the means it is least for |g1| = |g2| = |f'|^(1/2). Then it is the geometric
-mean of f'_i and f'_j. The usual (f'(A) v)* dA v has their arithmetic mean, which exceeds
-this without bound where dA couples small eigenvalues with large ones.
+no application, and the derivative one vector-Jacobian product a probe. An entry ij of U* dA
+U, U the eigenvectors, has the weight (g1_i g2_j + g1_j g2_i)/2. By the inequality of the
+means it is least for |g1| = |g2| = |f'|^(1/2). Then it is the geometric mean of f'_i and
+f'_j. The usual (f'(A) v)* dA v has their arithmetic one, which exceeds this without bound
+where dA couples small eigenvalues with large ones.
 
 Second derivatives need the dependence of the vectors on A (without it the second derivative
 of log det(s A) in s would be 0). So the vectors are computed once, and differentiated as a
@@ -190,8 +189,7 @@ class SplitRule(eqx.Module):
         self, soft: Array, expected: Array, subject: MatrixFunction
     ) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
         """g1(A) v and g2(A) v by a recurrence that is differentiable in the operator and in
-        f. NaN if g2(A) v is far from the `expected` one, since then its derivatives are
-        wrong."""
+        f. NaN if g2(A) v is far from the `expected` one: then derivatives are wrong."""
         starts = self.basis[:, : self.coefficients.shape[1]]
         starts = starts.reshape(-1, starts.shape[2])
         steps = min(self.num_steps, starts.shape[1])

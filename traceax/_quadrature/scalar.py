@@ -12,9 +12,8 @@ bias with the means of all samples but one, t_{-i} = t - d_i, d_i = (s_i - t)/(k
     value = g(t) + (k - 1) mean of (g(t) - g(t - d_i)).
 
 Samples that share probes vary less than their mean does. Of their bias this removes at
-least a half, and at most all. Derivatives take the d_i as constants, as they do probes: in
-the parameters of `combine` they are those of the value; all others move t by the split
-rule.
+least a half, and at most all. Derivatives take the d_i as constants: in the parameters of
+`combine` they are those of the value; all others move t by the split rule.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class MatrixFunction(eqx.Module):
 
 
 class Jacobian(eqx.Module):
-    """x -> the p x q derivatives of fn(x) in all q numbers of `fn` that have a tangent, in
-    one vector.
+    """x -> the p x q derivatives of fn in q numbers that have a tangent, in one vector.
 
     The derivative rule multiplies this by the tangent, and never differentiates in the
     direction of the tangent. For if a function with its own derivative rule saw tangents,
@@ -257,8 +255,7 @@ def _read(
 
 
 def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q _"]:
-    """Dg(t). For complex t it has the derivatives in real parts, then those in imaginary
-    parts."""
+    """Dg(t). For complex t the derivatives in real parts, then those in imaginary ones."""
 
     def along(direction: Inexact[Array, " p"]) -> Inexact[Array, " q"]:
         return jax.jvp(combine, (total,), (direction,))[1]
