@@ -347,7 +347,7 @@ def complements(
     )
     own = jnp.einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
     remainders = jnp.einsum("krp,kp->kr", vectors, own)
-    inside = filled & (jnp.repeat(jnp.arange(r // k), k) < limit)
+    inside = filled & (jnp.repeat(jnp.arange(r // k, dtype=limit.dtype), k) < limit)
     dimensions = n - jnp.sum(inside, dtype=count.dtype) + count
     return Complements(vectors, remainders, dimensions, inside)
 
