@@ -99,7 +99,12 @@ def crossed(i: int) -> Apply:
     return lambda v: jax.lax.scan(inner, v, None, length=2)[0]
 
 
-SAME = [scanned, jitted, closed_over, gradient]
+def cut(i: int) -> Apply:
+    """Parameters of `split` are NumPy's integers."""
+    return lambda v: jnp.concatenate(jnp.split(MATRICES[i] @ v, (2,))[::-1])
+
+
+SAME = [scanned, jitted, closed_over, gradient, cut]
 OTHERS = [branched, closed_over_in_a_loop, with_rule, with_zero, with_nan]
 OTHERS += [with_callback, with_key, crossed]
 
@@ -125,6 +130,17 @@ def test_programs_are_shared_by_equals_alone(make: Callable[[int], Apply]) -> No
         np.testing.assert_array_equal(got[1], jax.jvp(make(i), (v,), (v,))[1])
         slope = jax.vjp(lambda v: compiled(run, prepared, v), v)[1](v)  # noqa: B023
         close(slope[0], jax.vjp(make(i), v)[1](v)[0], 1e-14)
+
+
+@pytest.mark.slow
+def test_combinations_share_programs() -> None:
+    operator = matrix_free(lambda v: MATRICES[0][0, 0] * v, 5)
+    fn, combine = lambda x: {"a": x, "b": jnp.exp(x)}, lambda t: t["a"] / t["b"]
+    budget = {"num_probes": 2, "num_steps": 2}
+    for i in range(2):
+        with compilations() as seen:
+            tx.slq_trace(operator, fn, KEY, **budget, combine=lambda t: combine(t))
+        assert i == 0 or not seen
 
 
 def test_a_global_that_changes_is_seen() -> None:

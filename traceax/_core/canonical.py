@@ -122,12 +122,13 @@ def _same(one: Any, other: Any) -> bool:
         return one is other
     if is_jaxpr(one):
         return all(starmap(_same, zip_longest(_parts(one), _parts(other))))
-    if isinstance(one, float | complex):
+    if isinstance(one, float | complex | np.inexact):
         return repr(one) == repr(other)
     try:
-        return (one == other) is True
+        equal = one == other
     except Exception:
         return False
+    return isinstance(equal, bool | np.bool_) and bool(equal)
 
 
 def _parts(jaxpr: Any) -> Iterator[Any]:

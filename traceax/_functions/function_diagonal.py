@@ -33,6 +33,7 @@ columns would be dependent: so a small multiple of W, above rounding, is added.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -54,6 +55,7 @@ from traceax._linalg.jackknife import quadrature_error, shared_error
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
 from traceax._probes.draw import check_independent, coloured, draw, probes_per_sample
 from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.stream import ProgressMeter, checked_meter
 from traceax._quadrature.block_quadrature import (
     Shape,
     into_domain,
@@ -77,6 +79,7 @@ def function_diagonal(
     num_probes: int | None = None,
     num_steps: int | None = None,
     sampler: Sampler = rademacher,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the diagonal of f(A), A Hermitian.
 
@@ -116,7 +119,7 @@ def function_diagonal(
     **Reference**: Estrada and Rodríguez-Velázquez (2005), Physical Review E 71, 056103, for
     its uses. Compare Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
     """
-    name = "function_diagonal"
+    name, meter = "function_diagonal", checked_meter("function_diagonal", progress_meter)
     operator = check_request(name, operator, key, num_matvecs, 6)
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar(name, "fn", structure)
@@ -133,10 +136,10 @@ def function_diagonal(
         value = as_result(_exact(known.array, converted), operator.in_structure())
         return exact_estimate(value, known.spent)
     if colours > 1:
-        return _probed(operator, converted, key, *shape, sampler)
+        return _probed(operator, converted, key, *shape, sampler, meter)
     probes = draw(name, sampler, key, operator, shape.width)
     subject = MatrixFunction(LinearMap(operator), converted)
-    algorithm = partial(block_diagonal, depth=shape.depth)
+    algorithm = partial(block_diagonal, depth=shape.depth, meter=meter)
     degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
     return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, leaves)
 
@@ -155,11 +158,13 @@ def _probed(
     num_probes: int,
     num_steps: int,
     sampler: Sampler,
+    meter: ProgressMeter,
 ) -> Estimate:
     """With probes made of colours, each by itself."""
     subject = FunctionOfOperator(operator, fn, min(num_steps, operator.in_size()))
     key, test_key = jax.random.split(key)
-    estimate = hutchinson_diagonal(subject, key, num_probes, sampler=sampler)
+    how = {"sampler": sampler, "progress_meter": meter}
+    estimate = hutchinson_diagonal(subject, key, num_probes, **how)
     quadrature = _quadrature_error("function_diagonal", subject, test_key)
     quadrature = as_result(quadrature, operator.in_structure())
     steps = subject.num_steps
@@ -195,10 +200,10 @@ def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Arra
 
 
 def block_diagonal(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any
 ) -> Outcome:
     operator = subject.linear_map.operator
-    space = block_krylov(subject.linear_map, probes, depth)
+    space = block_krylov(subject.linear_map, probes, depth, meter=meter)
     levels, spaces = levels_and_complements(space, operator.in_size(), hermitian=True)
     eigen, slopes = into_domain(decompose(levels), subject.fn, space.is_exhausted)
     values = at_nodes(subject.fn, eigen.values)[..., 0]

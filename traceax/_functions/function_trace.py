@@ -48,6 +48,7 @@ from traceax._linalg.columns import largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import check_independent, draw, for_pattern, is_known
 from traceax._probes.samplers import Sampler, rademacher, sphere
+from traceax._probes.stream import SILENT, ProgressMeter, checked_meter
 from traceax._quadrature.block_arnoldi import block_arnoldi
 from traceax._quadrature.block_quadrature import Shape, block_quadrature
 from traceax._quadrature.scalar import (
@@ -68,6 +69,7 @@ def function_trace(
     num_steps: int | None = None,
     combine: Callable | None = None,
     pattern: Any = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate tr f(A), A Hermitian, by an automatic choice of probes and steps.
 
@@ -125,8 +127,8 @@ def function_trace(
     shape, budget = checked_run("function_trace", num_matvecs, num_probes, num_steps)
     if is_cheap(operator, budget):
         return exact_function_trace(operator, fn, structure, combined)
-    run = shape, pattern
-    return block_trace("function_trace", operator, fn, structure, key, *run, combined)
+    run = shape, pattern, checked_meter("function_trace", progress_meter), combined
+    return block_trace("function_trace", operator, fn, structure, key, *run)
 
 
 def block_trace(
@@ -137,6 +139,7 @@ def block_trace(
     key: PRNGKeyArray,
     shape: Shape,
     pattern: Any = None,
+    meter: ProgressMeter = SILENT,
     combine: ScalarFunction | None = None,
 ) -> Estimate:
     """With a pattern that is worth it, plain quadrature with probes of its colours."""
@@ -144,9 +147,10 @@ def block_trace(
     coloured = for_pattern(name, operator, shape.width, pattern, 2)
     if coloured is not None:
         probes = shape.width // coloured.num_colours * coloured.num_colours
-        return quadratures(name, subject, structure, key, probes, shape.depth, coloured)
+        how = probes, shape.depth, coloured
+        return quadratures(name, subject, structure, key, *how, meter=meter)
     probes = draw(name, sphere, key, operator, shape.width)
-    algorithm = partial(block_quadrature, depth=shape.depth)
+    algorithm = partial(block_quadrature, depth=shape.depth, meter=meter)
     degrees = shared_degrees_of_freedom(shape.width)
     return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, structure)
 
@@ -160,6 +164,7 @@ def logdet(
     num_probes: int | None = None,
     num_steps: int | None = None,
     pattern: Any = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate log det(A + shift I), A + shift I Hermitian positive definite.
 
@@ -208,7 +213,8 @@ def logdet(
         logs, error = jnp.vectorize(partial(_log_determinant, known.array))(shift)
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
-    estimate = block_trace("logdet", operator, fn, structure, key, shape, pattern)
+    run = shape, pattern, checked_meter("logdet", progress_meter)
+    estimate = block_trace("logdet", operator, fn, structure, key, *run)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
 

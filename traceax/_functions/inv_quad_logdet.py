@@ -48,6 +48,7 @@ from traceax._linalg.nystrom import (
 )
 from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
+from traceax._probes.stream import ProgressMeter, checked_meter
 from traceax._quadrature.block_quadrature import Shape, shape_for, trace_from_space
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
@@ -90,6 +91,7 @@ def inv_quad_logdet(
     shift: Shift = 0.0,
     rtol: float = 1e-6,
     guess: PyTree[ArrayLike] | None = None,
+    progress_meter: ProgressMeter | None = None,
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
 
@@ -142,6 +144,7 @@ def inv_quad_logdet(
     check_shift(name, operator, shift, several=False)
     check_rtol(name, rtol)
     sides = right_hand_sides(name, operator, vector)
+    meter = checked_meter(name, progress_meter)
     start = None if guess is None else guessed(name, operator, sides, guess)
     operator, shift, scale, rest = whitened(operator, shift)
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
@@ -155,7 +158,7 @@ def inv_quad_logdet(
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
         subject = Likelihood(MatrixFunction(LinearMap(operator), fn), columns, shift)
         start = None if start is None else start / scale
-        how = num_matvecs, float(rtol), rest, start
+        how = num_matvecs, float(rtol), rest, start, meter
         form, logdet, solution = _estimated(subject, key, *how)
     return InvQuadLogdet(form, logdet, sides.like(scale * solution))
 
@@ -180,6 +183,7 @@ def _estimated(
     rtol: float,
     rest: Float[Array, ""],
     start: Inexact[Array, "n t"] | None,
+    meter: ProgressMeter,
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
     """The quadratic form, the log-determinant plus `rest`, and the solution."""
     shape, t = shape_for(num_matvecs), subject.vectors.shape[1]
@@ -188,7 +192,7 @@ def _estimated(
     operator, width = subject.function.linear_map.operator, shape.width - kept
     probes = draw("inv_quad_logdet", sphere, key, operator, width)
     how = {"rtol": rtol, "max_steps": 10 * num_matvecs}
-    algorithm = partial(likelihood, shape=shape, kept=kept, **how)
+    algorithm = partial(likelihood, shape=shape, kept=kept, meter=meter, **how)
     outcome = run(algorithm, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
@@ -231,6 +235,7 @@ def likelihood(
     *,
     shape: Shape,
     kept: int,
+    meter: ProgressMeter,
     rtol: float,
     max_steps: int,
 ) -> Outcome:
@@ -244,7 +249,7 @@ def likelihood(
     left = y if probes[1] is None else y - subject(guess)
     in_run = over(left, column_scales(left)[None, :])[:, :kept]
     block = jnp.concatenate([in_run, block], axis=1)
-    space = block_krylov(subject.function.linear_map, block, shape.depth)
+    space = block_krylov(subject.function.linear_map, block, shape.depth, meter=meter)
     traced = trace_from_space(space, subject.function, kept=kept)
     known = projected(space, subject.shift)
     inverse = preconditioner_of(known)

@@ -225,6 +225,7 @@ def _slq(
 ) -> Outcome:
     """A Krylov space is read where it lies; where batches leave none, it is made again."""
     how, probes = (run.design.num_probes, num_steps, reorthogonalise), run.probes
+    probes = probes if isinstance(probes, Krylov) else probes.shown(meter)
     if isinstance(probes, Krylov) or probes.is_whole:
         block = probes if isinstance(probes, Krylov) else probes.source
         samples, readout = sample(subject, block, *how, run.near)

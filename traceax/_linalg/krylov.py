@@ -234,17 +234,21 @@ class BlockKrylov(NamedTuple):
 
 
 def block_krylov(
-    linear_map: BlockMap, block: Inexact[Array, "n b"], depth: int, hermitian: bool = True
+    linear_map: BlockMap,
+    block: Inexact[Array, "n b"],
+    depth: int,
+    hermitian: bool = True,
+    meter: Any = None,
 ) -> BlockKrylov:
-    """By depth * b applications, with full reorthogonalisation. The block has entries of
-    the size of 1. If `hermitian` this is Lanczos' process, with NaN if the operator is
+    """By depth * b applications, with full reorthogonalisation, which a progress meter
+    shows. The block has entries of the size of 1. If `hermitian` this is Lanczos' process, with NaN if the operator is
     found not to be Hermitian; else it is Arnoldi's."""
     n, width = block.shape
     eps = float(jnp.finfo(block.dtype).eps)
     rounding = jnp.array(10 * eps * n**0.5, block.real.dtype)
 
     def step(carry: tuple, places: Array) -> tuple[tuple, None]:
-        (basis, projection, residual), (here, before) = carry, places
+        (basis, projection, residual, shown), (here, before) = carry, places
         new, factor = next_block(basis, residual)
         basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
         # The first step writes this into the last columns, which the last step overwrites.
@@ -257,13 +261,18 @@ def block_krylov(
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
         noise = rounding + eps**0.75 * longest
-        return (basis, projection, Residual(rest, scale, noise)), None
+        if meter is not None:
+            shown = meter.step(shown, (here + width) / (depth * width))
+        return (basis, projection, Residual(rest, scale, noise), shown), None
 
     empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
-    carry = (*empty, Residual(block, jnp.zeros_like(rounding), rounding))
+    shown = None if meter is None else meter.init()
+    carry = (*empty, Residual(block, jnp.zeros_like(rounding), rounding), shown)
     places = width * np.arange(depth)
     places = jnp.array([places, np.roll(places, 1)]).T
-    (basis, projection, residual), _ = jax.lax.scan(step, carry, places)
+    (basis, projection, residual, shown), _ = jax.lax.scan(step, carry, places)
+    if meter is not None:
+        meter.close(shown)
     if hermitian:
         skew = jnp.max(jnp.abs(projection - projection.conj().T))
         projection = jnp.where(skew > ASYMMETRY * residual.scale, jnp.nan, projection)

@@ -12,6 +12,7 @@ A `SamplingDesign` says how a budget becomes probes, and how these make independ
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -93,6 +94,12 @@ class Stream(eqx.Module):
     def num_probes(self) -> int:
         return self.num_samples * self.group
 
+    def shown(self, meter: ProgressMeter) -> Stream:
+        """The same, in twenty batches if there is but one and a meter to show them."""
+        if meter is SILENT or not self.is_whole:
+            return self
+        return replace(self, batch=-(-self.num_samples // 20))
+
     def _scan(
         self, fn: Callable[[T, Columns], tuple[T, Any]], carry: T, meter: ProgressMeter
     ) -> tuple[T, Any]:
@@ -124,7 +131,9 @@ class Stream(eqx.Module):
         return carry, outputs
 
     def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
-        return self._scan(lambda _, columns: (None, fn(columns)), None, meter)[1]
+        return self.shown(meter)._scan(lambda _, columns: (None, fn(columns)), None, meter)[
+            1
+        ]
 
     def reduce(
         self,
@@ -133,11 +142,12 @@ class Stream(eqx.Module):
         meter: ProgressMeter = SILENT,
     ) -> T:
         """The sum of `fn` over batches; zeros must be neutral for `merge`."""
-        if self.is_whole:
+        stream = self.shown(meter)
+        if stream.is_whole:
             return fn(self._columns(0, self.num_samples))
-        shapes = jax.eval_shape(lambda: fn(self._columns(0, self.batch)))
+        shapes = jax.eval_shape(lambda: fn(self._columns(0, stream.batch)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return self._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros, meter)[0]
+        return stream._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros, meter)[0]
 
     def _columns(self, first: int | Array, count: int) -> Columns:
         if self.draw is not None:

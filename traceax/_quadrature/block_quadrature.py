@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -79,9 +79,10 @@ def shape_for(num_matvecs: int) -> Shape:
 
 
 def block_quadrature(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any
 ) -> Outcome:
-    return trace_from_space(block_krylov(subject.linear_map, probes, depth), subject)
+    space = block_krylov(subject.linear_map, probes, depth, meter=meter)
+    return trace_from_space(space, subject)
 
 
 def trace_from_space(
