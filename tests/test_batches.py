@@ -12,6 +12,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import DRAWN, close, leaks_checked, refused, slow
+from tests.matrices import hermitian, spectrum
 from tests.wrappers import PSD, matrix_free
 
 N, K, KEY = 40, 23, jax.random.key(3)
@@ -178,10 +179,22 @@ def test_wrong_batch_sizes() -> None:
     refused(ValueError, words, of("hutchinson_diagonal", 10, **how), matrix, batch_size=4)
 
 
-def test_without_batches_nothing_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    tx.hutchinson_trace(operator(matrix_of(float)), KEY, 7, progress_meter=METER)
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [
+        (lambda *how, **m: tx.hutchinson_trace(*how, 7, **m), 7),
+        slow(lambda *how, **m: tx.logdet(*how, 30, shift=9.0, **m), 6),
+        slow(lambda *how, **m: tx.function_diagonal(*how[:1], jnp.exp, KEY, 30, **m), 6),
+    ],
+)
+def test_a_meter_without_batches(run: Any, steps: int, capfd: Any) -> None:
+    """Probes in batches of their own; the blocks of a Krylov run."""
+    how = operator(hermitian(spectrum("poly", 100))), KEY
+    plain, shown = run(*how), run(*how, progress_meter=METER)
     jax.effects_barrier()
-    assert "%" not in capfd.readouterr().out
+    close(shown.value, plain.value, 1e-12)
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith("%")]
+    assert lines == [f"{100 * step / steps:.2f}%" for step in range(steps + 1)]
 
 
 @pytest.mark.parametrize("name", CASES)

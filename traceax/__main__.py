@@ -8,6 +8,7 @@ import io
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def read_matrix(path: Path) -> Any:
     """A square matrix of finite numbers in double precision: a `csr_array` or an array.
 
     Whatever is wrong with the file is a `ValueError` of one line that names it."""
-    reader = {".npz": _read_npz, ".npy": _read_npy}.get(path.suffix.lower(), _read_market)
+    array = partial(np.load, mmap_mode="r", allow_pickle=False)
+    reader = {".npz": _read_npz, ".npy": array}.get(path.suffix.lower(), _read_market)
     try:
         return _in_double_precision(reader(path))
     except Exception as error:  # Damaged files make parsers raise errors of any class.
@@ -34,10 +36,6 @@ def read_matrix(path: Path) -> Any:
         message = f"{path} cannot be read: {reason[:200]}. Write a square matrix by "
         message += "scipy.io.mmwrite (.mtx), scipy.sparse.save_npz or numpy.save."
         raise ValueError("".join(filter(str.isprintable, message))) from error
-
-
-def _read_npy(path: Path) -> Any:
-    return np.load(path, mmap_mode="r", allow_pickle=False)
 
 
 def _read_npz(path: Path) -> Any:

@@ -20,6 +20,7 @@ from traceax._core import checks
 from traceax._core import operator as ops
 from traceax._core.checks import invalid
 from traceax._core.estimate import Estimate
+from traceax._core.vectors import as_columns, common_dtype, flatten, unflatten
 from traceax._linalg.columns import over, promoted, times
 from traceax._probes import draw as probes
 from traceax._probes.samplers import Sampler, normal
@@ -225,7 +226,7 @@ def _sampler_facts(sampler: Any, k: int, independent: bool, cut: bool, dtype: st
     yield f"{dtype}: shapes (num_probes, *leaf.shape), leaf.dtype", got, want, 0
 
     def columns(key: Any, tree: Any = trees[0]) -> Any:
-        return ops.as_columns(sampler(key, tree, k), jnp.dtype(dtype))
+        return as_columns(sampler(key, tree, k), jnp.dtype(dtype))
 
     one, again, *others = (columns(keys[0], tree) for tree in [trees[0], *trees])
     yield f"{dtype}: same key, same probes", again, one, 0
@@ -291,8 +292,8 @@ def _of_this_process(leaf: Any) -> Any:
 
 
 def _apply(operator: Any, x: Any) -> Any:
-    image = operator.mv(ops.unflatten(x, operator.in_structure()))
-    return ops.flatten(image, ops.common_dtype(operator.out_structure()))
+    image = operator.mv(unflatten(x, operator.in_structure()))
+    return flatten(image, common_dtype(operator.out_structure()))
 
 
 def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
@@ -300,7 +301,7 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     program, got, _ = eqx.filter_make_jaxpr(operator.mv)(into)
     jax.tree.map(_of_this_process, program.consts)  # also what functions close over
     yield "mv returns out_structure", checks.show(got), checks.show(out), 0
-    xs, ys = (ops.as_columns(normal(key, s, 8), ops.common_dtype(s)).T for s in (into, out))
+    xs, ys = (as_columns(normal(key, s, 8), common_dtype(s)).T for s in (into, out))
     images = jax.vmap(partial(_apply, operator))(xs)
     (x, v, *_), (ax, av, *_), y = xs, images, ys[-1]
     norm, bound = jnp.linalg.norm, rtol * jnp.max(jnp.abs(images))

@@ -280,12 +280,8 @@ def contexts(library: Any, settings: dict[str, float]) -> ExitStack:
 def of_fastgp(problem: Problem, **config: Any) -> Run:
     import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
-    from tensorflow_probability.python.experimental.fastgp import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
-        fast_gp,
-    )
-    from tensorflow_probability.substrates.jax.math import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
-        psd_kernels,
-    )
+    from tensorflow_probability.python.experimental.fastgp import fast_gp  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    from tensorflow_probability.substrates.jax.math import psd_kernels  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
     jax.config.update("jax_enable_x64", True)
     kinds = {

@@ -11,7 +11,7 @@ import scipy.sparse
 from jax.flatten_util import ravel_pytree
 
 import traceax as tx
-from traceax._core.operator import flatten, in_rows, unflatten
+from traceax._core.vectors import flatten, in_rows, unflatten
 
 SHAPES = {"a": (128, 700), "none": (0,), "b": (3,), "c": (128, 84), "d": (128,)}
 TREE = {

@@ -57,16 +57,9 @@ from traceax._core.checks import (
     is_one_real_number,
 )
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    common_dtype,
-    flatten,
-    jacobian_operator,
-    unflatten,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, jacobian_operator, working_dtype
 from traceax._core.rule import Outcome
+from traceax._core.vectors import common_dtype, flatten, unflatten
 from traceax._estimators.automatic import FOR_DIAGONALS
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE
@@ -193,11 +186,8 @@ def laplacian(
     check_returned("laplacian", "fn", result, "real or complex numbers")
     subject = Curvature(canonical(fn, x, args), x, args)
     chosen = sampler is None and batch_size is None
-    if (
-        chosen
-        and SKETCHED <= num_matvecs < subject.space.in_size()
-        and _sketchable(subject)
-    ):
+    chosen = chosen and SKETCHED <= num_matvecs < subject.space.in_size()
+    if chosen and is_one_real_number(result) and has_gradient(subject.fn, x, args):
         return _sketched_laplacian(subject, key, num_matvecs)
     how = sampler, batch_size, progress_meter
     return sampled_mean("laplacian", subject, key, num_matvecs, *how)
@@ -217,11 +207,6 @@ def _diffused(
     check_same_structure("laplacian", x, moved, "diffusion")
     add = partial(jax.tree.map, jnp.add)
     return lambda z, args: fn(add(x, apply(z)), args), zero
-
-
-def _sketchable(subject: Curvature) -> bool:
-    alone = is_one_real_number(subject.result)
-    return alone and has_gradient(subject.fn, subject.x, subject.args)
 
 
 def _sketched_laplacian(
@@ -359,9 +344,6 @@ class FourthDerivatives(AlongProbes):
         count = n * (n + 1) // 2
         draw = _UnitPairs(n, working_dtype(self.space))
         return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
-
-    def along(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, " p"]:
-        return jnp.sum(self.along_each(block), axis=1)
 
     def along_each(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, "p k"]:
         return jax.vmap(self._along_one, 1, 1)(block)

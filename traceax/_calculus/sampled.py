@@ -20,16 +20,9 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Re
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.checks import check_batch_size, check_count, check_field, check_key
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    Operator,
-    Structure,
-    common_dtype,
-    flatten,
-    jacobian_operator,
-    unflatten,
-    working_dtype,
-)
+from traceax._core.operator import Operator, jacobian_operator, working_dtype
 from traceax._core.rule import Outcome, estimate
+from traceax._core.vectors import Structure, common_dtype, flatten, unflatten
 from traceax._estimators.readouts import Batches, exactly
 from traceax._linalg.columns import mean
 from traceax._probes.draw import for_mean
@@ -109,9 +102,9 @@ class AlongProbes(eqx.Module):
     def basis(self, batch_size: int | None) -> Stream:
         """Probes that are not random, over which the sum is exact."""
 
-    @abc.abstractmethod
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
         """The sum of the derivatives along all columns."""
+        return jnp.sum(self.along_each(block), axis=1)
 
     @abc.abstractmethod
     def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:

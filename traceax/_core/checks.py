@@ -18,13 +18,8 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
-from traceax._core.operator import (
-    Operator,
-    canonicalise,
-    dimension,
-    is_negative,
-    is_positive,
-)
+from traceax._core.operator import Operator, canonicalise, is_negative, is_positive
+from traceax._core.vectors import dimension
 
 
 def invalid(
@@ -50,28 +45,22 @@ def check_request(
     name: str,
     operator: Operator,
     key: object,
-    num_matvecs: object,
+    num_matvecs: object = None,
     minimum: int = 1,
     *,
     square: bool = True,
+    **counts: int,
 ) -> Operator:
     """The canonical operator, after the checks that every estimator needs. A budget of as
-    many applications as there are columns, or rows, is always enough."""
-    operator = check_operator(name, operator, square=square)
-    check_key(name, key, operator)
-    enough = min(operator.in_size(), operator.out_size())
-    check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
-    return operator
-
-
-def check_function_request(
-    name: str, operator: object, key: object, counts: dict[str, int], *, square: bool = True
-) -> Operator:
-    """The same for estimators whose budget is a number of probes and a number of steps."""
+    many applications as there are columns, or rows, is always enough. Some estimators have
+    no budget, but `counts` of probes and of steps."""
     operator = check_operator(name, operator, square=square)
     check_key(name, key, operator)
     for argument, count in counts.items():
         check_count(name, argument, count, 1)
+    if not counts:
+        enough = min(operator.in_size(), operator.out_size())
+        check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
     return operator
 
 

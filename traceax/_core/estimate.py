@@ -525,13 +525,9 @@ def _square(both: Estimate) -> Estimate:
         value=jax.tree.map(_product, both.value),
         standard_error=jax.tree.map(error, both.value, own),
         num_matvecs=_total(both.num_matvecs),
-        degrees_of_freedom=_at_least_one(_total(both.degrees_of_freedom)),
+        degrees_of_freedom=jnp.maximum(_total(both.degrees_of_freedom), 1.0),
         method=both.method,
     )
-
-
-def _at_least_one(degrees: Any) -> Any:
-    return jnp.maximum(degrees, 1.0) if eqx.is_array(degrees) else max(degrees, 1.0)
 
 
 def _total(count: Any) -> Any:

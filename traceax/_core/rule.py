@@ -39,7 +39,8 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, error_tangent
-from traceax._core.operator import LinearMap, Structure, as_result, canonicalise
+from traceax._core.operator import LinearMap, canonicalise
+from traceax._core.vectors import Structure, as_result
 
 Values = Inexact[Array, "*values"]
 Readout = Callable[[Any], Values]

@@ -13,7 +13,7 @@ with the least work. The derivative in the entries is a scan, too, that gathers 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -139,11 +139,7 @@ class SparseOperator(lx.AbstractLinearOperator):
         return empty.at[self.pattern.rows[own]].add(self.data[own])
 
 
-def _tagged(tag: object) -> Callable[[SparseOperator], bool]:
-    return lambda operator: tag in operator.tags
-
-
-for _question, _tag in {
+_QUESTIONS = {
     lx.is_symmetric: lx.symmetric_tag,
     lx.is_diagonal: lx.diagonal_tag,
     lx.is_tridiagonal: lx.tridiagonal_tag,
@@ -152,8 +148,16 @@ for _question, _tag in {
     lx.is_positive_semidefinite: lx.positive_semidefinite_tag,
     lx.is_negative_semidefinite: lx.negative_semidefinite_tag,
     lx.has_unit_diagonal: lx.unit_diagonal_tag,
-}.items():
-    _question.register(SparseOperator)(_tagged(_tag))
+}
+
+
+def answer(kind: type, tags: Callable[[Any], Collection[object]]) -> None:
+    """Let what lineax asks of operators of a class be answered by the tags that it has."""
+    for question, tag in _QUESTIONS.items():
+        question.register(kind, lambda operator, tag=tag: tag in tags(operator))
+
+
+answer(SparseOperator, lambda operator: operator.tags)
 
 
 @lx.conj.register(SparseOperator)

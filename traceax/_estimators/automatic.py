@@ -22,12 +22,12 @@ from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
-    as_result,
     is_hermitian,
     is_negative,
     is_positive,
     known_diagonal,
 )
+from traceax._core.vectors import as_result
 from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.driver import SMALL, Method, estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE

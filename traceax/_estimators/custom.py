@@ -84,9 +84,7 @@ def custom_trace(
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)
-    operator = checks.check_function_request(
-        "custom_trace", operator, key, {"num_probes": num_probes}
-    )
+    operator = checks.check_request("custom_trace", operator, key, num_probes=num_probes)
     probes = draw("custom_trace", sampler, key, operator, num_probes)
     linear_map = LinearMap(operator)
     arrays, rest = eqx.partition(linear_map, eqx.is_array)

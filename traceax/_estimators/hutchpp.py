@@ -178,7 +178,7 @@ def _project(
 ) -> tuple[Inexact[Array, "n l"], Float[Array, " l"]]:
     """Probes on the complement of range(Q), and the factors that resphere them."""
     n, k = q.shape
-    mu = probes - q @ (q.conj().T @ probes)
+    mu = outside(q, None, probes)
     lengths = column_norms_squared(mu)
     return mu, (n - k) / lengths if resphere else jnp.ones_like(lengths)
 

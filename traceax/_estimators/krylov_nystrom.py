@@ -48,14 +48,9 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    Structure,
-    is_negative,
-    unflatten_rows,
-)
+from traceax._core.operator import LinearMap, Operator, is_negative
 from traceax._core.rule import Outcome
+from traceax._core.vectors import Structure, unflatten_rows
 from traceax._estimators.driver import Drawn, Method, Probes, Request, estimate
 from traceax._estimators.readouts import (
     TRACE,

@@ -34,15 +34,9 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    Structure,
-    common_dtype,
-    in_rows,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, working_dtype
 from traceax._core.rule import Outcome, estimate
+from traceax._core.vectors import Structure, common_dtype, in_rows
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import (
     column_dots,

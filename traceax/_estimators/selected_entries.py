@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_request, invalid
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, Structure, in_rows, working_dtype
+from traceax._core.operator import LinearMap, Operator, working_dtype
 from traceax._core.sparse import Pattern
+from traceax._core.vectors import Structure, in_rows
 from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
 from traceax._estimators.readouts import ByRow

@@ -32,6 +32,7 @@ from traceax._estimators.readouts import (
     LeaveOneOut,
     Target,
     leave_one_out,
+    outside,
     trace_pairs,
 )
 from traceax._linalg import jackknife
@@ -134,9 +135,7 @@ def _missed(
     loo: LeaveOneOut, products: Inexact[Array, "n k"], remainders: Inexact[Array, " k"]
 ) -> Float[Array, " k"]:
     """c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2 of r_i = (I - P_i) A mu_i."""
-    q, s = loo.basis.columns, loo.directions
-    inside = q.conj().T @ products
-    inside = inside - s * column_dots(s, inside)[None, :]
     along = over(remainders, column_norms_squared(loo.mu))
-    across = products - q @ inside - loo.mu * along[None, :]
+    across = outside(loo.basis.columns, loo.directions, products)
+    across = across - loo.mu * along[None, :]
     return loo.resphering**2 * column_norms_squared(across)

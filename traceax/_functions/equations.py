@@ -14,18 +14,8 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Re
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_request, check_shift, check_vector, invalid
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    Structure,
-    as_columns,
-    flatten,
-    frozen,
-    stores_matrix,
-    unflatten,
-    unflatten_rows,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
+from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
 from traceax._functions.slq import real_dtype
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.nystrom import Preconditioner, preconditioner_of, projected

@@ -21,18 +21,12 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Inexact
 
 from traceax._core.estimate import Estimate, exact_estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    Structure,
-    as_result,
-    known_diagonal,
-    stores_matrix,
-)
+from traceax._core.operator import LinearMap, Operator, known_diagonal, stores_matrix
 from traceax._core.rule import Outcome, estimate, with_own_jvp
+from traceax._core.vectors import Structure, as_result
 from traceax._estimators.driver import SMALL
 from traceax._linalg import lapack
 from traceax._linalg.columns import largest_modulus
@@ -90,21 +84,14 @@ def price(operator: Operator) -> int:
 
 def _of_diagonal(operator: Operator) -> Entries | None:
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None
-    return None if known is None else Entries(real_or_nan(known[0]), known[1])
+    return None if known is None else Entries(hermitian_or_nan(known[0]).real, known[1])
 
 
 def hermitian_or_nan(matrix: Array) -> Array:
-    """NaN all over if a matrix is clearly not Hermitian; for what reads only one half."""
+    """NaN all over if a matrix, or the diagonal that is given instead, is clearly not
+    Hermitian; for what reads only one half."""
     skew = jnp.max(jnp.abs(matrix - matrix.conj().T))
     return jnp.where(skew > ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
-
-
-def real_or_nan(diagonal: Inexact[Array, " n"]) -> Float[Array, " n"]:
-    """The same for an operator that is its diagonal."""
-    imaginary = jnp.max(jnp.abs(jnp.imag(diagonal)))
-    return jnp.where(
-        imaginary > ASYMMETRY * largest_modulus(diagonal), jnp.nan, diagonal.real
-    )
 
 
 def exact_function_trace(

@@ -44,8 +44,9 @@ from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
 
 from traceax._core.checks import check_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, as_result, frozen
+from traceax._core.operator import LinearMap, Operator, frozen
 from traceax._core.rule import Outcome, estimate
+from traceax._core.vectors import as_result
 from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._estimators.readouts import DIAGONAL, TwoSided, leave_one_out, two_sided
 from traceax._functions.exact_functions import entries, exact_estimate

@@ -17,7 +17,6 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import (
-    check_function_request,
     check_positive,
     check_request,
     check_shift,
@@ -436,7 +435,7 @@ def arnoldi_trace(
     """
     name = "arnoldi_trace"
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = check_function_request(name, operator, key, counts)
+    operator = check_request(name, operator, key, **counts)
     check_independent(name, sampler)
     dtype = working_dtype(operator)
     _, structure = scalar_function(name, fn, dtype)

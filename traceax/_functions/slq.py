@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -111,8 +112,10 @@ def slq_trace(
     **Reference**: Ubaru, Chen and Saad (2017), doi:10.1137/16M1104974; the derivative is
     derived in `traceax/_quadrature/nodes.py`.
     """
-    how = sampler, reorthogonalise, batch_size, progress_meter
-    return _slq_trace("slq_trace", operator, fn, key, num_probes, num_steps, *how, combine)
+    run = num_probes, num_steps, combine
+    how = {"sampler": sampler, "reorthogonalise": reorthogonalise}
+    how |= {"batch_size": batch_size, "meter": checked_meter("slq_trace", progress_meter)}
+    return _slq_trace("slq_trace", operator, fn, key, *run, **how)
 
 
 def checked_run(
@@ -148,27 +151,22 @@ def _slq_trace(
     key: PRNGKeyArray,
     num_probes: int,
     num_steps: int,
-    sampler: Sampler,
-    reorthogonalise: bool,
-    batch_size: int | None,
-    meter: ProgressMeter | None,
     combine: Callable | None = None,
-    krylov: Krylov | None = None,
+    **how: Any,
 ) -> Estimate:
     """By the name of whom the user called, who may have made the run already."""
     counts = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = checks.check_function_request(name, operator, key, counts)
+    operator = checks.check_request(name, operator, key, **counts)
     fn, structure = scalar_function(name, fn, real_dtype(operator))
-    if (group := probes_per_sample(sampler)) == 1:
-        check_independent(name, sampler)
+    if (group := probes_per_sample(how["sampler"])) == 1:
+        check_independent(name, how["sampler"])
     checks.check_samples(name, num_probes, group, "num_probes")
-    checks.check_batch_size(name, batch_size, 1)
+    checks.check_batch_size(name, how["batch_size"], 1)
     together, structure = combination(name, combine, fn, structure)
     if num_probes * num_steps >= operator.in_size() ** 2:
         return exact_function_trace(operator, fn, structure, together)
     subject = MatrixFunction(LinearMap(operator), fn, together)
-    how = sampler, reorthogonalise, batch_size, checked_meter(name, meter), krylov
-    return quadratures(name, subject, structure, key, num_probes, num_steps, *how)
+    return quadratures(name, subject, structure, key, num_probes, num_steps, **how)
 
 
 def quadratures(
@@ -437,8 +435,9 @@ def spectral_density(
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((points - x) / spread) ** 2) / 2)
 
-    how = sampler, reorthogonalise, batch_size, progress_meter, None, krylov
-    density = _slq_trace(name, operator, bumps, key, *shape, *how)
+    how = {"sampler": sampler, "reorthogonalise": reorthogonalise, "krylov": krylov}
+    how |= {"batch_size": batch_size, "meter": checked_meter(name, progress_meter)}
+    density = _slq_trace(name, operator, bumps, key, *shape, **how)
     spent, points = spent + density.num_matvecs, jax.lax.stop_gradient(points)
     return dataclasses.replace(density, num_matvecs=spent, grid=points)
 

@@ -240,9 +240,10 @@ def block_krylov(
     hermitian: bool = True,
     meter: Any = None,
 ) -> BlockKrylov:
-    """By depth * b applications, with full reorthogonalisation, which a progress meter
-    shows. The block has entries of the size of 1. If `hermitian` this is Lanczos' process, with NaN if the operator is
-    found not to be Hermitian; else it is Arnoldi's."""
+    """By depth * b applications, which a progress meter shows, with full
+    reorthogonalisation. The block has entries of the size of 1. If `hermitian` this is
+    Lanczos' process, with NaN if the operator is found not to be Hermitian; else it is
+    Arnoldi's."""
     n, width = block.shape
     eps = float(jnp.finfo(block.dtype).eps)
     rounding = jnp.array(10 * eps * n**0.5, block.real.dtype)

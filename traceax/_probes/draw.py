@@ -36,8 +36,9 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import invalid
-from traceax._core.operator import Operator, Structure, as_columns, working_dtype
+from traceax._core.operator import Operator, working_dtype
 from traceax._core.sparse import own_pattern
+from traceax._core.vectors import Structure, as_columns
 from traceax._probes.colouring import best_colouring, graph, places
 from traceax._probes.probing import Probing, probing, probing_of_graph
 from traceax._probes.samplers import (

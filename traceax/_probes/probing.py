@@ -40,7 +40,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import invalid
-from traceax._core.operator import (
+from traceax._core.vectors import (
     Structure,
     common_dtype,
     dimension,

@@ -27,7 +27,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import check_count, check_key, invalid
-from traceax._core.operator import Structure, common_dtype, dimension, unflatten_rows
+from traceax._core.vectors import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import over, times

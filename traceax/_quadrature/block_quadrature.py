@@ -162,8 +162,7 @@ def _quadrature(
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
     matrix = quadrature_matrix(spaces)
-    vectors = eigen.vectors[0]
-    return Quadrature(vectors, inside[0], weights, matrix, spaces, eps, unresolved)
+    return Quadrature(eigen.vectors[0], weights, matrix, spaces, eps, unresolved)
 
 
 def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
@@ -182,11 +181,10 @@ def _samples(
 
 class Quadrature(eqx.Module):
     """The weight of each node in each sample, for every level of T. `vectors` are the
-    eigenvectors of T, `inside` their first rows, `matrix` is M, and the remainders of
-    `spaces` are sqrt(c_i) r_i. `unresolved`: the quadrature error is unknown."""
+    eigenvectors of T, `matrix` is M, and the remainders of `spaces` are sqrt(c_i) r_i.
+    `unresolved`: the quadrature error is unknown."""
 
     vectors: Inexact[Array, "m m"]
-    inside: Inexact[Array, "r m"]
     weights: Float[Array, "levels k m"]
     matrix: Inexact[Array, "r r"]
     spaces: Complements
@@ -214,7 +212,8 @@ class Quadrature(eqx.Module):
         values = jnp.where(used[None, :], values - centre[:, None], 0)
         scale = jax.vmap(largest_modulus)(values)
         values = over(values, scale[:, None])
-        function = self.inside, values, self.inside.conj().T
+        inside = self.vectors[: self.spaces.inside.size]
+        function = inside, values, inside.conj().T
         samples, real = _samples(weights, values), not jnp.iscomplexobj(self.matrix)
         half = jackknife.half_jackknife_error(self.spaces, *function, samples)
         least = jackknife.no_less_than_theory(half, self._variances(values), real=real)

@@ -14,15 +14,10 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    Structure,
-    flatten,
-    unflatten,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, working_dtype
 from traceax._core.rule import with_own_jvp
+from traceax._core.sparse import answer
+from traceax._core.vectors import Structure, flatten, unflatten
 from traceax._linalg import lapack
 from traceax._linalg.columns import over, promoted, times
 from traceax._linalg.krylov import lanczos
@@ -178,16 +173,7 @@ def _(operator: FunctionOfOperator) -> FunctionOfOperator:
 
 
 lx.linearise.register(FunctionOfOperator, lambda operator: operator)
-lx.is_symmetric.register(
-    FunctionOfOperator, lambda f: working_dtype(f.operator).kind == "f"
+answer(
+    FunctionOfOperator,
+    lambda f: (lx.symmetric_tag,) if working_dtype(f.operator).kind == "f" else (),
 )
-for question in (
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.is_lower_triangular,
-    lx.is_upper_triangular,
-    lx.is_positive_semidefinite,
-    lx.is_negative_semidefinite,
-    lx.has_unit_diagonal,
-):
-    question.register(FunctionOfOperator, lambda _: False)

@@ -30,8 +30,9 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from traceax._core.canonical import canonical
 from traceax._core.checks import check_callable, check_returned, invalid
-from traceax._core.operator import LinearMap, Structure, as_result, flatten
+from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome, Readout
+from traceax._core.vectors import Structure, as_result, flatten
 from traceax._linalg.columns import mean, over, promoted
 
 Scalar = Inexact[Array, ""]
