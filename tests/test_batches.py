@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import DRAWN, close, leaks_checked, refused, slow
+from tests.helpers import DRAWN, cases, close, leaks_checked, refused, slow
 from tests.matrices import hermitian, spectrum
 from tests.wrappers import PSD, matrix_free
 
@@ -179,18 +179,19 @@ def test_wrong_batch_sizes() -> None:
     refused(ValueError, words, of("hutchinson_diagonal", 10, **how), matrix, batch_size=4)
 
 
-@pytest.mark.parametrize(
-    ("run", "steps"),
-    [
-        (lambda *how, **m: tx.hutchinson_trace(*how, 7, **m), 7),
-        slow(lambda *how, **m: tx.logdet(*how, 30, shift=9.0, **m), 6),
-        slow(lambda *how, **m: tx.function_diagonal(*how[:1], jnp.exp, KEY, 30, **m), 6),
-    ],
-)
-def test_a_meter_without_batches(run: Any, steps: int, capfd: Any) -> None:
+METERED: dict[str, tuple[Any, int]] = {
+    "probes": (lambda a, **how: tx.hutchinson_trace(a, KEY, 7, **how), 7),
+    "logdet": (lambda a, **how: tx.logdet(a, KEY, 30, shift=9.0, **how), 6),
+    "diagonal": (lambda a, **how: tx.function_diagonal(a, jnp.exp, KEY, 30, **how), 6),
+}
+
+
+@pytest.mark.parametrize("name", cases(METERED, "probes"))
+def test_a_meter_without_batches(name: str, capfd: Any) -> None:
     """Probes in batches of their own; the blocks of a Krylov run."""
-    how = operator(hermitian(spectrum("poly", 100))), KEY
-    plain, shown = run(*how), run(*how, progress_meter=METER)
+    matrix = hermitian(spectrum("poly", 100))
+    made, (run, steps) = matrix_free(lambda v: matrix @ v, 100), METERED[name]
+    plain, shown = run(made), run(made, progress_meter=METER)
     jax.effects_barrier()
     close(shown.value, plain.value, 1e-12)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.endswith("%")]

@@ -174,6 +174,30 @@ def test_single_precision_at_any_scale() -> None:
         close(scaled.value / np.float32(scale), plain.value, 1e-4)
 
 
+def test_a_matrix_without_entries() -> None:
+    empty = tx.as_operator(scipy.sparse.csr_array((N, N)), tags=PSD)
+    assert tx.trace(empty, KEY).value == 0
+    assert not np.any(tx.diagonal(empty, KEY).value)
+    close(tx.logdet(empty, KEY, 30, shift=2.0).value, N * np.log(2.0), 1e-12)
+
+
+def test_second_derivatives_in_the_data() -> None:
+    """Of tr (A o A')^T A, by both sides of a composition."""
+    matrix = BCOO.fromdense(jnp.where(GRAPH, RNG.normal(size=(N, N)), 0))
+
+    def value(data: Any) -> Any:
+        operator = tx.as_operator(BCOO((data, matrix.indices), shape=(N, N)))
+        return tx.hutchinson_trace(operator @ operator, KEY, N).value
+
+    def truth(data: Any) -> Any:
+        dense = BCOO((data, matrix.indices), shape=(N, N)).todense()
+        return jnp.trace(dense @ dense)
+
+    ones = jnp.cos(jnp.arange(matrix.nse * 1.0))
+    got, want = (jax.jvp(jax.grad(fn), (matrix.data,), (ones,)) for fn in (value, truth))
+    close(got, want, 1e-10, 1.0)
+
+
 def test_functions_with_their_structure() -> None:
     for structure in (5, jnp.ones(5), jax.ShapeDtypeStruct((5,), float)):
         operator = tx.as_operator(lambda v: 2 * v, structure, tags=PSD)

@@ -136,7 +136,7 @@ def test_programs_are_shared_by_equals_alone(make: Callable[[int], Apply]) -> No
 def test_combinations_share_programs() -> None:
     operator = matrix_free(lambda v: MATRICES[0][0, 0] * v, 5)
     fn, combine = lambda x: {"a": x, "b": jnp.exp(x)}, lambda t: t["a"] / t["b"]
-    budget = {"num_probes": 2, "num_steps": 2}
+    budget: Any = {"num_probes": 2, "num_steps": 2}
     for i in range(2):
         with compilations() as seen:
             tx.slq_trace(operator, fn, KEY, **budget, combine=lambda t: combine(t))

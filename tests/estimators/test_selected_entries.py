@@ -11,7 +11,7 @@ import scipy.sparse
 from jax.experimental.sparse import BCOO
 
 import traceax as tx
-from tests.helpers import close, is_unbiased, slow
+from tests.helpers import close, is_unbiased, leaks_checked, slow
 from tests.matrices import general
 from tests.wrappers import PSD, function, matrix_free
 
@@ -111,6 +111,36 @@ def test_pytrees_and_own_patterns() -> None:
     for operator in (lx.FunctionLinearOperator(apply, tree, PSD), tx.as_operator(GRID)):
         estimate = tx.selected_entries(operator, GRID, KEY, 30)
         close(estimate.value, at(matrix), 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-30, slow(1e30)])
+def test_single_precision_at_any_scale(scale: float) -> None:
+    def run(scale: Any) -> tx.Estimate:
+        matrix = jnp.asarray(GRID.toarray(), jnp.float32) * scale
+        return tx.selected_entries(function(matrix, PSD), GRID, KEY, 12)
+
+    one, other = run(jnp.float32(1)), run(jnp.float32(scale))
+    close(other.value / scale, one.value, 1e-6)
+    close(other.standard_error / scale, one.standard_error, 1e-5)
+
+
+@pytest.mark.slow
+def test_in_loops_and_batches_without_leaks() -> None:
+    matrix = jnp.linalg.inv(jnp.asarray(GRID.toarray()))
+
+    def twice(key: Any) -> Any:
+        def step(state: Any) -> Any:
+            run = tx.selected_entries(function(matrix, PSD), GRID, state[1], 8)
+            return state[0] + 1, jax.random.fold_in(state[1], 1), run.value
+
+        start = 0, key, jnp.zeros(GRID.nnz)
+        return jax.lax.while_loop(lambda state: state[0] < 2, step, start)[2]
+
+    with leaks_checked():
+        values = jax.jit(jax.vmap(twice))(jax.random.split(KEY, 2))
+    again = jax.random.fold_in(jax.random.split(KEY, 2)[1], 1)
+    want = tx.selected_entries(function(matrix, PSD), GRID, again, 8).value
+    close(values[1], want, 1e-10)
 
 
 def test_the_pattern_is_checked() -> None:

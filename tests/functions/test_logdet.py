@@ -146,6 +146,24 @@ def test_an_eigenvalue_as_often_as_there_are_probes() -> None:
     assert size < 2 * jnp.sqrt(jnp.mean(errors**2))
 
 
+DECAYS = {"powers": lambda i: 250 / i**2, "geometric": lambda i: 100 * 0.97**i}
+
+
+@pytest.mark.parametrize("decay", cases(DECAYS, "powers"))
+def test_intervals_hold_in_single_precision(decay: str) -> None:
+    """Where the last blocks of the space are rounding, seen from the first ones. Errors of
+    the powers were 4 bars; of the diagonal, too."""
+    spectrum = DECAYS[decay](np.arange(1.0, 501))
+    diagonal, truth = jnp.asarray(spectrum, jnp.float32), np.log(spectrum + 0.1)
+    single = truth.astype(np.float32)
+    operator = matrix_free(lambda v: diagonal * v, 500, PSD, jnp.float32)
+    fn = lambda x: jnp.log(x + np.float32(0.1))  # noqa: E731
+    runs = over_keys(lambda key: tx.logdet(operator, key, 240, shift=0.1), KEY, 16)
+    assert np.mean(contains(runs, np.float32(truth.sum()))) > 0.8
+    entries = tx.function_diagonal(operator, fn, KEY, 240)
+    assert np.mean(abs(entries.value - single) < 2.2 * entries.standard_error) > 0.9
+
+
 def test_diagonal_shifts() -> None:
     """Values and gradients, of arrays and pytrees, and where it is exact."""
     noise = jnp.asarray(np.random.default_rng(1).uniform(0.5, 5.0, N)) * 1e-2

@@ -201,7 +201,7 @@ def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Arra
 
 
 def block_diagonal(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
 ) -> Outcome:
     operator = subject.linear_map.operator
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)

@@ -31,7 +31,7 @@ from jax.core import Tracer
 from jaxtyping import Int
 
 from traceax._core.checks import check_count, invalid
-from traceax._core.sparse import Pattern, places_of
+from traceax._core.sparse import Pattern, own_pattern, places_of
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
 # takes longer than importing all of traceax.
@@ -53,6 +53,8 @@ def places(name: str, pattern: Any) -> Pattern:
     """Where it has entries, in its order."""
     if isinstance(pattern, Pattern):
         return pattern
+    if (own := own_pattern(pattern)) is not None:
+        return own
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(pattern)):
         must = "be concrete, because it is coloured on the host"
         cure = "Colour it outside of jax.jit."

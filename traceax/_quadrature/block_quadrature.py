@@ -79,7 +79,7 @@ def shape_for(num_matvecs: int) -> Shape:
 
 
 def block_quadrature(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any
+    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
 ) -> Outcome:
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)
     return trace_from_space(space, subject)
