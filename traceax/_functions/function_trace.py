@@ -434,7 +434,7 @@ def arnoldi_trace(
     Quarterly of Applied Mathematics 9(1); Saad (1992), doi:10.1137/0729014.
     """
     name = "arnoldi_trace"
-    counts = {"num_probes": num_probes, "num_steps": num_steps}
+    counts: Any = {"num_probes": num_probes, "num_steps": num_steps}
     operator = check_request(name, operator, key, **counts)
     check_independent(name, sampler)
     dtype = working_dtype(operator)

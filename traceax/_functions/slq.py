@@ -155,7 +155,7 @@ def _slq_trace(
     **how: Any,
 ) -> Estimate:
     """By the name of whom the user called, who may have made the run already."""
-    counts = {"num_probes": num_probes, "num_steps": num_steps}
+    counts: Any = {"num_probes": num_probes, "num_steps": num_steps}
     operator = checks.check_request(name, operator, key, **counts)
     fn, structure = scalar_function(name, fn, real_dtype(operator))
     if (group := probes_per_sample(how["sampler"])) == 1:
