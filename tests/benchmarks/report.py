@@ -63,6 +63,7 @@ SECTIONS = (
     Section("Traces by choice and by name, budget by spectrum", "choices --keys 100"),
     Section("Fits that start from the last solution", "warm_starts"),
     Section("A kernel that is never stored", "tiles"),
+    Section("Sparse operators beside BCOO, BCSR and SciPy", "sparse"),
     Section("Fits beside GPyTorch's and fastgp's", "fits"),
     Section("Pools of runs", "pooling --pools 100"),
     Section("Tolerances and drifts", "stopping --keys 100"),
