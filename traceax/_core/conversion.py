@@ -21,8 +21,8 @@ NAME = "as_operator"
 def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operator:
     """Make a lineax operator of a matrix, dense or sparse, or of a function v -> A v.
 
-    Sparse matrices are stored for blocks of vectors: traces on a CPU take a fifth to a
-    third of the time that they take with a BCOO, also where a few rows are long. They are
+    Sparse matrices are stored for blocks of vectors: traces on a CPU are 2.8 to 5 times as
+    fast as with a BCOO, 1.6 to 2.3 with gradients, also where a few rows are long. They are
     differentiable in their data. Trace and diagonal are known without a product, `logdet`
     and `function_trace` need no `pattern`, and lineax's `+`, `*` and `@` compose them.
 

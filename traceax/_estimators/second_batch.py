@@ -260,7 +260,9 @@ def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
 
 MIXED_DIAGONAL = XNYSDIAG._replace(name="xnysdiag or hutchinson_diagonal", run=mixed)
 # With second products, from A Q.
-MIXED_LEAVES = MIXED_DIAGONAL._replace(target=LEAVES, draw=with_second_products)
+MIXED_LEAVES = MIXED_DIAGONAL._replace(
+    name="xnystrace or hutchinson_trace", target=LEAVES, draw=with_second_products
+)
 
 
 def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
