@@ -1,6 +1,6 @@
 """What lives where, and where a new thing goes.
 
-A package stands on a layer, a module holds a subject; imports go downwards only.
+Imports go downwards only.
 
     layer 4   _calculus    divergence, laplacian, Hessian diagonals: for losses
               _functions   traces and diagonals of f(A), likelihoods
@@ -23,12 +23,10 @@ A new thing has one place, and one of its kind stands there to look at:
     a Krylov method for f(A)               _quadrature: `block_arnoldi`
     a factorisation, an error bar          _linalg: `nystrom`, `jackknife`
     how estimates print and combine        `_core.estimate`
-    the layout of a block of vectors       `_core.layout`
-    the constants of compiled programs     `_core.canonical`
+    layouts; constants of programs         `_core.layout`; `_core.canonical`
     a call of lineax; an error message     `_core.operator`; `_core.checks`
     a kind of matrix that people have      `_core.conversion`, `_core.sparse`
-    a check of what users write            `testing.py`
-    a kind of matrix file                  `__main__.py`
+    a check of users' code; a matrix file  `testing.py`; `__main__.py`
     a comparison with other libraries      `tests/benchmarks`: `table`, `report`
     a page, a notebook                     `notebooks/site/docs`, `notebooks`; mkdocs.yml
 

@@ -2,19 +2,18 @@
 estimates of one quantity become one.
 
 A number prints to two digits of its standard error, an exact one as it is, one whose error
-is rounding as the shortest number within it. An array of more than ten numbers prints as
-its shape and the norm of its errors, relative to that of its values. Values that cannot be
-read here (traced, abstract, on other machines) print as Equinox prints any module.
+is rounding as the shortest number within it; more than ten numbers as their shape and the
+relative norm of their errors; values that cannot be read here as Equinox prints a module.
 
 `pool` has weights w_j, the shares of the applications spent. They are fixed before any
 value is seen. The variance is the larger of
 
     sum_j w_j^2 se_j^2    and    sum_j w_j (x_j - mean)^2 / (J - 1).
 
-An infinite se_j is unknown (one probe has no spread). It is taken from the known ones, as
-if the variance of an application were the same in all parts: w_j se_j^2 = c, so that c is
-the sum of w_i^2 se_i^2 over the known parts, divided by the sum of their w_i. It is no less
-than the distance of x_j from the mean of the known parts, which matters if they are exact.
+An infinite se_j is unknown. It is taken from the known ones, as if the variance of an
+application were the same in all parts: w_j se_j^2 = c, so c is the sum of w_i^2 se_i^2 over
+the known parts, over that of their w_i. It is no less than the distance of x_j from the
+mean of the known parts, which matters if they are exact.
 """
 
 from __future__ import annotations
@@ -286,9 +285,8 @@ def _nondifferentiable_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) 
 def error_tangent(error: Array, tangent: Array) -> Array:
     """The tangent of a standard error: infinite in forward mode, an error in reverse mode.
 
-    It is not NaN, because `jax_debug_nans` would stop at it, though nobody reads it. The
-    condition always holds, but the compiler does not know it: it would remove a known one,
-    and the error of reverse mode with it.
+    (NaN would stop `jax_debug_nans`.) The condition always holds, but the compiler does not
+    know it, so it keeps the error of reverse mode.
     """
     unknown = jnp.where(error > -1, jnp.inf, tangent)
     return eqxi.nondifferentiable_backward(
@@ -305,10 +303,8 @@ def student_quantile(
 ) -> Real[Array, "*shape"]:
     """The t with P(|T| > t) = 1 - level, T having Student's distribution.
 
-    P(|T| > t) = I_u(degrees/2, 1/2) with u = degrees / (degrees + t^2), the regularised
-    incomplete beta function; it increases in u. Bisection finds log u: for few degrees u
-    is too small for 1 - u, for many it is too close to 1 for u. The degrees may be traced:
-    they become an array when an `Estimate` leaves a compiled function.
+    It is I_u(degrees/2, 1/2), u = degrees / (degrees + t^2), which rises with u.
+    Bisection finds log u: u may be too small for 1 - u, or too close to 1 for u.
     """
     dtype = degrees.dtype
     degrees = jnp.clip(degrees, 0.25, 1e4)

@@ -108,8 +108,10 @@ class SparseOperator(lx.AbstractLinearOperator):
         @jax.checkpoint
         def add(total: Array, slot: tuple[Array, Array]) -> tuple[Array, None]:
             entries, columns = slot
-            return total + _scaled(entries, block[columns]), None
+            # The transpose of `@` sums rows faster than that of a broadcast.
+            return total + (entries[:, None] @ ones) * block[columns], None
 
+        ones = jnp.ones((1, block.shape[1]), block.dtype)
         start = jnp.zeros((places.shape[1], block.shape[1]), self.data.dtype)
         total, _ = jax.lax.scan(add, start, (values, columns))
         return total[:n].at[self.rows.others].add(total[n:])
@@ -149,25 +151,6 @@ _QUESTIONS = {
     lx.is_negative_semidefinite: lx.negative_semidefinite_tag,
     lx.has_unit_diagonal: lx.unit_diagonal_tag,
 }
-
-
-@jax.custom_jvp
-def _scaled(entries: Inexact[Array, " n"], rows: Inexact[Array, "n k"]) -> Array:
-    return entries[:, None] * rows
-
-
-def _scaled_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The transpose sums each row by a product with ones, in two thirds of the time."""
-    (entries, rows), (moved, rows_moved) = primals, tangents
-    zero = jax.custom_derivatives.SymbolicZero
-    ones = jnp.ones((1, rows.shape[1]), rows.dtype)
-    tangent = 0 if isinstance(moved, zero) else (moved[:, None] @ ones) * rows
-    if not isinstance(rows_moved, zero):
-        tangent = tangent + entries[:, None] * rows_moved
-    return _scaled(entries, rows), tangent
-
-
-_scaled.defjvp(_scaled_jvp, symbolic_zeros=True)
 
 
 def answer(kind: type, tags: Callable[[Any], Collection[object]]) -> None:

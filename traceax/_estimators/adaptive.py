@@ -18,9 +18,8 @@ The sizes are gone through for a constant operator. The rule gets what was reach
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -191,7 +190,11 @@ class _Search(NamedTuple):
         def go() -> Reached:
             return self.from_level(level + 1, sketch, shown)
 
-        return stop() if level + 1 == self.levels.total else _either(ended, stop, go)
+        if level + 1 == self.levels.total:
+            return stop()
+        if is_concrete(ended):
+            return stop() if ended else go()
+        return jax.lax.cond(ended, stop, go)
 
     def enlarged(self, level: int, sketch: _Sketch) -> _Sketch:
         count = self.levels.sizes[level] - sketch.probes.shape[1]
@@ -251,18 +254,6 @@ def _report(
 ) -> tuple[Int[Array, ""], Float[Array, ""], Bool[Array, ""]]:
     """The last three parts of an `Estimate`."""
     return jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
-
-
-Result = TypeVar("Result")
-
-
-def _either(
-    condition: Bool[Array, ""], stop: Callable[[], Result], go: Callable[[], Result]
-) -> Result:
-    """One of the two: by Python where the condition is known."""
-    if is_concrete(condition):
-        return stop() if condition else go()
-    return jax.lax.cond(condition, stop, go)
 
 
 class _Sketch(NamedTuple):

@@ -119,9 +119,9 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
         samples = target.of(z.conj() * products, linear_map)
         sizes = target.of(jnp.abs(z) * jnp.abs(products), linear_map)
         residuals = None if near is None else neighbour_residuals(z, products, near)
-        if few_signs and not jnp.iscomplexobj(z):
-            return samples, sizes, residuals, _off_identity(z, products, linear_map, target)
-        return samples, sizes, residuals, None
+        real_signs = few_signs and not jnp.iscomplexobj(z)
+        off = _off_identity(z, products, linear_map, target) if real_signs else None
+        return samples, sizes, residuals, off
 
     samples, sizes, residuals, off = probes.collect(samples_of, streamed.meter)
     eps = linear_map.eps

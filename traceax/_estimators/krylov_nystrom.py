@@ -30,10 +30,8 @@ is left out in the same way, with a ridge in the place of the shift (`_readout`)
 **Sums over leaves** have the same estimates, each summed over the rows of a leaf, without
 resphering, so that signs are exact for the diagonal part of the remainder (`second_batch`).
 
-Measured (`tests.benchmarks.choices`): on decaying spectra .6 to 1.3 times XNysTrace's
-error; on a few large eigenvalues over a flat rest at most XTrace's, from about four
-products for each on. It is worse than XNysTrace where nearly all of the trace is in more
-eigenvalues than there are second products, and in fewer than there are products.
+It is worse than XNysTrace (`tests.benchmarks.choices`) where nearly all of the trace is in
+more eigenvalues than there are second products, and in fewer than there are products.
 """
 
 from __future__ import annotations
@@ -165,8 +163,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     """Of all blocks of probes; second products from the sketch of the first of two."""
     block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
     again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
-    eps = linear_map.eps
-    known = products_of_sketch(sketch, block, eps)._replace(sign=sign)
+    known = products_of_sketch(sketch, block, linear_map.eps)._replace(sign=sign)
     if again == 0:
         return known
     basis, root = orthonormalise(sketch[:, :again]), block.shape[0] ** 0.5

@@ -84,8 +84,7 @@ def _xtrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
-    eps = linear_map.eps
-    value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
+    value, error = xtrace_of(loo, sketch, images, linear_map.eps, resphere=resphere)
     return Outcome(value, error, trace_pairs(loo))
 
 

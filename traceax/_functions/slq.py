@@ -413,7 +413,7 @@ def spectral_density(
     if grid is not None:
         checks.check_grid(name, grid)
         points = jnp.asarray(grid, real_dtype(operator))
-        spread = _resolved(points, shape.depth) if width is None else width
+        spread = 2 * jnp.ptp(points) / shape.depth if width is None else width
         checks.check_positive(name, "width", spread, _WIDTHS)
     elif batch_size is not None:
         must = "be given with batch_size, because no batch sees the whole spectrum"
@@ -459,10 +459,3 @@ def _resolving(num_matvecs: int) -> Shape:
     """Details take steps; a few probes are enough, as they meet all eigenvalues."""
     width = max(1, math.isqrt(num_matvecs // 4))
     return Shape(width, num_matvecs // width)
-
-
-def _resolved(grid: Float[Array, " points"], num_steps: int) -> Float[Array, ""] | float:
-    """The default width; 0, which is refused, for a grid of one point."""
-    if grid.size == 1:
-        return 0.0
-    return 2 * (jnp.max(grid) - jnp.min(grid)) / num_steps

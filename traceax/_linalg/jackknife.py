@@ -97,10 +97,8 @@ def shared_error(
 def independent_degrees_of_freedom(k: int) -> float:
     """For the interval of a mean of k independent quadratic forms: a third of k - 1.
 
-    Such samples are skewed, up to a chi-squared variable of one degree for an operator of
-    rank one, and the errors of their mean and of their spread are correlated. Intervals for
-    95 % with k - 1 degrees hold the truth in 82 % of runs (k = 4), with a third in over 90
-    %.
+    Such samples are skewed, and the errors of their mean and of their spread correlated:
+    with k - 1 degrees intervals for 95 % hold in 82 % of runs (k = 4), with a third in 90.
     """
     return (k - 1) / 3
 
@@ -122,11 +120,10 @@ def quadrature_error(
     """The error of a quadrature, from how much its last refinements changed it, the last
     one first. If there was no refinement it is infinite where `unresolved`, else zero.
 
-    Errors that fall by a factor r at each refinement leave a further change of
-    last r/(1 - r). Many errors fall as a power, those of square roots for example, for
-    which the ratio of the last two changes is too small; so r is the square root of that
-    ratio. If the last change is the larger one, rules of even and odd order differ, and the
-    ratio is inverted. The error is never below the last change, because rules can stagnate.
+    Errors that fall by a factor r at each refinement leave a change of last r/(1 - r). Many
+    fall as a power (of square roots, say), where the ratio of the last two changes is too
+    small: r is its square root. If the last change is the larger one, rules of even and odd
+    order differ, and the ratio is inverted. As rules can stagnate it is at least the last.
     """
     if changes.shape[0] == 0:
         return jnp.full(changes.shape[1:], jnp.inf if unresolved else 0.0)
@@ -150,12 +147,10 @@ def jackknife_error(
 def no_less_than_theory(
     error: Float[Array, "*values"], variances: Float[Array, "*values k"], *, real: bool
 ) -> Float[Array, "*values"]:
-    """The larger one of an error from the spread of k quadratic forms, and of an estimate
-    of its theoretical value.
+    """The larger one of an error from the spread of k quadratic forms, and of theory.
 
-    If one direction u matters and few probes have a large part in it, the forms u* w w* u
-    are as skewed as possible: most runs miss u, and have too small a spread. But for a
-    rotation-invariant w, the part of B w that is orthogonal to w shows the variance:
+    If few probes have a large part in the one direction that matters, most runs have too
+    small a spread. But for a rotation-invariant w, what B w has across w shows it:
 
         Var w* B w = |a| E |B w - w (w* B w)/|w|^2|^2,      a = 2 (real B = B*), 1 (complex)
 
@@ -173,11 +168,10 @@ def no_less_than_coupling(
 
     The forms of A = c (e_1 e_2* + e_2 e_1*) are 2 c w_1 w_2. With probability 2^(1 - k) the
     product w_1 w_2 = s is the same in all k probes: then there is no spread, the error is
-    2 |c|, and each A w is that of a diagonal operator, c s (e_1 e_1* + e_2 e_2*). So an
-    honest bar of so few probes cannot be zero for diagonal operators. The norm is at least
-    |c| (1 - 2/n), and an interval for 95 % has 12.7 bars to each side for k = 4, 44 for
-    k = 3: a quarter is enough. The power 4 makes it about the largest entry: pairs that
-    agree in all probes are few.
+    2 |c|, and each A w is that of a diagonal operator, c s (e_1 e_1* + e_2 e_2*), for which
+    an honest bar cannot be zero either. The norm is at least |c| (1 - 2/n), and an interval
+    for 95 % has 12.7 bars to each side for k = 4, 44 for k = 3: a quarter is enough. The
+    power 4 makes it about the largest entry: pairs that agree in all probes are few.
     """
     return jnp.maximum(error, mean(norms) / 4)
 

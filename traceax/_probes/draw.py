@@ -17,9 +17,7 @@ power of 2 that is at least n. Drawing them takes a sort of m numbers, too long 
 probes than PART of the dimensions.
 
 *Operators with a known pattern.* If the budget buys colours for three steps or more,
-probing has less error than sketches (`tests.benchmarks.probing`); if it buys fewer steps,
-0.2 to 6 times theirs. Inverses of a Laplacian plus 0.01 do not decay within the pattern,
-and sketches are better.
+probing has less error than sketches, else 0.2 to 6 times (`tests.benchmarks.probing`).
 """
 
 from __future__ import annotations
