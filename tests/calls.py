@@ -70,7 +70,7 @@ def likelihood(matrix: Any, key: Any) -> Any:
     return tx.Estimate(value, both.logdet.standard_error, both.logdet.num_matvecs)
 
 
-def by_leaves(matrix: Any, key: Any) -> Any:
+def by_leaves(matrix: Any, key: Any, budget: int = 10, groups: Any = None) -> Any:
     """The sum over a space of two leaves."""
     structure = jax.eval_shape(lambda: (matrix[0, :30], matrix[0, 30:]))
 
@@ -78,14 +78,16 @@ def by_leaves(matrix: Any, key: Any) -> Any:
         product = matrix @ jnp.concatenate(v)
         return product[:30], product[30:]
 
-    estimate = tx.leaf_traces(lx.FunctionLinearOperator(apply, structure, PSD), key, 10)
-    value, error = sum(estimate.value), sum(estimate.standard_error)
+    operator = lx.FunctionLinearOperator(apply, structure, PSD)
+    estimate = tx.leaf_traces(operator, key, budget, groups=groups)
+    value, error = map(jax.tree.leaves, (estimate.value, estimate.standard_error))
+    value, error = sum(value), sum(error)
     return tx.Estimate(value, error, estimate.num_matvecs)
 
 
-def entries(matrix: Any, key: Any) -> Any:
+def entries(matrix: Any, key: Any, budget: int = 10) -> Any:
     band = np.abs(np.subtract.outer(*2 * [np.arange(len(matrix))])) < 2
-    return tx.selected_entries(operator(matrix), band, key, 10)
+    return tx.selected_entries(operator(matrix), band, key, budget)
 
 
 def pooled(matrix: Any, key: Any) -> Any:
@@ -147,6 +149,10 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
         tx.hutchinson_diagonal, 12, sampler=partial(tx.sphere), batch_size=5
     ),
     "slq_trace, batched": of_function(tx.slq_trace, logarithm, batch_size=3),
+    "slq_trace, combined": of_function(tx.slq_trace, logarithm, combine=lambda t: t**2),
+    "selected_entries, exact": partial(entries, budget=N),
+    "leaf_traces, groups": partial(by_leaves, groups=lambda path: "both"),
+    "leaf_traces, groups, exact": partial(by_leaves, budget=N, groups=lambda path: "both"),
 }
 
 # Public names that are no estimators.

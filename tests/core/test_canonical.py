@@ -132,17 +132,6 @@ def test_programs_are_shared_by_equals_alone(make: Callable[[int], Apply]) -> No
         close(slope[0], jax.vjp(make(i), v)[1](v)[0], 1e-14)
 
 
-@pytest.mark.slow
-def test_combinations_share_programs() -> None:
-    operator = matrix_free(lambda v: MATRICES[0][0, 0] * v, 5)
-    fn, combine = lambda x: {"a": x, "b": jnp.exp(x)}, lambda t: t["a"] / t["b"]
-    budget: Any = {"num_probes": 2, "num_steps": 2}
-    for i in range(2):
-        with compilations() as seen:
-            tx.slq_trace(operator, fn, KEY, **budget, combine=lambda t: combine(t))
-        assert i == 0 or not seen
-
-
 def test_a_global_that_changes_is_seen() -> None:
     for scale in (1.0, 2.0):
         globals()["SCALE"] = jnp.asarray(scale)

@@ -133,7 +133,7 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
         real = not jnp.iscomplexobj(probes.source)
         error = length(residuals.error_in_sum(near, eps, real=real), rounding)
     lengths = jnp.asarray(design.num_probes, rounding.dtype)
-    return Outcome(value, error, Batches(probes, lengths, target.read))
+    return Outcome(value, error, Batches(probes, lengths, target))
 
 
 def _off_identity(
@@ -174,7 +174,7 @@ def ratio(linear_map: LinearMap, streamed: Streamed, target: ByRow) -> Outcome:
     if residuals is not None:
         indicated = target.error_by(residuals.error(near, repeats, eps), linear_map)
         error = combined_error(error, indicated.astype(error.dtype), repeats)
-    readout = Batches(probes, total.weight, target.read)
+    readout = Batches(probes, total.weight, target)
     return Outcome(times(total.scale, total.value()), jnp.hypot(error, rounding), readout)
 
 

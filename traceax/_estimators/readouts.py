@@ -161,7 +161,7 @@ class Target:
         del linear_map
         return jnp.sum(rows, axis=0)
 
-    def read(
+    def __call__(
         self, linear_map: LinearMap, block: Inexact[Array, "n k"]
     ) -> Inexact[Array, "..."]:
         """The sum over the columns of a block of probes."""
@@ -171,7 +171,7 @@ class Target:
         """From every unit vector: all columns of B, or the rows if these are fewer."""
         n, dtype = cost_of_exact(operator), working_dtype(operator)
         units = unit_vectors(n, dtype, batch_size or n)
-        readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), self.read)
+        readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), self)
         structure = self.structure(operator)
         return exactly(self.subject(operator), readout, n, structure, meter)
 

@@ -96,7 +96,7 @@ class SelectedEntries(ByRow):
     def structure(self, operator: Operator) -> Structure:
         return jax.ShapeDtypeStruct((self.pattern.rows.size,), working_dtype(operator))
 
-    def read(self, linear_map: LinearMap, block: Inexact[Array, "n k"]) -> Array:
+    def __call__(self, linear_map: LinearMap, block: Inexact[Array, "n k"]) -> Array:
         return jnp.sum(self.ratio(block, linear_map(block), linear_map)[0], axis=1)
 
     def ratio(
