@@ -17,9 +17,15 @@ N = 70
 MATRIX = hermitian(1.0 + np.arange(N) % 5 / 4)
 
 
+def times(matrix: Any, v: Any) -> Any:
+    """Multiply without an operation of JAX that a precision could be chosen for, so that
+    every such operation in the program of a call is traceax's own."""
+    return jnp.sum(matrix * v[None, :], axis=1)
+
+
 def operator(matrix: Any) -> lx.AbstractLinearOperator:
     structure = jax.eval_shape(lambda: matrix[0])
-    return lx.FunctionLinearOperator(lambda v: matrix @ v, structure, PSD)
+    return lx.FunctionLinearOperator(lambda v: times(matrix, v), structure, PSD)
 
 
 def logarithm(x: Any) -> Any:
@@ -27,11 +33,11 @@ def logarithm(x: Any) -> Any:
 
 
 def field(x: Any, matrix: Any) -> Any:
-    return matrix @ jnp.sin(x)
+    return times(matrix, jnp.sin(x))
 
 
 def energy(x: Any, matrix: Any) -> Any:
-    return jnp.sum(jnp.sin(matrix @ x))
+    return jnp.sum(jnp.sin(times(matrix, x)))
 
 
 def budgeted(fn: Callable[..., Any], budget: int, **how: Any) -> Callable[..., Any]:
@@ -75,7 +81,7 @@ def by_leaves(matrix: Any, key: Any, budget: int = 10, groups: Any = None) -> An
     structure = jax.eval_shape(lambda: (matrix[0, :30], matrix[0, 30:]))
 
     def apply(v: Any) -> Any:
-        product = matrix @ jnp.concatenate(v)
+        product = times(matrix, jnp.concatenate(v))
         return product[:30], product[30:]
 
     operator = lx.FunctionLinearOperator(apply, structure, PSD)

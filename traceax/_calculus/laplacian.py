@@ -65,6 +65,7 @@ from traceax._estimators.driver import estimate
 from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE
 from traceax._estimators.readouts import Batches
 from traceax._linalg.basis import orthonormalise
+from traceax._linalg.columns import dot
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import draw, for_mean
 from traceax._probes.samplers import Sampler, normal, rademacher
@@ -231,7 +232,7 @@ def _sketched(
     n, width = probes.shape[0], probes.shape[1] - design.num_probes
     hessian_map = LinearMap(hessian(subject.fn, subject.x, subject.args))
     q = orthonormalise(hessian_map(probes[:, :width])).columns
-    outside = probes[:, width:] - q @ (q.T @ probes[:, width:])
+    outside = probes[:, width:] - dot(q, dot(q.T, probes[:, width:]))
     frame = orthonormalise(outside).columns * (n - width) ** 0.5
     directions = jnp.hstack([q, frame / design.num_probes**0.5])
     one = jnp.ones((), directions.dtype)

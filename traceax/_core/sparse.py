@@ -108,8 +108,10 @@ class SparseOperator(lx.AbstractLinearOperator):
         @jax.checkpoint
         def add(total: Array, slot: tuple[Array, Array]) -> tuple[Array, None]:
             entries, columns = slot
-            # The transpose of `@` sums rows faster than that of a broadcast.
-            return total + (entries[:, None] @ ones) * block[columns], None
+            # The transpose of a product sums rows faster than that of a broadcast. Full
+            # precision, or a GPU would round the entries to 10 bits.
+            spread = jnp.matmul(entries[:, None], ones, precision=jax.lax.Precision.HIGHEST)
+            return total + spread * block[columns], None
 
         ones = jnp.ones((1, block.shape[1]), block.dtype)
         start = jnp.zeros((places.shape[1], block.shape[1]), self.data.dtype)

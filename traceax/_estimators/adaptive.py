@@ -43,7 +43,7 @@ from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_err
 from traceax._estimators.readouts import leave_one_out_of
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
-from traceax._linalg.columns import column_dots, times
+from traceax._linalg.columns import column_dots, dot, times
 from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
 from traceax._probes.samplers import Sampler
 from traceax._probes.stream import ProgressMeter, checked_meter
@@ -240,7 +240,7 @@ class _Pairs(eqx.Module):
         def read(width: int | None) -> Inexact[Array, ""]:
             q, mu = self.basis[:, :width], self.tested[:, :width]
             c = self.lengths[:width].astype(q.dtype)
-            left = q @ self.core[:width, :width], times(mu, c[None, :])
+            left = dot(q, self.core[:width, :width]), times(mu, c[None, :])
             right = jnp.hstack([q, mu])
             return jnp.sum(jnp.hstack(left).conj() * linear_map(right))
 
@@ -304,7 +304,7 @@ class _Growing(NamedTuple):
         basis = sketch.basis or orthonormalise(sketch.products)
         loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
         s, k = loo.directions, loo.x.shape[0]
-        kept = jnp.eye(k, dtype=s.dtype) - s @ s.conj().T / k
+        kept = jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k
         return _Pairs(basis.columns, loo.mu, kept, loo.resphering / k)
 
     def complete(

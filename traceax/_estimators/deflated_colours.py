@@ -39,7 +39,7 @@ from traceax._core.rule import Outcome
 from traceax._estimators.driver import Drawn, Method, Request
 from traceax._estimators.readouts import TRACE, Pairs, Target, leave_one_out, outside
 from traceax._estimators.second_batch import missed_shares
-from traceax._linalg.columns import column_dots, over, squared_modulus, times
+from traceax._linalg.columns import column_dots, dot, over, squared_modulus, times
 from traceax._linalg.jackknife import length, one_minus_squared_modulus
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.probing import (
@@ -128,11 +128,11 @@ def _deflated(linear_map: LinearMap, probes: Coloured, target: Target) -> Outcom
     q, each = decide(sketch, tests, probes.near)
     some, z = jnp.any(each), probes.coarse
     plain = jnp.any((tests != 0) & ~each[None, :], axis=1)
-    x, v = q.conj().T @ z, jnp.where(plain[:, None], z, 0)
-    mu, d = z - q @ x, z.shape[1]
+    x, v = dot(q.conj().T, z), jnp.where(plain[:, None], z, 0)
+    mu, d = z - dot(q, x), z.shape[1]
     right = jnp.where(some, _filled(others, q, mu), others)
     products = jnp.hstack([sketch, linear_map(right)])
-    read = _filled(others, q - v @ x.conj().T / d, (mu - v) / d)
+    read = _filled(others, q - dot(v, x.conj().T) / d, (mu - v) / d)
     read = jnp.where(some, read, others / probes.fine.shape[1])
     left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
     forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
@@ -165,7 +165,7 @@ def _errors(
     image, tested = jnp.split(products[:, SKETCH:], [SKETCH], axis=1)
     tested = tested[:, : x.shape[1]]
     left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse)
-    whole = parts(probes.coarse, tested + image @ x, probes.near_coarse)
+    whole = parts(probes.coarse, tested + dot(image, x), probes.near_coarse)
     deflated = jnp.hypot(left, jnp.where(plain, 2**0.5 * whole, 0))
     return jnp.where(some, deflated, parts(probes.fine, products, probes.near))
 
@@ -176,10 +176,10 @@ def decide(
     """The basis of the sketch, and the a_i."""
     loo = leave_one_out(sketch, z, resphere=False)
     own, (q, s) = (z != 0).astype(z.dtype), (loo.basis.columns, loo.directions)
-    overlap, qs = s.conj().T @ s, q @ s
+    overlap, qs = dot(s.conj().T, s), dot(q, s)
     inverse = one_minus_squared_modulus(overlap) ** -1.0
-    removed = jnp.sum(qs * own, axis=1)[:, None] - qs * (own @ overlap.T)
-    removed = times(own.real @ times(loo.distances[:, None], inverse), removed)
+    removed = jnp.sum(qs * own, axis=1)[:, None] - qs * dot(own, overlap.T)
+    removed = times(dot(own.real, times(loo.distances[:, None], inverse)), removed)
     shown = jnp.sum(own * over(sketch, loo.basis.scale), axis=1)
     forms = jnp.sum(z, axis=1).conj()[:, None] * jnp.hstack([shown[:, None], removed])
     differ = squared_modulus(forms[near.neighbours] - forms[:, None, :])

@@ -31,6 +31,7 @@ from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
+    dot,
     largest_modulus,
     mean,
     row_dots,
@@ -147,9 +148,9 @@ def _na_hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcom
     right, left, rest = probes.blocks
     q = orthonormalise(linear_map(right)).columns
     co_range, products = linear_map.adjoint(left), linear_map(rest)
-    inverse = lapack.pinv(left.conj().T @ q)
-    low = jnp.sum((co_range @ inverse.conj().T).conj() * q)
-    missed = products - q @ (inverse @ (co_range.conj().T @ rest))
+    inverse = lapack.pinv(dot(left.conj().T, q))
+    low = jnp.sum(dot(co_range, inverse.conj().T).conj() * q)
+    missed = products - dot(q, dot(inverse, dot(co_range.conj().T, rest)))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
     error = standard_error(samples, 4 * linear_map.eps * rounding)
@@ -233,7 +234,7 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     test, rest = probes.blocks
     q = orthonormalise(linear_map(test)).columns
     shares = jnp.full(rest.shape[1], 1 / rest.shape[1], rest.real.dtype)
-    one, mu = jnp.ones((), shares.dtype), rest - q @ (q.conj().T @ rest)
+    one, mu = jnp.ones((), shares.dtype), rest - dot(q, dot(q.conj().T, rest))
     weight = TwoSided(target, q, None, rest, mu, shares, one, one)
     image, hermitian = linear_map.adjoint(q), linear_map.is_hermitian
     remainder = outside(q, None, linear_map(mu if hermitian else rest))

@@ -64,6 +64,8 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     diagonal,
+    dot,
+    einsum,
     largest_modulus,
     mean,
     over,
@@ -217,22 +219,22 @@ def _readout(known: Products, resphere: bool) -> Pairs:
     images, vectors = over(known.images, basis.scale), right.conj().T
     space = fit(sizes**2, vectors, images, known.directions, ridge)
     v, gram, columns = space.vectors, space.gram, space.columns
-    inner = v.conj().swapaxes(1, 2) @ gram @ v
-    spread = jnp.moveaxis(v @ inner, 0, 1).reshape(m, 2 * k) @ columns.conj().T / k
-    removed = columns @ columns.conj().T / k
-    cross, unit = removed @ gram, jnp.eye(m, dtype=gram.dtype)
+    inner = dot(v.conj().swapaxes(1, 2), gram, v)
+    spread = dot(jnp.moveaxis(dot(v, inner), 0, 1).reshape(m, 2 * k), columns.conj().T) / k
+    removed = dot(columns, columns.conj().T) / k
+    cross, unit = dot(removed, gram), jnp.eye(m, dtype=gram.dtype)
     kept = 2 * (unit - removed) - gram + cross + cross.conj().T - spread
 
-    inside = space.left.conj().T @ block
-    along = jnp.einsum("kma,mk->ka", v.conj(), inside)
-    mu = block - space.left @ (inside - jnp.einsum("kma,ka->mk", v, along))
+    inside = dot(space.left.conj().T, block)
+    along = einsum("kma,mk->ka", v.conj(), inside)
+    mu = block - dot(space.left, inside - einsum("kma,ka->mk", v, along))
     lengths = jnp.ones(k, sizes.dtype)
     if resphere:  # n - tr(2 P_j - P_j^2)
-        second = jnp.sum(column_norms_squared(gram @ columns).reshape(k, 2), axis=1)
+        second = jnp.sum(column_norms_squared(dot(gram, columns)).reshape(k, 2), axis=1)
         squares = jnp.sum(squared_modulus(gram)) - 2 * second
         squares = squares + jnp.sum(squared_modulus(inner), axis=(1, 2))
         lengths = (n - 2 * space.traces + squares) / column_norms_squared(mu)
-    left = space.left @ kept, times(mu, lengths[None, :] / k)
+    left = dot(space.left, kept), times(mu, lengths[None, :] / k)
     return Pairs(jnp.hstack(left), jnp.hstack([space.left, mu]))
 
 
@@ -256,8 +258,8 @@ def value_and_error(
         error = jackknife.jackknife_error(replicates, rounding)
     if resphere and k > 1:
         along = of_a.remainders / of_one.remainders
-        across = of_a.left @ of_a.residuals
-        across = across - of_one.left @ times(along[None, :], of_one.residuals)
+        across = dot(of_a.left, of_a.residuals)
+        across = across - dot(of_one.left, times(along[None, :], of_one.residuals))
         missed = factors**2 * column_norms_squared(across)
         real = not jnp.iscomplexobj(known.test)
         error = jackknife.no_less_than_theory(error, missed, real=real)
@@ -273,7 +275,7 @@ def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, 
 def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
     """tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j."""
     pairs, columns = left_out_in_pairs(fit), fit.columns
-    removed = pairs.removed(columns.conj().T @ fit.gram @ columns)
+    removed = pairs.removed(dot(columns.conj().T, fit.gram, columns))
     traces = jnp.trace(fit.gram).real - removed
     return traces, pairs.inverse[..., 1, 1].real * fit.squares[None, :] - fit.shift
 
@@ -298,7 +300,7 @@ def leaf_by_leaf(
 
     def of_leaf(leaf: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         gram, tested, plain = leaf
-        forms, along = columns.conj().T @ gram @ columns, tested @ columns
+        forms, along = dot(columns.conj().T, gram, columns), dot(tested, columns)
         total, plain = jnp.trace(gram).real, (1 - weights) * plain
         of_one = jnp.sum(diagonal(forms).real.reshape(k, 2), axis=1)
         rest = diagonal(along.reshape(k, k, 2)[..., 1]).real
@@ -322,8 +324,8 @@ def _of_leaves(
     as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
     rows = [unflatten_rows(x.T, as_they_are) for x in (left, known.block, known.sketch)]
     rows = [[leaf.reshape(leaf.shape[0], -1) for leaf in block] for block in rows]
-    grams = jnp.stack([f.conj() @ f.T for f in rows[0]])
-    tested = jnp.stack([w.conj() @ f.T for f, w, _ in zip(*rows, strict=True)])
+    grams = jnp.stack([dot(f.conj(), f.T) for f in rows[0]])
+    tested = jnp.stack([dot(w.conj(), f.T) for f, w, _ in zip(*rows, strict=True)])
     forms = [row_dots(y, w).real for _, w, y in zip(*rows, strict=True)]
     counts = jnp.asarray([leaf.size for leaf in leaves], left.real.dtype)
     return grams, tested, jnp.stack(forms), counts

@@ -28,7 +28,7 @@ from traceax._estimators.driver import Method, Probes, estimate, one_block
 from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM, with_second_products
 from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target, leave_one_out
 from traceax._linalg import jackknife
-from traceax._linalg.columns import column_norms_squared, largest_modulus, mean, over
+from traceax._linalg.columns import column_norms_squared, dot, largest_modulus, mean, over
 from traceax._probes.samplers import Sampler, rademacher
 
 
@@ -118,7 +118,7 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     q, s = loo.basis.columns, loo.directions
     readout = Squares(target, q, s, loo.mu, loo.resphering)
     image = linear_map(q)
-    remainder = over(first - image @ loo.x, scale)
+    remainder = over(first - dot(image, loo.x), scale)
     image = over(image, scale)
     known = readout.known(image)
     samples = known + readout.remainders(remainder)
@@ -128,9 +128,9 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
     if k < 3:
         error = jackknife.standard_error(samples, rounding)
     else:
-        w, lengths = q.conj().T @ block, column_norms_squared(loo.mu)
+        w, lengths = dot(q.conj().T, block), column_norms_squared(loo.mu)
         pairs = jackknife.pairs_of_probes(s, w, lengths, n - k + 2 if resphere else None)
-        replicates = jackknife.row_norm_replicates(pairs, known, image @ s, remainder)
+        replicates = jackknife.row_norm_replicates(pairs, known, dot(image, s), remainder)
         error = jackknife.jackknife_error(replicates, rounding)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
 

@@ -41,6 +41,7 @@ from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
+    dot,
     mean,
     over,
     row_dots,
@@ -76,9 +77,9 @@ def leave_one_out_of(
     """`basis` is that of the sketch of `probes`."""
     n, k = probes.shape
     s, distances = downdate(basis)
-    w = basis.columns.conj().T @ probes
+    w = dot(basis.columns.conj().T, probes)
     x = w - s * column_dots(s, w)[None, :]
-    mu = probes - basis.columns @ x
+    mu = probes - dot(basis.columns, x)
     lengths = column_norms_squared(mu)
     resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
     return LeaveOneOut(probes, basis, s, distances, x, mu, resphering)
@@ -88,10 +89,10 @@ def outside(
     q: Inexact[Array, "n k"], s: Inexact[Array, "k l"] | None, block: Inexact[Array, "n l"]
 ) -> Inexact[Array, "n l"]:
     """(I - P_i) b_i for the columns b_i; without directions, (I - Q Q*) b_i."""
-    inside = q.conj().T @ block
+    inside = dot(q.conj().T, block)
     if s is not None:
         inside = inside - s * column_dots(s, inside)[None, :]
-    return block - q @ inside
+    return block - dot(q, inside)
 
 
 class Samples(eqx.Module):
@@ -119,7 +120,7 @@ class Samples(eqx.Module):
         if weights is None:
             return times(scale, mean(values)), scale * error
         error = root_design_effect(weights) * error
-        return times(scale, values @ weights.astype(values.dtype)), scale * error
+        return times(scale, dot(values, weights.astype(values.dtype))), scale * error
 
 
 def independent(
@@ -140,7 +141,7 @@ def _products(linear_map: LinearMap, z: Inexact[Array, "n k"]) -> Inexact[Array,
 def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
     """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
     if linear_map.operator.out_size() < linear_map.operator.in_size():
-        return z.real @ column_norms_squared(linear_map.adjoint(z))
+        return dot(z.real, column_norms_squared(linear_map.adjoint(z)))
     return row_norms_squared(linear_map(z))
 
 
@@ -269,7 +270,7 @@ def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> 
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     weights = jnp.full(k, 1 / k) if weights is None else weights
     weights = weights.astype(loo.resphering.dtype)
-    kept = q - (q @ s) @ times(s, weights[None, :]).conj().T
+    kept = q - dot(q, s, times(s, weights[None, :]).conj().T)
     left = [kept, times(loo.mu, (loo.resphering * weights)[None, :])]
     return Pairs(jnp.hstack(left), jnp.hstack([q, loo.mu]))
 
@@ -327,7 +328,7 @@ class TwoSided(eqx.Module):
         remainder = outside(self.basis, self.directions, products)
         rows += row_dots(remainder, times(self.probes, self.shares[None, :]))
         if self.plain is not None:
-            products = products if self.x is None else products + image @ self.x
+            products = products if self.x is None else products + dot(image, self.x)
             rows += row_dots(products, times(self.probes, self.plain[None, :]))
         return self.target.of(rows, linear_map)
 
@@ -336,15 +337,15 @@ class TwoSided(eqx.Module):
     ) -> Inexact[Array, " n"]:
         """The first term, from B Q and B* Q."""
         q, s = self.basis, self.directions
-        h = q.conj().T @ image
+        h = dot(q.conj().T, image)
         if s is None:
-            return row_dots(q, coimage) + row_dots(image - q @ h, q)
+            return row_dots(q, coimage) + row_dots(image - dot(q, h), q)
         weighted = times(self.shares[:, None], s.conj().T)
-        core = times(self.forward, h) - s @ (weighted @ h) - (h @ s) @ weighted
-        core = core + (s * column_dots(s, h @ s)[None, :]) @ weighted
-        kept = times(self.adjoint, q) - (q @ s) @ weighted
-        kept_image = times(self.forward, image) - (image @ s) @ weighted
-        return row_dots(kept, coimage) + row_dots(kept_image - q @ core, q)
+        core = times(self.forward, h) - dot(s, dot(weighted, h)) - dot(h, s, weighted)
+        core = core + dot(s * column_dots(s, dot(h, s))[None, :], weighted)
+        kept = times(self.adjoint, q) - dot(q, s, weighted)
+        kept_image = times(self.forward, image) - dot(image, s, weighted)
+        return row_dots(kept, coimage) + row_dots(kept_image - dot(q, core), q)
 
 
 def two_sided(
@@ -378,7 +379,7 @@ class Squares(eqx.Module):
 
     def known(self, image: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
         """|b_a P_i|^2, from B Q."""
-        removed = squared_modulus(image @ self.directions)
+        removed = squared_modulus(dot(image, self.directions))
         return row_norms_squared(image)[:, None] - removed
 
     def remainders(self, products: Inexact[Array, "p k"]) -> Float[Array, "p k"]:

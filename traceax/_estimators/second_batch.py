@@ -81,6 +81,7 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     diagonal,
+    dot,
     mean,
     over,
     squared_modulus,
@@ -189,9 +190,9 @@ def missed_shares(
     For a diagonal the part along w_j, not along mu_ij, is left out; both are known from
     r_ij* w_j = r_ij* mu_ij."""
     s, w = loo.directions, loo.probes
-    overlap = s.conj().T @ s
+    overlap = dot(s.conj().T, s)
     inverse = 1 / jackknife.one_minus_squared_modulus(overlap)
-    sw = s.conj().T @ (loo.basis.columns.conj().T @ w)
+    sw = dot(s.conj().T, dot(loo.basis.columns.conj().T, w))
     own = diagonal(sw)[None, :]
     # u_ij* Q* w_j and t_ij* Q* w_j, but for a.
     uw, tw = sw - overlap * own, own - overlap.conj() * sw
@@ -211,7 +212,7 @@ def shares_of(
     """t_i from the |r_ij|^2, for all i and j, in `missed`."""
     others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
     along = squared_modulus(column_dots(probes, sketch)) / column_norms_squared(probes)
-    whole = others @ (column_norms_squared(sketch) - along)
+    whole = dot(others, column_norms_squared(sketch) - along)
     missed = jnp.sum(others * missed, axis=1)
     return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
 
@@ -271,8 +272,8 @@ def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
 
 def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
     (n, k), right = known.block.shape, over(fitted.residuals, fitted.squares[None, :])
-    images, gram = fitted.left @ right, right.conj().T @ right
-    forms = images.conj().T @ images
+    images, gram = dot(fitted.left, right), dot(right.conj().T, right)
+    forms = dot(images.conj().T, images)
     lengths, own = diagonal(gram).real[:, None], diagonal(forms).real
     along = over(gram, lengths)
     left = lengths.T - squared_modulus(gram) / lengths

@@ -47,6 +47,7 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg.columns import (
     column_dots,
+    dot,
     mean,
     over,
     row_dots,
@@ -137,20 +138,20 @@ def _two_sided(
     loo: LeaveOneOut, image: Inexact[Array, "n k"], sketch: Inexact[Array, "n k"]
 ) -> Inexact[Array, "n k"]:
     q, s = loo.basis.columns, loo.directions
-    h = q.conj().T @ image
-    beyond = image - q @ h
-    known = 2 * row_dots(image, q).real - row_dots(q @ h, q).real
-    v, n = q @ s, beyond @ s
-    inside = column_dots(s, h @ s).real[None, :]
+    h = dot(q.conj().T, image)
+    beyond = image - dot(q, h)
+    known = 2 * row_dots(image, q).real - row_dots(dot(q, h), q).real
+    v, n = dot(q, s), dot(beyond, s)
+    inside = column_dots(s, dot(h, s)).real[None, :]
     removed = 2 * (v * n.conj()).real + squared_modulus(v) * inside
-    remainder = outside(q, s, sketch - image @ loo.x)
+    remainder = outside(q, s, sketch - dot(image, loo.x))
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 
 
 def _one_sided(loo: LeaveOneOut, coimage: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
     q, s = loo.basis.columns, loo.directions
-    v = q @ s
-    missed = times(loo.probes.conj(), loo.distances[None, :]) - (coimage @ s).conj()
+    v = dot(q, s)
+    missed = times(loo.probes.conj(), loo.distances[None, :]) - dot(coimage, s).conj()
     return row_dots(q, coimage)[:, None] + v * missed
 
 
@@ -207,7 +208,7 @@ XNYSDIAG = Method(
 
 def xnysdiag_samples(known: Products, fitted: Fit) -> Samples:
     """With z_i = F u_i/|u_i|, diag F F* - |z_i|^2 + conj(w_i) o z_i/|u_i|."""
-    whole, missed = row_norms_squared(fitted.left), fitted.left @ fitted.residuals
+    whole, missed = row_norms_squared(fitted.left), dot(fitted.left, fitted.residuals)
     removed = over(squared_modulus(missed), fitted.squares[None, :])
     tested = (missed * known.block.conj()).real
     rounding = 4 * known.eps * (whole + mean(whole)) + fitted.shift / whole.size

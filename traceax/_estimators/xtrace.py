@@ -36,7 +36,14 @@ from traceax._estimators.readouts import (
     trace_pairs,
 )
 from traceax._linalg import jackknife
-from traceax._linalg.columns import column_dots, column_norms_squared, mean, over, times
+from traceax._linalg.columns import (
+    column_dots,
+    column_norms_squared,
+    dot,
+    mean,
+    over,
+    times,
+)
 from traceax._probes.samplers import Sampler
 
 
@@ -104,26 +111,26 @@ def xtrace_of(
     the samples, if there are `weights`, of sum 1."""
     n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
-    h = over(q.conj().T @ images, scale)
-    coimage = over(images.conj().T @ loo.mu, scale)
+    h = over(dot(q.conj().T, images), scale)
+    coimage = over(dot(images.conj().T, loo.mu), scale)
     remainders = over(column_dots(loo.mu, sketch), scale) - column_dots(coimage, loo.x)
     resphered = times(loo.resphering, remainders)
-    samples = jnp.trace(h) - column_dots(s, h @ s) + resphered
+    samples = jnp.trace(h) - column_dots(s, dot(h, s)) + resphered
 
     rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * rounding
     if k < 3:
         error = jackknife.standard_error(samples, rounding)
     else:
-        w = q.conj().T @ loo.probes
+        w = dot(q.conj().T, loo.probes)
         # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
-        image = loo.basis.factor - h @ loo.x
+        image = loo.basis.factor - dot(h, loo.x)
         residual_rank = n - k + 2 if resphere else None
         pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
         replicates = jackknife.xtrace_replicates(pairs, h, image, coimage, remainders)
         error = jackknife.jackknife_error(replicates, rounding)
     if resphere and k > 1:
-        missed = _missed(loo, over(sketch - images @ loo.x, scale), remainders)
+        missed = _missed(loo, over(sketch - dot(images, loo.x), scale), remainders)
         real = not jnp.iscomplexobj(sketch)
         error = jackknife.no_less_than_theory(error, missed, real=real)
     value = mean(samples) if weights is None else jnp.sum(times(weights, samples))

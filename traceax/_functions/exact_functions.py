@@ -29,7 +29,7 @@ from traceax._core.rule import Outcome, estimate, with_own_jvp
 from traceax._core.vectors import Structure, as_result
 from traceax._estimators.driver import SMALL
 from traceax._linalg import lapack
-from traceax._linalg.columns import largest_modulus
+from traceax._linalg.columns import dot, einsum, largest_modulus
 from traceax._linalg.krylov import ASYMMETRY
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.nodes import Nodes, Paired, at_nodes, perturbation, refuse_second
@@ -122,7 +122,7 @@ def _pairs(matrix: Inexact[Array, "n n"], eigen: Eigen, subject: MatrixFunction)
     """tr(f'(A) dA)."""
     matrix = with_own_jvp(matrix, LinearMap.dense, subject.linear_map)
     slopes = columns(Slope(subject.fn), matrix, eigen, count=len(matrix))
-    return None, lambda rows: jnp.einsum("pij,ij->p", slopes, rows.astype(slopes.dtype))
+    return None, lambda rows: einsum("pij,ij->p", slopes, rows.astype(slopes.dtype))
 
 
 def exact_general_trace(
@@ -158,9 +158,9 @@ def _general_pairs(matrix: Inexact[Array, "n n"], subject: MatrixFunction) -> Pa
     slopes = at_nodes(Slope(subject.fn), nodes).astype(nodes.dtype)
 
     def total(rows: Inexact[Array, "n n"]) -> Inexact[Array, " p"]:
-        turned = inverse @ rows.T.astype(nodes.dtype)
-        rates = jnp.einsum("kab,kba->ka", turned, vectors)
-        return jnp.einsum("kap,ka->p", slopes, rates) / 2
+        turned = dot(inverse, rows.T.astype(nodes.dtype))
+        rates = einsum("kab,kba->ka", turned, vectors)
+        return einsum("kap,ka->p", slopes, rates) / 2
 
     return None, total
 

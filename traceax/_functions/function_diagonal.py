@@ -51,7 +51,15 @@ from traceax._estimators.hutchinson import hutchinson_diagonal
 from traceax._estimators.readouts import DIAGONAL, TwoSided, leave_one_out, two_sided
 from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import Function, checked_run, real_dtype
-from traceax._linalg.columns import largest_modulus, mean, row_dots, squared_modulus, times
+from traceax._linalg.columns import (
+    dot,
+    einsum,
+    largest_modulus,
+    mean,
+    row_dots,
+    squared_modulus,
+    times,
+)
 from traceax._linalg.jackknife import quadrature_error, shared_error
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
 from traceax._probes.draw import check_independent, coloured, draw, probes_per_sample
@@ -238,7 +246,7 @@ class SpacesLeftOut(eqx.Module):
     def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
         """c, the multiple of I that is nearest to what the S_i leave of F."""
         r = self.spaces.remainders
-        forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T)).real
+        forms = jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T)).real
         lengths = jnp.sum(squared_modulus(r))
         return forms / jnp.where(lengths > 0, lengths, 1)
 
@@ -247,10 +255,10 @@ class SpacesLeftOut(eqx.Module):
 
         def removed(complement: Inexact[Array, "r p"]) -> Float[Array, " n"]:
             r = len(complement)
-            image = f[:, :r] @ complement
-            within = self._padded(complement @ (complement.conj().T @ image[:r]))
-            twice = self.basis @ (2 * times(self._outside, image) + within)
-            return row_dots(twice, self.basis[:, :r] @ complement).real
+            image = dot(f[:, :r], complement)
+            within = self._padded(dot(complement, dot(complement.conj().T, image[:r])))
+            twice = dot(self.basis, 2 * times(self._outside, image) + within)
+            return row_dots(twice, dot(self.basis[:, :r], complement)).real
 
         # One probe at a time: together they are larger than the basis.
         known = self._form(self._inside(f))[:, None]
@@ -261,17 +269,17 @@ class SpacesLeftOut(eqx.Module):
         """The mean of the samples, in one product of the size of Z."""
         complement = self.spaces.vectors
         k, r, _ = complement.shape
-        lacks = jnp.einsum("kra,ksa->rs", complement, complement.conj()) / k
-        core = jnp.einsum("kra,rs,ksb->kab", complement.conj(), f[:r, :r], complement)
-        lost = jnp.einsum("kra,kab,ksb->rs", complement, core / k, complement.conj())
-        lost = self._padded(lost) + 2 * times(self._outside, f[:, :r] @ lacks)
+        lacks = einsum("kra,ksa->rs", complement, complement.conj()) / k
+        core = einsum("kra,rs,ksb->kab", complement.conj(), f[:r, :r], complement)
+        lost = einsum("kra,kab,ksb->rs", complement, core / k, complement.conj())
+        lost = self._padded(lost) + 2 * times(self._outside, dot(f[:, :r], lacks))
         tested = mean((self.probes.conj() * self._tested(f)).real)
         return self._form(self._inside(f) - lost) + tested
 
     def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
         """A bound on the size of the terms of a sample, for positive F."""
         r = self.spaces.remainders
-        forms = jnp.sum(r.conj() * (r @ f[: r.shape[1], : r.shape[1]].T), axis=1).real
+        forms = jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T), axis=1).real
         known = jnp.maximum(self._form(f), 0)
         return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(forms, 0)))
 
@@ -279,9 +287,9 @@ class SpacesLeftOut(eqx.Module):
         """Z G_i F r_i."""
         complement, remainder = self.spaces.vectors, self.spaces.remainders
         r = remainder.shape[1]
-        image = f[:, :r] @ remainder.T
-        within = jnp.einsum("kra,ksa,sk->rk", complement, complement.conj(), image[:r])
-        return self.basis @ (times(self._outside, image) + self._padded(within))
+        image = dot(f[:, :r], remainder.T)
+        within = einsum("kra,ksa,sk->rk", complement, complement.conj(), image[:r])
+        return dot(self.basis, times(self._outside, image) + self._padded(within))
 
     def _inside(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "m r"]:
         """(J + 2 E) F J, J = I - E, whose form is that of F - E F E."""
@@ -290,7 +298,7 @@ class SpacesLeftOut(eqx.Module):
 
     def _form(self, f: Inexact[Array, "m r"]) -> Float[Array, " n"]:
         """Re diag(Z F Z*)."""
-        return row_dots(self.basis @ f, self.basis[:, : f.shape[1]]).real
+        return row_dots(dot(self.basis, f), self.basis[:, : f.shape[1]]).real
 
     @property
     def _outside(self) -> Float[Array, "m 1"]:
@@ -339,7 +347,7 @@ def _function(
     values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
     # LAPACK may return finite numbers for NaN input.
     values = jnp.where(jnp.isnan(eigen.values), jnp.nan, values)
-    return times(vectors, values[None, :]) @ vectors.conj().T
+    return dot(times(vectors, values[None, :]), vectors.conj().T)
 
 
 def _sketch(
@@ -352,5 +360,5 @@ def _sketch(
     k = run.probes.shape[1]
     count = (k + 1) // 2
     grain = jnp.finfo(largest.dtype).eps ** 0.5 * largest
-    image = run.basis @ (rest[:, :k] @ space.starts[:, :count])
+    image = dot(run.basis, dot(rest[:, :k], space.starts[:, :count]))
     return image + times(grain, run.probes[:, :count])

@@ -43,7 +43,7 @@ from traceax._functions.exact_functions import (
     is_cheap,
 )
 from traceax._functions.slq import Function, Real, checked_run, quadratures, real_dtype
-from traceax._linalg.columns import largest_modulus, over, times
+from traceax._linalg.columns import dot, largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import check_independent, draw, for_pattern, is_known
 from traceax._probes.samplers import Sampler, rademacher, sphere
@@ -257,7 +257,7 @@ def solved(
     def transposed(_: Any, y: Array) -> Array:
         return solve(_, y.conj()).conj()
 
-    return jax.lax.custom_linear_solve(lambda v: matrix @ v, y, solve, transposed)
+    return jax.lax.custom_linear_solve(lambda v: dot(matrix, v), y, solve, transposed)
 
 
 def _along(matrix: Inexact[Array, "n n"], inverse: Inexact[Array, "n n"]) -> Array:

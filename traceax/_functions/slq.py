@@ -24,7 +24,7 @@ from traceax._core.operator import LinearMap, Operator, frozen, working_dtype
 from traceax._core.rule import Outcome, Readout, estimate
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
-from traceax._linalg.columns import largest_modulus, promoted
+from traceax._linalg.columns import einsum, largest_modulus, promoted
 from traceax._linalg.krylov import Krylov, by_levels, lanczos
 from traceax._probes.draw import check_independent, coloured, probes_per_sample
 from traceax._probes.probing import Neighbourhood, neighbour_residuals, neighbourhood_of
@@ -342,8 +342,8 @@ def _indicator(
     eps, real = float(jnp.finfo(z.dtype).eps), not jnp.iscomplexobj(z)
 
     def of_one(values: Inexact[Array, "N m"]) -> Float[Array, " n"]:
-        inner = jnp.einsum("Nab,Nb,Nb->Na", *promoted(eigen.vectors, first, values))
-        products = jnp.einsum("Nmn,Nm->nN", *promoted(krylov.basis, inner))
+        inner = einsum("Nab,Nb,Nb->Na", *promoted(eigen.vectors, first, values))
+        products = einsum("Nmn,Nm->nN", *promoted(krylov.basis, inner))
         residuals = neighbour_residuals(z, products, near)
         return residuals.error_in_sum(near, eps, real=real)
 

@@ -33,6 +33,7 @@ from traceax._linalg import lapack
 from traceax._linalg.columns import (
     column_norms_squared,
     diagonal,
+    dot,
     largest_modulus,
     over,
     times,
@@ -94,13 +95,13 @@ def _randomised(
     sizes, right = approximate_svd(block)
     # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
-    tall = block @ over(right.conj().T, raised[None, :])
+    tall = dot(block, over(right.conj().T, raised[None, :]))
     fresh = _signs(n, k, block.real.dtype).astype(block.dtype) / n**0.5
     tall = jnp.where((raised > sizes)[None, :], fresh, tall)
-    lower = lapack.cholesky(tall.conj().T @ tall)
+    lower = lapack.cholesky(dot(tall.conj().T, tall))
     turn = _inverse(lower)
-    factor = lower.conj().T @ times(raised[:, None], right)
-    return tall @ turn.conj().T, factor, turn @ over(right, raised[:, None])
+    factor = dot(lower.conj().T, times(raised[:, None], right))
+    return dot(tall, turn.conj().T), factor, dot(turn, over(right, raised[:, None]))
 
 
 def approximate_svd(
@@ -112,7 +113,7 @@ def approximate_svd(
     if n >= TALL * k:
         count = 3 * k // 2 + 10
         signs = _signs(n, count, block.real.dtype).astype(block.dtype)
-        block = signs.T @ block / count**0.5
+        block = dot(signs.T, block) / count**0.5
     return lapack.svd(block)[1:]
 
 
@@ -127,8 +128,8 @@ def square_roots(
 
     def step(_: Array | int, roots: tuple[Array, Array]) -> tuple[Array, Array]:
         y, z = roots
-        turn = (3 * unit - z @ y) / 2
-        return y @ turn, turn @ z
+        turn = (3 * unit - dot(z, y)) / 2
+        return dot(y, turn), dot(turn, z)
 
     y, z = jax.lax.fori_loop(0, 18, step, (gram / 256, unit))
     return 16 * y, z / 16
@@ -169,18 +170,18 @@ def extend(
     q = basis.columns
     block = over(block, basis.scale)
     floor = jnp.maximum(_floor(basis.factor), _floor(block))
-    inside = q.conj().T @ block
-    columns, corner, inverse = _decompose(block - q @ inside, floor)
+    inside = dot(q.conj().T, block)
+    columns, corner, inverse = _decompose(block - dot(q, inside), floor)
     for _ in range(2):
-        noise = noise - q @ (q.conj().T @ noise)
+        noise = noise - dot(q, dot(q.conj().T, noise))
     level = 10 * jnp.finfo(block.dtype).eps / jnp.sqrt(column_norms_squared(noise))
     for added in (times(noise, level[None, :]), 0):
-        overlap = q.conj().T @ columns
-        inside = inside + overlap @ corner
-        columns, turn, turn_inverse = _decompose(columns - q @ overlap + added, floor)
-        corner, inverse = turn @ corner, turn_inverse @ inverse
+        overlap = dot(q.conj().T, columns)
+        inside = inside + dot(overlap, corner)
+        columns, turn, turn_inverse = _decompose(columns - dot(q, overlap) + added, floor)
+        corner, inverse = dot(turn, corner), dot(turn_inverse, inverse)
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
-    below = -inverse @ inside.conj().T @ basis.inverse
+    below = dot(-inverse, inside.conj().T, basis.inverse)
     return Basis(
         jnp.hstack([q, columns]),
         jnp.block([[basis.factor, inside], [zeros, corner]]),
@@ -203,7 +204,7 @@ def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     def double(log_width: Array | int, inverse: Array) -> Array:
         block = index >> log_width
         below = (block[:, None] == block[None, :] + 1) & (block[:, None] & 1 == 1)
-        return inverse - inverse @ (jnp.where(below, lower, 0) @ inverse)
+        return inverse - dot(inverse, dot(jnp.where(below, lower, 0), inverse))
 
     start = unit / jnp.sum(unit * lower, axis=0)[None, :]
     return jax.lax.fori_loop(0, (k - 1).bit_length(), double, start)

@@ -45,7 +45,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from traceax._linalg.columns import diagonal, mean, promoted, squared_modulus, times
+from traceax._linalg.columns import (
+    diagonal,
+    dot,
+    einsum,
+    mean,
+    promoted,
+    squared_modulus,
+    times,
+)
 from traceax._linalg.krylov import Complements
 
 
@@ -198,10 +206,10 @@ def pairs_of_probes(
 ) -> Pairs:
     """`w` is Q* Omega, `lengths` are |mu_j|^2, `residual_rank` is n - k + 2, or None if the
     probes are not resphered."""
-    overlap = s.conj().T @ s
+    overlap = dot(s.conj().T, s)
     inverse = 1 / one_minus_squared_modulus(overlap)
     pairs = Pairs(s, overlap, inverse, overlap, jnp.ones_like(inverse))
-    tests = pairs.along(s.conj().T @ w)
+    tests = pairs.along(dot(s.conj().T, w))
     if residual_rank is not None:
         restored = residual_rank / (lengths[None, :] + squared_modulus(tests) * inverse)
         pairs = pairs._replace(resphering=restored)
@@ -218,13 +226,13 @@ def xtrace_replicates(
     """`image` and `coimage` are Q* A mu_j and Q* A* mu_j; `remainders` mu_j* A mu_j."""
     s, overlap = pairs.directions, pairs.overlap
     s_adjoint = s.conj().T
-    shs = s_adjoint @ h @ s
+    shs = dot(s_adjoint, h, s)
     own = diagonal(shs)
     uhu = own[:, None] - shs * overlap.T - overlap * shs.T
     uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), pairs.inverse)
     c = times(pairs.tests, pairs.inverse)
-    cross = c.conj() * pairs.along(s_adjoint @ image)
-    cross = cross + c * pairs.along(s_adjoint @ coimage).conj()
+    cross = c.conj() * pairs.along(dot(s_adjoint, image))
+    cross = cross + c * pairs.along(dot(s_adjoint, coimage)).conj()
     second = times(squared_modulus(pairs.tests) * pairs.inverse, uhu)
     products = times(pairs.resphering, remainders[None, :] + cross + second)
     return mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
@@ -244,7 +252,7 @@ def row_norm_replicates(
     tested, squares = c * squared_modulus(beta), squared_modulus(v)
 
     def over_j(block: Inexact[Array, "p k"], weights: Inexact[Array, "k k"]) -> Array:
-        return block @ weights.T
+        return dot(block, weights.T)
 
     own = squares * jnp.sum(tested - inverse, axis=1)[None, :]
     of_i = over_j(squared_modulus(remainders), c)
@@ -284,11 +292,13 @@ def krylov_replicates(
     vectors, remainders, dimensions, _ = spaces
     k, r, q = vectors.shape
     columns = jnp.moveaxis(vectors, 0, 1).reshape(r, k * q)
-    before, after, values = promoted(columns.conj().T @ right, left @ columns, values)
-    forms = jax.vmap(lambda v: _pair_blocks((before * v[None, :]) @ after, k))(values)
-    gram = _pair_blocks(columns.conj().T @ columns, k)
+    before, after, values = promoted(
+        dot(columns.conj().T, right), dot(left, columns), values
+    )
+    forms = jax.vmap(lambda v: _pair_blocks(dot(before * v[None, :], after), k))(values)
+    gram = _pair_blocks(dot(columns.conj().T, columns), k)
     inverse = _pseudoinverse(gram)
-    tests = jnp.einsum("jra,jr->ja", vectors.conj(), remainders)
+    tests = einsum("jra,jr->ja", vectors.conj(), remainders)
 
     # Sums of products compile faster here than matrix products.
     b = jnp.sum(inverse[..., q:] * tests[None, :, None, :], axis=-1)
@@ -302,8 +312,8 @@ def krylov_replicates(
 
     # tr(J F) from the first sample.
     own = forms[:, 0, 0, :q, :q]
-    first = jnp.einsum("a,pab,b->p", *promoted(tests[0].conj(), own, tests[0]))
-    total = samples[:, 0].astype(own.dtype) + jnp.einsum("paa->p", own) - first
+    first = einsum("a,pab,b->p", *promoted(tests[0].conj(), own, tests[0]))
+    total = samples[:, 0].astype(own.dtype) + einsum("paa->p", own) - first
     pairs = total[:, None, None] - removed + times(factors[None], tested)
     return jax.vmap(mean_of_others)(pairs)
 
@@ -312,7 +322,7 @@ def _pair_blocks(square: Inexact[Array, "kq kq"], k: int) -> Inexact[Array, "{k}
     """The principal block of each pair i, j, from a matrix of q x q blocks."""
     q = square.shape[0] // k
     blocks = jnp.transpose(square.reshape(k, q, k, q), (0, 2, 1, 3))
-    own = jnp.einsum("iiab->iab", blocks)
+    own = einsum("iiab->iab", blocks)
     first, second = (jnp.broadcast_to(x, blocks.shape) for x in (own[:, None], own[None]))
     above = jnp.concatenate([first, blocks], axis=-1)
     below = jnp.concatenate([jnp.swapaxes(blocks, 0, 1), second], axis=-1)

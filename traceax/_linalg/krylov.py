@@ -43,6 +43,8 @@ from traceax._linalg import lapack
 from traceax._linalg.basis import approximate_svd, random_rotation, square_roots
 from traceax._linalg.columns import (
     column_norms_squared,
+    dot,
+    einsum,
     largest_modulus,
     over,
     row_norms_squared,
@@ -125,13 +127,13 @@ def _advance(
     basis, q, previous, beta, scale, skew = state
     eps = float(jnp.finfo(q.dtype).eps)
     scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
-    alpha = jnp.vdot(q, product).real
+    alpha = dot(q.conj(), product).real
     residual = product - times(alpha, q) - times(beta, previous)
     known = jnp.stack([previous, q]) if basis is None else basis
-    overlaps = known.conj() @ residual
+    overlaps = dot(known.conj(), residual)
     skew = jnp.maximum(skew, jnp.max(jnp.abs(jax.lax.stop_gradient(overlaps))))
     if basis is not None:
-        residual = residual - overlaps @ basis
+        residual = residual - dot(overlaps, basis)
     size = norm(residual)
     alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
     if differentiable and basis is not None:
@@ -161,7 +163,7 @@ def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n
     vector = jnp.modf(steps * turn)[0] - 0.5
     vector = vector.astype(basis.dtype)
     for _ in range(2):
-        vector = vector - (basis.conj() @ vector) @ basis
+        vector = vector - dot(basis.conj(), vector, basis)
     length = norm(vector)
     return over(vector, jnp.where(length > 0, length, 1))
 
@@ -278,7 +280,7 @@ def block_krylov(
         skew = jnp.max(jnp.abs(projection - projection.conj().T))
         projection = jnp.where(skew > ASYMMETRY * residual.scale, jnp.nan, projection)
     filled = column_norms_squared(basis) > 0
-    starts = basis[:, :width].conj().T @ block
+    starts = dot(basis[:, :width].conj().T, block)
     return BlockKrylov(basis, projection, filled, starts, residual)
 
 
@@ -293,17 +295,17 @@ def next_block(
     block, scale, noise = residual
     sizes, right = approximate_svd(block)
     sizes = jnp.where(sizes > noise, sizes, 0)
-    tall = block @ over(right.conj().T, jnp.where(sizes > 0, sizes, jnp.inf)[None, :])
+    tall = dot(block, over(right.conj().T, jnp.where(sizes > 0, sizes, jnp.inf)[None, :]))
     tall, _ = _project_out(basis, tall)
-    root, inverse = square_roots(tall.conj().T @ tall)
-    return tall @ inverse, times(scale, root @ times(sizes[:, None], right))
+    root, inverse = square_roots(dot(tall.conj().T, tall))
+    return dot(tall, inverse), times(scale, dot(root, times(sizes[:, None], right)))
 
 
 def _project_out(
     basis: Inexact[Array, "n r"], block: Inexact[Array, "n b"]
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "r b"]]:
-    inside = basis.conj().T @ block
-    return block - basis @ inside, inside
+    inside = dot(basis.conj().T, block)
+    return block - dot(basis, inside), inside
 
 
 class Complements(NamedTuple):
@@ -355,8 +357,8 @@ def complements(
     (vectors, count), limit, _ = jax.lax.while_loop(
         lambda state: state[1] < state[2], attempt, ([*empty], depth, depth + 1)
     )
-    own = jnp.einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
-    remainders = jnp.einsum("krp,kp->kr", vectors, own)
+    own = einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
+    remainders = einsum("krp,kp->kr", vectors, own)
     inside = filled & (jnp.repeat(jnp.arange(r // k, dtype=limit.dtype), k) < limit)
     dimensions = n - jnp.sum(inside, dtype=count.dtype) + count
     return Complements(vectors, remainders, dimensions, inside)
@@ -388,17 +390,17 @@ def _complement(
         target = jnp.where(here > 0, count + here - 1, -1)
         extended = jnp.where(target[:, None] == index[None, :], 1, extended)
         count = count + size
-        turn, triangle = lapack.complete_qr(extended.conj().T @ (new @ mixed))
+        turn, triangle = lapack.complete_qr(dot(extended.conj().T, dot(new, mixed)))
         sizes = jnp.sqrt(row_norms_squared(triangle))
         longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
         # S_i is never all of K, so the last column stays in N_i.
         inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
         taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
-        latest = extended @ jnp.where(index[None, :] < taken, turn, 0)[:, :k]
+        latest = dot(extended, jnp.where(index[None, :] < taken, turn, 0)[:, :k])
         count = count - taken
         source = jnp.where(index < count, index + taken, -1)
         left = (index[:, None] == source[None, :]).astype(turn.dtype)
-        after = extended @ (turn @ left), count, square @ latest, end + 1
+        after = dot(extended, dot(turn, left)), count, dot(square, latest), end + 1
         goes_on = (end == number) & (number < limit) & (count <= capacity)
         return jax.tree.map(partial(jnp.where, goes_on), after, carry), None
 

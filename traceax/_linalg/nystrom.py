@@ -69,6 +69,8 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     column_scales,
+    dot,
+    einsum,
     largest_modulus,
     over,
     promoted,
@@ -100,7 +102,7 @@ class Fit(NamedTuple):
     @property
     def traces(self) -> Float[Array, " k"]:
         """tr A<S_-j>."""
-        removed = column_dots(self.columns, self.gram @ self.columns).real
+        removed = column_dots(self.columns, dot(self.gram, self.columns)).real
         return jnp.trace(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
 
     @property
@@ -118,7 +120,7 @@ def fit_to_core(
     """From S and A S; the shift is at least `noise`. An operator with symmetric noise (a
     kernel rounded to float32) has negative eigenvalues in the core: then the shift is four
     times the depth of the lowest one. NaN if that is too deep: the tag is wrong."""
-    core = test.conj().T @ images
+    core = dot(test.conj().T, images)
     noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)
     indefinite = jnp.maximum(-values[0] - noise, 0)
@@ -139,8 +141,8 @@ def fit(
     again = directions.shape[0]
     k = values.size - again
     half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift))[None, :])
-    right, left = half.conj().T, images @ half
-    v = right[:, k:] @ directions
+    right, left = half.conj().T, dot(images, half)
+    v = dot(right[:, k:], directions)
     v = over(v, jnp.sqrt(column_norms_squared(v))[None, :])
     v = jnp.pad(v, ((0, 0), (0, k - again)))
     g = right[:, :k]
@@ -149,7 +151,7 @@ def fit(
     squares = 1 / column_norms_squared(g)
     residuals = times(squares[None, :], g)
     removed = jnp.stack([v, times(jnp.sqrt(squares)[None, :], g)], axis=-1)
-    gram = left.conj().T @ left
+    gram = dot(left.conj().T, left)
     return Fit(left, gram, jnp.moveaxis(removed, 1, 0), residuals, squares, shift)
 
 
@@ -163,24 +165,24 @@ class LeftOutInPairs(NamedTuple):
         """tr M on span(N_i, N_j), from N* M N."""
         blocks = _blocks(forms)
         c, adjoint = self.overlaps, jnp.swapaxes(self.overlaps, 2, 3).conj()
-        own, cross = jnp.einsum("iiab->iab", blocks), adjoint @ blocks
+        own, cross = einsum("iiab->iab", blocks), dot(adjoint, blocks)
         mixed = own[None] - cross - jnp.swapaxes(cross, 2, 3).conj()
-        mixed = mixed + adjoint @ own[:, None] @ c
-        removed = jnp.einsum("ijab,ijba->ij", self.inverse, mixed).real
-        return removed + jnp.einsum("iaa->i", own).real[:, None]
+        mixed = mixed + dot(adjoint, own[:, None], c)
+        removed = einsum("ijab,ijba->ij", self.inverse, mixed).real
+        return removed + einsum("iaa->i", own).real[:, None]
 
     def tested(self, along: Inexact[Array, "k twice"]) -> Float[Array, "k k"]:
         """|u_j| w_j* F u/|u|^2, u the part of u_j orthogonal to N_i, from W* F N."""
         blocks = jnp.swapaxes(along.reshape(len(along), -1, 2), 0, 1)
-        own = jnp.einsum("iia->ia", blocks)
-        mixed = own[None] - jnp.einsum("ija,ijab->ijb", blocks, self.overlaps)
-        return jnp.einsum("ijb,ijb->ij", mixed, self.inverse[..., 1]).real
+        own = einsum("iia->ia", blocks)
+        mixed = own[None] - einsum("ija,ijab->ijb", blocks, self.overlaps)
+        return einsum("ijb,ijb->ij", mixed, self.inverse[..., 1]).real
 
 
 def left_out_in_pairs(fit: Fit) -> LeftOutInPairs:
-    c = _blocks(fit.columns.conj().T @ fit.columns)
+    c = _blocks(dot(fit.columns.conj().T, fit.columns))
     unit = jnp.eye(2, dtype=c.dtype)[None, None]
-    return LeftOutInPairs(c, _inverse(unit - jnp.swapaxes(c, 2, 3).conj() @ c))
+    return LeftOutInPairs(c, _inverse(unit - dot(jnp.swapaxes(c, 2, 3).conj(), c)))
 
 
 def _blocks(square: Inexact[Array, "twice twice"]) -> Inexact[Array, "k k 2 2"]:
@@ -218,9 +220,9 @@ class Preconditioner(eqx.Module):
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
         """P^{-1} block."""
-        inside = self.vectors.conj().T @ (self.basis.conj().T @ block)
+        inside = dot(self.vectors.conj().T, dot(self.basis.conj().T, block))
         factors = self.values / (self.nu + self.values)
-        moved = self.basis @ (self.vectors @ times(factors[:, None], inside))
+        moved = dot(self.basis, dot(self.vectors, times(factors[:, None], inside)))
         return over(block - moved, self.nu)
 
 
@@ -245,7 +247,7 @@ class Projected(eqx.Module):
     def shifted(self, block: Inexact[Array, "r t"], shift: Array) -> Inexact[Array, "s t"]:
         """(T' + shift J) block."""
         padded = jnp.pad(block, ((0, self.tall.shape[0] - block.shape[0]), (0, 0)))
-        return self.tall @ block + times(shift, padded)
+        return dot(self.tall, block) + times(shift, padded)
 
 
 def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projected:
@@ -272,7 +274,7 @@ def preconditioner_of(known: Projected) -> Preconditioner:
     half = known.shifted(known.vectors, shift - nu)
     half = over(half, jnp.sqrt(jnp.maximum(theta + (shift - nu), noise))[None, :])
     half = jnp.where(jnp.any(known.basis != 0, axis=0)[:, None], half, 0)
-    outer = half @ half.conj().T
+    outer = dot(half, half.conj().T)
     values, vectors = lapack.eigh((outer + outer.conj().T) / 2)
     values, nu, largest = (
         known.scale * x for x in (jnp.maximum(values, 0), nu, theta[-1] + shift)
@@ -289,10 +291,10 @@ def galerkin(
     values = known.theta + known.shift
     zero = jnp.where(values < -known.rounding, jnp.nan, jnp.inf)
     values = jnp.where(values > known.rounding, values, zero)[:, None]
-    inside = known.vectors.conj().T @ (basis.conj().T @ y)
-    inside = known.vectors @ over(inside, values)
-    residual = y - known.basis @ known.shifted(inside, known.shift)
-    return over(basis @ inside, known.scale), residual
+    inside = dot(known.vectors.conj().T, dot(basis.conj().T, y))
+    inside = dot(known.vectors, over(inside, values))
+    residual = y - dot(known.basis, known.shifted(inside, known.shift))
+    return over(dot(basis, inside), known.scale), residual
 
 
 BlockMap = Callable[[Inexact[Array, "n t"]], Inexact[Array, "n t"]]

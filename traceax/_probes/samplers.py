@@ -30,7 +30,7 @@ from traceax._core.checks import check_count, check_key, invalid
 from traceax._core.vectors import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import over, times
+from traceax._linalg.columns import dot, over, times
 
 Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -182,7 +182,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     turn, triangle = lapack.qr(basis.factor)
     diagonal = jnp.diagonal(triangle)
     turn = turn * over(math.sqrt(n) * diagonal, jnp.abs(diagonal))[None, :]
-    return unflatten_rows((basis.columns @ turn).T, structure)
+    return unflatten_rows(dot(basis.columns, turn).T, structure)
 
 
 @_named

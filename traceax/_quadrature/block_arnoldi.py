@@ -46,7 +46,7 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._core.rule import Outcome, with_own_jvp
 from traceax._linalg import jackknife, lapack
-from traceax._linalg.columns import largest_modulus, mean
+from traceax._linalg.columns import dot, einsum, largest_modulus, mean
 from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
 from traceax._quadrature.block_quadrature import levels_and_complements, quadrature_matrix
 from traceax._quadrature.nodes import (
@@ -124,17 +124,17 @@ def _weights_and_matrices(
     """The diagonals of f's left vectors times M_i times its right vectors, and M."""
     k, rank = spaces.remainders.shape
     probes = jnp.pad(space.starts, ((0, rank - k), (0, 0))).T
-    matrices = Both(probes.T @ probes.conj() / k, quadrature_matrix(spaces))
+    matrices = Both(dot(probes.T, probes.conj()) / k, quadrature_matrix(spaces))
     vectors, remainders, probes = (
         x.astype(modes.nodes.dtype) for x in (spaces.vectors, spaces.remainders, probes)
     )
 
     def weights(right: Inexact[Array, "r m"], left: Inexact[Array, "m r"]) -> Both:
         def forms(rows: Inexact[Array, "k r"]) -> Inexact[Array, "k m"]:
-            return (left @ rows.T).T * (rows.conj() @ right)
+            return dot(left, rows.T).T * dot(rows.conj(), right)
 
-        after = jnp.einsum("mr,krp->kpm", left, vectors)
-        before = jnp.einsum("krp,rm->kpm", vectors.conj(), right)
+        after = einsum("mr,krp->kpm", left, vectors)
+        before = einsum("krp,rm->kpm", vectors.conj(), right)
         total = jnp.sum(left.T * jnp.where(spaces.inside[:, None], right, 0), axis=0)
         inside = total[None, :] - jnp.sum(after * before, axis=1)
         return Both(forms(probes), inside + forms(remainders))
@@ -213,15 +213,15 @@ class ArnoldiPairs(eqx.Module):
         """The columns of Z f'(H)[:, :r], and tr(M Z_r* dA Z f'(H)[:, :r])."""
         modes = with_own_jvp(self.modes, refuse_second, subject.linear_map)
         slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
-        inside = jnp.einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
+        inside = einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
         inside = inside.real if self.real else inside
-        right = jnp.einsum("nm,pmr->prn", self.basis.astype(inside.dtype), inside)
+        right = einsum("nm,pmr->prn", self.basis.astype(inside.dtype), inside)
         copies = len(right) // len(self.matrices)
         matrices = jnp.repeat(self.matrices, copies, axis=0).astype(right.dtype)
         rows = self.basis[:, : matrices.shape[1]].conj().astype(right.dtype)
 
         def total(images: Inexact[Array, "p s n"]) -> Inexact[Array, " p"]:
-            turned = jnp.einsum("nr,psn->prs", rows, images)
-            return jnp.einsum("psr,prs->p", matrices, turned)
+            turned = einsum("nr,psn->prs", rows, images)
+            return einsum("psr,prs->p", matrices, turned)
 
         return right, total

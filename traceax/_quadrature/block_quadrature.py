@@ -40,7 +40,15 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.rule import Outcome
 from traceax._linalg import jackknife
-from traceax._linalg.columns import largest_modulus, mean, over, promoted, squared_modulus
+from traceax._linalg.columns import (
+    dot,
+    einsum,
+    largest_modulus,
+    mean,
+    over,
+    promoted,
+    squared_modulus,
+)
 from traceax._linalg.krylov import (
     BlockKrylov,
     Complements,
@@ -150,7 +158,7 @@ def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
     k, r, _ = spaces.vectors.shape
     outside = jnp.moveaxis(spaces.vectors, 0, 1).reshape(r, -1)
     tested = spaces.remainders.T
-    changed = tested @ tested.conj().T - outside @ outside.conj().T
+    changed = dot(tested, tested.conj().T) - dot(outside, outside.conj().T)
     return jnp.diag(spaces.inside.astype(changed.dtype)) + changed / k
 
 
@@ -167,9 +175,9 @@ def _quadrature(
 
 def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
     """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
-    outside = jnp.einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
-    tested = squared_modulus(spaces.remainders.conj() @ inside)
-    total = spaces.inside.astype(tested.dtype)[None, :] @ squared_modulus(inside)
+    outside = einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
+    tested = squared_modulus(dot(spaces.remainders.conj(), inside))
+    total = dot(spaces.inside.astype(tested.dtype)[None, :], squared_modulus(inside))
     return jnp.maximum(total - jnp.sum(squared_modulus(outside), axis=1) + tested, 0)
 
 
@@ -223,15 +231,15 @@ class Quadrature(eqx.Module):
         """|B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
         complement, remainders, _, inside = self.spaces
         r = inside.size
-        turned = remainders @ self.vectors[:r].conj()
-        image = jnp.einsum("km,pm,rm->pkr", *promoted(turned, values, self.vectors))
-        inner = jnp.einsum("krs,pkr->pks", *promoted(complement.conj(), image[..., :r]))
-        w = jnp.einsum("krs,kr->ks", complement.conj(), remainders).astype(image.dtype)
+        turned = dot(remainders, self.vectors[:r].conj())
+        image = einsum("km,pm,rm->pkr", *promoted(turned, values, self.vectors))
+        inner = einsum("krs,pkr->pks", *promoted(complement.conj(), image[..., :r]))
+        w = einsum("krs,kr->ks", complement.conj(), remainders).astype(image.dtype)
         lengths = jnp.sum(squared_modulus(remainders), axis=1)
         # The subtraction precedes the squares, so that multiples of I leave only rounding.
-        along = jnp.einsum("ks,pks->pk", w.conj(), inner)
+        along = einsum("ks,pks->pk", w.conj(), inner)
         along = over(along, jnp.where(lengths > 0, lengths, 1)[None])
         inner = inner - along[..., None] * w[None]
         outside = ~jnp.pad(inside, (0, image.shape[-1] - r))
-        squares = squared_modulus(image) @ outside.astype(lengths.dtype)
+        squares = dot(squared_modulus(image), outside.astype(lengths.dtype))
         return squares + jnp.sum(squared_modulus(inner), axis=-1)

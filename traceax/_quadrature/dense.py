@@ -19,7 +19,7 @@ from traceax._core.rule import with_own_jvp
 from traceax._core.sparse import answer
 from traceax._core.vectors import Structure, flatten, unflatten
 from traceax._linalg import lapack
-from traceax._linalg.columns import over, promoted, times
+from traceax._linalg.columns import dot, einsum, over, promoted, times
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
@@ -60,12 +60,12 @@ def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
 def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen, Eigen]:
     (matrix,), (tangent,) = primals, tangents
     values, vectors = _distinct(matrix)
-    turned = vectors.conj().T @ tangent @ vectors
+    turned = dot(vectors.conj().T, tangent, vectors)
     gaps = values[None, :] - values[:, None]
     near = jnp.abs(gaps) <= jnp.finfo(values.dtype).eps ** 0.5 * jnp.max(jnp.abs(values))
     rates = jnp.where(near, jnp.nan, 1 / jnp.where(near, 1, gaps))
     rates = jnp.where(jnp.eye(values.size, dtype=bool), 0, rates)
-    moved = Eigen(jnp.diagonal(turned).real, vectors @ times(rates, turned))
+    moved = Eigen(jnp.diagonal(turned).real, dot(vectors, times(rates, turned)))
     return Eigen(values, vectors), moved
 
 
@@ -80,7 +80,7 @@ def columns(
     """
     values = jax.vmap(fn)(eigen.values)
     first = eigen.vectors[:count].conj()
-    return jnp.einsum("ma,ap,ca->pmc", *promoted(eigen.vectors, values, first))
+    return einsum("ma,ap,ca->pmc", *promoted(eigen.vectors, values, first))
 
 
 @columns.def_jvp
@@ -95,15 +95,15 @@ def _columns_jvp(
         jacobian, numbers = jacobian_and_tangent(fn, fn_tangent)
         rates = columns(jacobian, matrix, eigen, count=count)
         rates = rates.reshape(value.shape[0], -1, *value.shape[1:])
-        moved = jnp.einsum("pq...,q->p...", *promoted(rates, numbers))
+        moved = einsum("pq...,q->p...", *promoted(rates, numbers))
     if matrix is not None and matrix_tangent is not None:
         # Second derivatives differentiate this decomposition.
         values, vectors = _distinct(matrix)
-        turned = vectors.conj().T @ matrix_tangent @ vectors
+        turned = dot(vectors.conj().T, matrix_tangent, vectors)
         differences = promoted(divided_differences(fn, values), turned)
-        weighted = jnp.einsum("abp,ab->pab", *differences)
+        weighted = einsum("abp,ab->pab", *differences)
         first = vectors[:count].conj()
-        moved = moved + jnp.einsum("ma,pab,cb->pmc", *promoted(vectors, weighted, first))
+        moved = moved + einsum("ma,pab,cb->pmc", *promoted(vectors, weighted, first))
     return value, moved.astype(value.dtype)
 
 
@@ -164,7 +164,7 @@ def _apply(
     projection = krylov.projection[0]
     eigen = jax.lax.stop_gradient(decompose(projection))
     coordinates = columns(fn, projection, eigen, count=1)[0, :, 0]
-    return times(krylov.length[0], jnp.matmul(*promoted(coordinates, krylov.basis[0])))
+    return times(krylov.length[0], dot(*promoted(coordinates, krylov.basis[0])))
 
 
 @lx.conj.register(FunctionOfOperator)

@@ -41,7 +41,7 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
 from traceax._core.rule import with_own_jvp
-from traceax._linalg.columns import largest_modulus, promoted, times
+from traceax._linalg.columns import dot, einsum, largest_modulus, promoted, times
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.scalar import (
@@ -95,7 +95,7 @@ def _read_jvp(
     if jax.tree.leaves(tangent.fn):
         jacobian, numbers = jacobian_and_tangent(subject.fn, tangent.fn)
         rates = read(MatrixFunction(subject.linear_map, jacobian), nodes)
-        parts.append(rates.reshape(value.size, -1) @ numbers.astype(rates.dtype))
+        parts.append(dot(rates.reshape(value.size, -1), numbers.astype(rates.dtype)))
     if jax.tree.leaves(tangent.linear_map):
         pairs = nodes.pairs(subject)
         parts.append(_paired(pairs, subject.linear_map, tangent.linear_map))
@@ -150,7 +150,7 @@ def node_weights(
     coefficients: Inexact[Array, "N count count"], eigen: Eigen
 ) -> Float[Array, "N m"]:
     rows = eigen.vectors[:, : coefficients.shape[1]]
-    return jnp.sum((rows.conj() * (coefficients.astype(rows.dtype) @ rows)).real, axis=1)
+    return jnp.sum((rows.conj() * dot(coefficients.astype(rows.dtype), rows)).real, axis=1)
 
 
 class SplitRule(eqx.Module):
@@ -181,7 +181,7 @@ class SplitRule(eqx.Module):
         again = eqx.Partial(self._by_recurrence, soft, blocks[1])
         left, right = with_own_jvp(blocks, again, subject)
         rows = left.conj().reshape(len(left), -1, count, n)
-        weighted = jnp.einsum("Nab,pNbn->pNan", self.coefficients.astype(rows.dtype), rows)
+        weighted = einsum("Nab,pNbn->pNan", self.coefficients.astype(rows.dtype), rows)
         weighted = weighted.reshape(left.shape)
         return right, lambda images: jnp.sum(weighted * images, axis=(1, 2))
 
@@ -217,7 +217,7 @@ def _vectors(
             return columns(Factor(fn, soft, first), matrix, eigen, count=count)
 
         applied = eqx.filter_vmap(one)(soft, projection, eigen)
-        rows = jnp.einsum("Npmc,Nmn->pNcn", *promoted(applied, basis))
+        rows = einsum("Npmc,Nmn->pNcn", *promoted(applied, basis))
         return rows.reshape(rows.shape[0], -1, rows.shape[3])
 
     return vectors(True), vectors(False)

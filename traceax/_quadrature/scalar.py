@@ -33,7 +33,7 @@ from traceax._core.checks import check_callable, check_returned, invalid
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome, Readout
 from traceax._core.vectors import Structure, as_result, flatten
-from traceax._linalg.columns import mean, over, promoted
+from traceax._linalg.columns import dot, mean, over, promoted
 
 Scalar = Inexact[Array, ""]
 Flat = Callable[[Scalar], Inexact[Array, " p"]]
@@ -274,8 +274,8 @@ def _through(
     parts = [values.real, values.imag] if jnp.iscomplexobj(values) else [values]
     x = jnp.concatenate(parts, axis=-2)
     finite = jnp.isfinite(x)
-    image = slope @ jnp.where(finite, x, 0).astype(slope.dtype)
-    undefined = (slope != 0).astype(x.dtype) @ (~finite).astype(x.dtype)
+    image = dot(slope, jnp.where(finite, x, 0).astype(slope.dtype))
+    undefined = dot((slope != 0).astype(x.dtype), (~finite).astype(x.dtype))
     return jnp.where(undefined > 0, jnp.nan, image)
 
 
