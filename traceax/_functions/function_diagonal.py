@@ -44,7 +44,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
 
 from traceax._core.checks import check_request, check_samples, check_scalar
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, frozen
+from traceax._core.operator import LinearMap, Operator, frozen, is_positive
 from traceax._core.rule import Outcome, estimate
 from traceax._core.vectors import as_result
 from traceax._estimators.hutchinson import hutchinson_diagonal
@@ -69,9 +69,16 @@ from traceax._quadrature.block_quadrature import (
     Shape,
     into_domain,
     levels_and_complements,
+    node_noise,
     shape_for,
 )
-from traceax._quadrature.dense import Eigen, FunctionOfOperator, columns, decompose
+from traceax._quadrature.dense import (
+    Eigen,
+    FunctionOfOperator,
+    columns,
+    decompose,
+    decompose_above,
+)
 from traceax._quadrature.nodes import at_nodes
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
@@ -147,7 +154,8 @@ def function_diagonal(
     if colours > 1:
         return _probed(operator, converted, key, *shape, sampler, meter)
     probes = draw(name, sampler, key, operator, shape.width)
-    subject = MatrixFunction(LinearMap(operator), converted)
+    bound = jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
+    subject = MatrixFunction(LinearMap(operator), converted, bound=bound)
     algorithm = partial(block_diagonal, depth=shape.depth, meter=meter)
     degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
     return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, leaves)
@@ -213,10 +221,13 @@ def block_diagonal(
 ) -> Outcome:
     operator = subject.linear_map.operator
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)
-    levels, spaces = levels_and_complements(space, operator.in_size(), hermitian=True)
-    eigen, slopes = into_domain(decompose(levels), subject.fn, space.is_exhausted)
+    n, bound = operator.in_size(), subject.bound
+    levels, spaces = levels_and_complements(space, n, hermitian=True, bound=bound)
+    eigen, grain = decompose_above(levels, subject.bound)
+    noise = jnp.diagonal(node_noise(space, eigen, grain[0]))
+    eigen, slopes = into_domain(eigen, subject, space.is_exhausted, noise)
     values = at_nodes(subject.fn, eigen.values)[..., 0]
-    sizes = jnp.abs(values[0]) + slopes[:, 0]
+    sizes = jnp.abs(values[0]) + slopes[:, 0] * noise / subject.linear_map.eps
     eps, unresolved = subject.linear_map.eps, depth == 1 and operator.in_size() > 1
     run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
     value, error, sketch = _value_error_sketch(

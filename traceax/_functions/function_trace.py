@@ -140,9 +140,12 @@ def block_trace(
     pattern: Any = None,
     meter: ProgressMeter = SILENT,
     combine: ScalarFunction | None = None,
+    bound: Float[Array, ""] | None = None,
 ) -> Estimate:
     """With a pattern that is worth it, plain quadrature with probes of its colours."""
-    subject = MatrixFunction(LinearMap(operator), fn, combine)
+    if bound is None and is_positive(operator):
+        bound = jnp.zeros((), real_dtype(operator))
+    subject = MatrixFunction(LinearMap(operator), fn, combine, bound)
     coloured = for_pattern(name, operator, shape.width, pattern, 2)
     if coloured is not None:
         probes = shape.width // coloured.num_colours * coloured.num_colours
@@ -213,7 +216,8 @@ def logdet(
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
     run = shape, pattern, checked_meter("logdet", progress_meter)
-    estimate = block_trace("logdet", operator, fn, structure, key, *run)
+    bound = -jax.lax.stop_gradient(jnp.min(shift))
+    estimate = block_trace("logdet", operator, fn, structure, key, *run, bound=bound)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
 

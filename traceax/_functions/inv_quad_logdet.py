@@ -24,6 +24,7 @@ from __future__ import annotations
 from functools import partial
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
@@ -156,7 +157,9 @@ def inv_quad_logdet(
         form, logdet = exact(form), exact(logs + rest)
     else:
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
-        subject = Likelihood(MatrixFunction(LinearMap(operator), fn), columns, shift)
+        bound = -jax.lax.stop_gradient(shift)
+        function = MatrixFunction(LinearMap(operator), fn, bound=bound)
+        subject = Likelihood(function, columns, shift)
         start = None if start is None else start / scale
         how = num_matvecs, float(rtol), rest, start, meter
         form, logdet, solution = _estimated(subject, key, *how)

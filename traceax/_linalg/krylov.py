@@ -23,9 +23,11 @@ lies in the span of S_i, N_i and the next block E of coordinates. The part of V 
 to S_i has the k + q coordinates [E, N_i]* V, and a complete QR decomposition of them turns
 [E, N_i] into the new s and the new N_i. Each step multiplies by another rotation, and
 orthogonalises nothing again, so the N_i are orthonormal to rounding however small the
-residuals are. Directions at the level of rounding stay in N_i: S_i then is a little
-smaller, which does no harm, and still independent of w_i. In single precision they may be
-too many for N_i. Then K ends with the last block for which every N_i has room.
+residuals are. Directions at the level of rounding stay in N_i, and S_i is smaller. That
+level is the one of V, which becomes smaller by orders of magnitude as a space converges,
+and not that of T (see `eigenframe`): what S_i lacks of the others' directions it lacks in
+favour of those of w_i. Directions that stay may be too many for N_i. Then K ends with the
+last block for which every N_i has room.
 """
 
 from __future__ import annotations
@@ -51,6 +53,12 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
+
+# Of numbers that are finer than this, small differences keep enough digits.
+DOUBLE = 1e-10
+
+# A residual is noise up to so many rounding errors of the product that it is left of.
+ROUNDINGS = 10
 
 # An operator whose asymmetry exceeds this part of its largest product is not Hermitian.
 ASYMMETRY = 1e-2
@@ -202,11 +210,11 @@ def by_levels(projections: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N 
 
 class Residual(NamedTuple):
     """`scale` times `block` is the part of A times the last block that is orthogonal to the
-    basis. Directions of `block` of a size up to `noise` are rounding."""
+    basis. Each column is exact to a length of `noise`, in units of `scale`."""
 
     block: Inexact[Array, "n b"]
     scale: Float[Array, ""]
-    noise: Float[Array, ""]
+    noise: Float[Array, " b"]
 
 
 class BlockKrylov(NamedTuple):
@@ -248,7 +256,6 @@ def block_krylov(
     Arnoldi's."""
     n, width = block.shape
     eps = float(jnp.finfo(block.dtype).eps)
-    rounding = jnp.array(10 * eps * n**0.5, block.real.dtype)
 
     def step(carry: tuple, places: Array) -> tuple[tuple, None]:
         (basis, projection, residual, shown), (here, before) = carry, places
@@ -258,19 +265,22 @@ def block_krylov(
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
         product = linear_map(new)
         scale = jnp.maximum(residual.scale, largest_modulus(product))
-        rest, inside = _project_out(basis, over(product, scale))
+        product = over(product, scale)
+        rest, inside = _project_out(basis, product)
         rest, again = _project_out(basis, rest)
-        column = times(scale, inside + again)
+        inside = inside + again
+        column = times(scale, inside)
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
-        longest = jnp.sqrt(jnp.max(column_norms_squared(inside)))
-        noise = rounding + eps**0.75 * longest
+        noise = ROUNDINGS * eps * jnp.sqrt(column_norms_squared(product))
         if meter is not None:
             shown = meter.step(shown, (here + width) / (depth * width))
         return (basis, projection, Residual(rest, scale, noise), shown), None
 
     empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
     shown = None if meter is None else meter.init()
-    carry = (*empty, Residual(block, jnp.zeros_like(rounding), rounding), shown)
+    lengths = jnp.sqrt(column_norms_squared(block))
+    start = Residual(block, jnp.zeros_like(lengths[0]), ROUNDINGS * eps * lengths)
+    carry = (*empty, start, shown)
     places = width * np.arange(depth)
     places = jnp.array([places, np.roll(places, 1)]).T
     (basis, projection, residual, shown), _ = jax.lax.scan(step, carry, places)
@@ -289,16 +299,22 @@ def next_block(
 ) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
     """The next columns of the basis, and the coordinates of the residual in them.
 
-    A direction of the residual at the level of noise becomes a zero column *before* the
-    others are orthogonalised, so it cannot take from them what they have along it.
+    Columns are measured by their own noise: as a space converges they become smaller by
+    orders of magnitude, and what is noise in one may be all that another has. A direction
+    at the level of noise becomes a zero column *before* the others are orthogonalised, so
+    it cannot take from them what they have along it.
     """
     block, scale, noise = residual
+    noise = jnp.where(noise > 0, noise, 1)[None, :]
+    block = over(block, noise)
     sizes, right = approximate_svd(block)
-    sizes = jnp.where(sizes > noise, sizes, 0)
+    eps = float(jnp.finfo(sizes.dtype).eps)
+    sizes = jnp.where(sizes > jnp.maximum(1, ROUNDINGS * eps * sizes[0]), sizes, 0)
     tall = dot(block, over(right.conj().T, jnp.where(sizes > 0, sizes, jnp.inf)[None, :]))
     tall, _ = _project_out(basis, tall)
     root, inverse = square_roots(dot(tall.conj().T, tall))
-    return dot(tall, inverse), times(scale, dot(root, times(sizes[:, None], right)))
+    factor = dot(root, times(sizes[:, None], times(right, noise)))
+    return dot(tall, inverse), times(scale, factor)
 
 
 def _project_out(
@@ -325,38 +341,77 @@ class Complements(NamedTuple):
         return self._replace(remainders=times(factor[:, None], self.remainders))
 
 
-def complements(
+class Frame(NamedTuple):
+    """Coordinates in which T is applied. The rows of `axes` are the coordinates of the
+    columns of Z. T is a matrix in them, or a vector if it is diagonal, divided by its
+    largest entry."""
+
+    axes: Inexact[Array, "r r"]
+    square: Inexact[Array, "..."]
+
+    def apply(self, block: Inexact[Array, "r k"]) -> Inexact[Array, "r k"]:
+        if self.square.ndim == 1:
+            return times(self.square[:, None], block)
+        return dot(self.square, block)
+
+
+def plain_frame(projection: Inexact[Array, "r r"], filled: Bool[Array, " r"]) -> Frame:
+    """The coordinates of Z itself."""
+    square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
+    return Frame(jnp.eye(len(square), dtype=square.dtype), square)
+
+
+def eigenframe(
     projection: Inexact[Array, "r r"],
+    filled: Bool[Array, " r"],
+    bound: Float[Array, ""] | None = None,
+) -> Frame:
+    """The eigenvectors of T in single precision, and the coordinates of Z in double.
+
+    The columns s that S_i received last are short of the dominant directions, but only to
+    rounding. What this leaves of them is multiplied by the largest eigenvalues. In the
+    coordinates of Z it would spread over all starts, and S_i would no longer be independent
+    of w_i. In eigenvectors it stays in the dominant directions, which are in S_i."""
+    identity, square = plain = plain_frame(projection, filled)
+    if float(jnp.finfo(square.dtype).eps) < DOUBLE:
+        return plain
+    shift = 0 if bound is None else over(bound, largest_modulus(projection))
+    kept = jnp.where(jnp.diag(~filled), 1, square)
+    values, axes, _ = lapack.eigh_above(kept - shift * identity)
+    return Frame(axes, (values + shift).astype(square.dtype))
+
+
+def complements(
+    frame: Frame,
     filled: Bool[Array, " r"],
     starts: Inexact[Array, "k k"],
     n: int,
     kept: int = 0,
 ) -> Complements:
-    """`projection` is T, r = q k. `starts` has the w_i in the coordinates of the first
-    block; the first `kept` of them stay in every S_i. Only `filled` coordinates exist."""
-    r, k = projection.shape[0], starts.shape[0]
-    square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
-    scaled = jnp.pad(starts / n**0.5, ((0, r - k), (0, 0)))
+    """`frame` has T, r = q k. `starts` has the w_i in the coordinates of the first block;
+    the first `kept` of them stay in every S_i. Only `filled` coordinates exist."""
+    r, k = len(filled), starts.shape[0]
+    scaled = dot(frame.axes[:k].conj().T, starts / n**0.5)
     # In each block the coordinates that exist come first.
-    blocks = filled.reshape(r // k, k).astype(square.real.dtype)
-    within = np.kron(np.eye(r // k), np.arange(1, k + 1))  # of a block: place, or zero
-    places = jnp.where(filled[None, :], within.astype(blocks.dtype), 0)
-    numbers = jnp.sum(blocks, axis=1)
+    exists = filled.reshape(r // k, k).astype(starts.real.dtype)
+    places = exists * jnp.arange(1, k + 1, dtype=exists.dtype)
+    numbers = jnp.sum(exists, axis=1)
     depth = jnp.asarray(r // k, numbers.dtype)
 
     def attempt(state: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
         _, limit, _ = state
-        one = partial(_complement, square, scaled, places, numbers, limit)
+        one = partial(_complement, frame, scaled, places, numbers, limit)
         *found, ends = jax.lax.map(one, jnp.arange(kept, k))
         return found, jnp.min(ends), limit
 
     empty = (
-        jnp.zeros((k - kept, r, r // k + k), square.dtype),
+        jnp.zeros((k - kept, r, r // k + k), starts.dtype),
         jnp.zeros(k - kept, depth.dtype),
     )
     (vectors, count), limit, _ = jax.lax.while_loop(
         lambda state: state[1] < state[2], attempt, ([*empty], depth, depth + 1)
     )
+    vectors = dot(frame.axes, vectors)
     own = einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
     remainders = einsum("krp,kp->kr", vectors, own)
     inside = filled & (jnp.repeat(jnp.arange(r // k, dtype=limit.dtype), k) < limit)
@@ -365,48 +420,53 @@ def complements(
 
 
 def _complement(
-    square: Inexact[Array, "r r"],
+    frame: Frame,
     starts: Inexact[Array, "r k"],
-    places: Float[Array, "q r"],
+    places: Float[Array, "q k"],
     numbers: Float[Array, " q"],
     limit: Float[Array, ""],
     i: Int[Array, ""],
 ) -> tuple[Inexact[Array, "r p"], Float[Array, ""], Float[Array, ""]]:
     """N_i in the first `limit` blocks, its number of columns that are not zero, and in how
     many of these blocks there is room for it. Row b of `places` has the place of each
-    coordinate in block b, from 1 on, or zero, and `numbers` counts them."""
-    (depth, r), k = places.shape, starts.shape[1]
+    coordinate of block b, from 1 on, or zero, and `numbers` counts them."""
+    (depth, k), r = places.shape, len(starts)
     capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
-    eps = float(jnp.finfo(square.dtype).eps)
-    noise = 100 * eps * r**0.5
-    mixed = random_rotation(k, square.dtype)
+    eps = float(jnp.finfo(starts.dtype).eps)
+    mixed = random_rotation(k, starts.dtype)
     # Counts are of a floating type, whose reductions compile faster.
     index = jnp.arange(capacity + k, dtype=numbers.dtype)
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
         # `extended` is [E, N_i], of which the first `count` columns exist. The reflections
         # of QR do not change the others.
-        (extended, count, new, end), (number, here, size) = carry, block
+        (extended, count, new, noise, end), (number, here, size, rows) = carry, block
         target = jnp.where(here > 0, count + here - 1, -1)
-        extended = jnp.where(target[:, None] == index[None, :], 1, extended)
+        added = (target[:, None] == index[None, :]).astype(new.dtype)
+        extended = extended + dot(rows.conj().T, added)
         count = count + size
         turn, triangle = lapack.complete_qr(dot(extended.conj().T, dot(new, mixed)))
         sizes = jnp.sqrt(row_norms_squared(triangle))
-        longest = jnp.sqrt(jnp.max(column_norms_squared(new)))
         # S_i is never all of K, so the last column stays in N_i.
-        inside = (sizes > eps**0.5 * longest + noise) & (index < count - 1)
+        inside = (sizes > noise) & (index < count - 1)
         taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
         latest = dot(extended, jnp.where(index[None, :] < taken, turn, 0)[:, :k])
         count = count - taken
         source = jnp.where(index < count, index + taken, -1)
         left = (index[:, None] == source[None, :]).astype(turn.dtype)
-        after = dot(extended, dot(turn, left)), count, dot(square, latest), end + 1
+        extended = dot(extended, dot(turn, left))
+        image = frame.apply(latest)
+        # Nothing cancels in the image, so its rounding errors are as small as it is.
+        noise = ROUNDINGS * eps * jnp.sqrt(jnp.max(column_norms_squared(image)))
+        after = extended, count, image, noise, end + 1
         goes_on = (end == number) & (number < limit) & (count <= capacity)
         return jax.tree.map(partial(jnp.where, goes_on), after, carry), None
 
-    extended = jnp.zeros((r, capacity + k), square.dtype)
+    extended = jnp.zeros((r, capacity + k), starts.dtype)
     new = jnp.where((jnp.arange(k) == i)[None, :], 0, starts)
-    carry = extended, jnp.zeros_like(index[0]), new, jnp.zeros_like(index[0])
-    blocks = jnp.arange(depth, dtype=index.dtype), places, numbers
-    (extended, count, _, end), _ = jax.lax.scan(step, carry, blocks)
+    none = jnp.zeros_like(index[0])
+    carry = extended, none, new, none + ROUNDINGS * eps, none
+    rows = frame.axes.reshape(depth, k, r)
+    blocks = jnp.arange(depth, dtype=index.dtype), places, numbers, rows
+    (extended, count, *_, end), _ = jax.lax.scan(step, carry, blocks)
     return extended[:, :capacity], count, end

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.rule import Outcome
@@ -50,15 +51,18 @@ from traceax._linalg.columns import (
     squared_modulus,
 )
 from traceax._linalg.krylov import (
+    DOUBLE,
     BlockKrylov,
     Complements,
     block_krylov,
     complements,
+    eigenframe,
+    plain_frame,
     truncated,
 )
-from traceax._quadrature.dense import Eigen, decompose, largest_of
+from traceax._quadrature.dense import Eigen, decompose_above, largest_of
 from traceax._quadrature.nodes import SplitRule, at_nodes, slopes_at, weighted_sum
-from traceax._quadrature.scalar import Flat, MatrixFunction, Traces, traces_outcome
+from traceax._quadrature.scalar import MatrixFunction, Traces, traces_outcome
 
 
 class Shape(NamedTuple):
@@ -99,22 +103,31 @@ def trace_from_space(
     """The estimate from a space whose first `kept` starts are no probes. They are in every
     S_i, which is independent of w_i as before."""
     n, eps = subject.linear_map.operator.in_size(), subject.linear_map.eps
-    levels, spaces = levels_and_complements(space, n, hermitian=True, kept=kept)
-    eigen = decompose(levels)
+    levels, spaces = levels_and_complements(
+        space, n, hermitian=True, kept=kept, bound=subject.bound
+    )
+    eigen, grain = decompose_above(levels, subject.bound)
     rule = _quadrature(eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
-    eigen, slopes = into_domain(eigen, subject.fn, space.is_exhausted)
+    noise = node_noise(space, eigen, grain[0])
+    eigen, slopes = into_domain(eigen, subject, space.is_exhausted, jnp.diagonal(noise))
+    rule = eqx.tree_at(lambda r: r.blur, rule, _blur(rule.matrix, eigen, noise))
     values = jnp.swapaxes(at_nodes(subject.fn, eigen.values), -1, -2)
-    sizes = jnp.abs(values[0]) + slopes.T
     samples = _samples(rule.weights[0], values[0])
     whole = Eigen(*(x[:1] for x in eigen))
     num_steps = max(5 * space.depth, 40)
     nodes = SplitRule(space.basis.T[None], whole, rule.matrix[None], num_steps).nodes()
-    traces = Traces(mean(samples), samples, values, (sizes,), nodes)
+    bounds = jnp.abs(values[0]), slopes.T
+    traces = Traces(mean(samples), samples, values, bounds, nodes)
     return traces_outcome(subject.combine, traces, rule.error, eps)
 
 
 def levels_and_complements(
-    space: BlockKrylov, n: int, *, hermitian: bool, kept: int = 0
+    space: BlockKrylov,
+    n: int,
+    *,
+    hermitian: bool,
+    kept: int = 0,
+    bound: Float[Array, ""] | None = None,
 ) -> tuple[Inexact[Array, "levels m m"], Complements]:
     """T, T without its last block, and without its last two (but none smaller than q
     blocks); and the complements of the S_i."""
@@ -125,32 +138,86 @@ def levels_and_complements(
         square = (square + square.conj().T) / 2
     # A Rayleigh quotient fills the diagonal at empty columns.
     square = jnp.where(jnp.diag(~filled), square[0, 0], square)
-    spaces = complements(square[:rank, :rank], filled[:rank], space.starts, n, kept)
+    of_k = square[:rank, :rank], filled[:rank]
+    frame = eigenframe(*of_k, bound) if hermitian else plain_frame(*of_k)
+    spaces = complements(frame, filled[:rank], space.starts, n, kept)
     sizes = [k * (depth - less) for less in range(3) if inner <= depth - less]
     return truncated(square, sizes), spaces
 
 
+# Neighbours of an eigenvalue, in their order, that have about the same noise.
+_NEAR = 4
+
+
+def node_noise(
+    space: BlockKrylov, eigen: Eigen, grain: Float[Array, " m"]
+) -> Float[Array, "m m"]:
+    """The standard deviations of the entries of V* T V, over the largest eigenvalue.
+
+    A matvec with an error e_j gives T the error Z* e_j in its column j, and T - T* shows
+    the difference of two such errors wherever both halves of T were computed. The part of T
+    that is used, (T + T*)/2, has half of their sum, which is as large. So the noise needs
+    no model: in the eigenvectors of T it comes out small where the operator is accurate (an
+    operator that rounds its argument has small errors along small eigenvalues), and large
+    where it is not. The diagonal is not seen; it is taken from its neighbours.
+    """
+    skew = space.projection - space.projection.conj().T
+    largest = largest_of(eigen.values[0])
+    vectors = eigen.vectors[0]
+    turned = dot(vectors.conj().T, over(skew, largest), vectors)
+    squares = squared_modulus(turned) / 4
+    m = grain.size
+    apart = np.abs(np.arange(m)[:, None] - np.arange(m))
+    near = jnp.asarray((apart > 0) & (apart <= _NEAR), squares.dtype)
+    own = 2 * jnp.sum(near * squares, axis=1) / jnp.maximum(jnp.sum(near, axis=1), 1)
+    own = own + (grain / largest) ** 2
+    return jnp.sqrt(jnp.where(jnp.eye(m, dtype=bool), own[:, None], squares))
+
+
+def _blur(
+    matrix: Inexact[Array, "r r"], eigen: Eigen, noise: Float[Array, "m m"]
+) -> Float[Array, "m m"]:
+    """The variance of the value is g* (this) g, where g is |f'| times the largest node.
+
+    The noise S of V* T V changes the value by the sum of f[a, b] M_ba S_ab, where f[a, b]
+    are divided differences and M is the quadrature matrix in the coordinates of V. Between
+    nodes, |f[a, b]|^2 is about the geometric mean of the squares of |f'|."""
+    inside = eigen.vectors[0, : len(matrix)]
+    turned = squared_modulus(dot(inside.conj().T, matrix, inside))
+    both = jnp.where(jnp.eye(len(noise), dtype=bool), 1, 2)
+    return both * turned * noise**2
+
+
 def into_domain(
-    eigen: Eigen, fn: Flat, is_exhausted: Bool[Array, ""]
+    eigen: Eigen,
+    subject: MatrixFunction,
+    is_exhausted: Bool[Array, ""],
+    noise: Float[Array, " m"],
 ) -> tuple[Eigen, Float[Array, "m p"]]:
-    """The nodes of all levels, and how far the rounding of a node of T moves f.
+    """The nodes of all levels, and how far f moves if the largest node were to move along:
+    |f'| times the largest node. `noise` are standard deviations of nodes, over it.
 
     Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
-    node moves back by the size of rounding. Its true value may be as small as the square of
-    that. If the space is exhausted the true node is zero, but in single precision a small
-    eigenvalue is more likely.
+    node moves back by the size of its noise. Its true value may be as small as the square
+    of that. If the space is exhausted the true node is zero, but in single precision a
+    small eigenvalue is more likely.
     """
-    nodes = eigen.values
+    nodes, fn = eigen.values, subject.fn
     largest = largest_of(nodes)
     eps = float(jnp.finfo(nodes.dtype).eps)
+    edge = jnp.zeros_like(largest) if subject.bound is None else subject.bound
     undefined = jnp.any(~jnp.isfinite(at_nodes(fn, nodes)), axis=-1)
-    moved = undefined & (jnp.abs(nodes) <= 4 * nodes.shape[1] ** 0.5 * eps * largest)
-    zero = 0 if eps < 1e-10 else eps * largest
-    nodes = jnp.where(moved, jnp.where(is_exhausted, zero, eps * largest), nodes)
+    reach = 4 * jnp.maximum(nodes.shape[1] ** 0.5 * eps, noise)[None, :] * largest
+    moved = undefined & (jnp.abs(nodes - edge) <= reach)
+    zero = 0 if eps < DOUBLE else eps * largest
+    moved_to = edge + jnp.where(is_exhausted, zero, noise[None, :] * largest)
+    nodes = jnp.where(moved, moved_to, nodes)
     values = at_nodes(fn, nodes[:1])
-    slopes = largest[:1] * slopes_at(fn, nodes[:1], values)[0]
-    spans = jnp.abs(values[0] - at_nodes(fn, eps * nodes[:1])[0]) / (4 * eps)
-    slopes = jnp.where(moved[0][:, None], spans, slopes)
+    step = noise[None] * largest[:1]
+    slopes = slopes_at(fn, nodes[:1], values, step)[0]
+    deeper = at_nodes(fn, edge + eps * (nodes[:1] - edge))[0]
+    spans = jnp.abs(values[0] - deeper) / jnp.where(step[0] > 0, step[0], 1)[:, None]
+    slopes = largest[0] * jnp.where(moved[0][:, None], spans, slopes)
     return Eigen(nodes, eigen.vectors), slopes
 
 
@@ -170,7 +237,8 @@ def _quadrature(
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
     matrix = quadrature_matrix(spaces)
-    return Quadrature(eigen.vectors[0], weights, matrix, spaces, eps, unresolved)
+    blur = jnp.zeros(eigen.vectors.shape[1:], weights.dtype)
+    return Quadrature(eigen.vectors[0], weights, matrix, blur, spaces, eps, unresolved)
 
 
 def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
@@ -190,23 +258,33 @@ def _samples(
 class Quadrature(eqx.Module):
     """The weight of each node in each sample, for every level of T. `vectors` are the
     eigenvectors of T, `matrix` is M, and the remainders of `spaces` are sqrt(c_i) r_i.
-    `unresolved`: the quadrature error is unknown."""
+    `blur` is the variance of the value by noise. `unresolved`: the quadrature error is
+    unknown."""
 
     vectors: Inexact[Array, "m m"]
     weights: Float[Array, "levels k m"]
     matrix: Inexact[Array, "r r"]
+    blur: Float[Array, "m m"]
     spaces: Complements
     eps: float = eqx.field(static=True)
     unresolved: bool = eqx.field(static=True)
 
     def error(
-        self, values: Inexact[Array, "levels p m"], sizes: Float[Array, "p m"]
+        self,
+        values: Inexact[Array, "levels p m"],
+        sizes: Float[Array, "p m"],
+        slopes: Float[Array, "p m"],
     ) -> Float[Array, " p"]:
-        """From f at the nodes, and from the sizes that rounding multiplies."""
+        """From f at the nodes, its size, and its slope times the largest node."""
         levels = jax.vmap(_samples)(self.weights, values)
         changes = jnp.abs(mean(levels[:-1] - levels[1:]))
-        rounding = _samples(jnp.mean(self.weights[0], axis=0)[None], sizes)[:, 0]
-        error = jackknife.shared_error(levels[0], 4 * self.eps * rounding)
+        weights = jnp.mean(self.weights[0], axis=0)
+        used = weights > 0
+        terms = weights * jnp.where(used, sizes, 0)
+        summed = self.eps * (jnp.sqrt(jnp.sum(terms**2, axis=1)) + jnp.abs(mean(levels[0])))
+        slopes = jnp.where(used, slopes, 0)
+        moved = jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
+        error = jackknife.shared_error(levels[0], jnp.hypot(4 * summed, 2 * moved))
         if levels.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0]))
         return jnp.hypot(error, jackknife.quadrature_error(changes, self.unresolved))

@@ -132,13 +132,18 @@ def at_nodes(fn: Flat, nodes: Inexact[Array, "N m"]) -> Inexact[Array, "N m p"]:
 
 
 def slopes_at(
-    fn: Flat, nodes: Float[Array, "N m"], values: Inexact[Array, "N m p"]
+    fn: Flat,
+    nodes: Float[Array, "N m"],
+    values: Inexact[Array, "N m p"],
+    step: Float[Array, "N _"] | None = None,
 ) -> Float[Array, "N m p"]:
     """|f'|, which multiplies the rounding of nodes; `values` are those of f. Where |f'| is
-    large (for a square root at 0), the change of f over the rounding of a node, divided by
-    that rounding, takes its place."""
+    large (for a square root at 0), the change of f over a `step`, by default four rounding
+    errors of the largest node, divided by the step, takes its place."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
-    step = 4 * jnp.finfo(nodes.dtype).eps * jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
+    if step is None:
+        eps = jnp.finfo(nodes.dtype).eps
+        step = 4 * eps * jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
     beside, step = at_nodes(fn, nodes + step), step[..., None]
     secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)
     # Infinite values show in the estimate itself.

@@ -83,12 +83,13 @@ def _inexact(structure: Structure, dtype: jnp.dtype) -> Structure:
 
 
 class MatrixFunction(eqx.Module):
-    """The subject of the derivative rule: the operator and the function of f(A), and the
-    combination of its traces."""
+    """The subject of the derivative rule: the operator and the function of f(A), the
+    combination of its traces, and a lower bound of the spectrum if one is known."""
 
     linear_map: LinearMap
     fn: Flat
     combine: ScalarFunction | None = None
+    bound: Float[Array, ""] | None = None
 
 
 class Jacobian(eqx.Module):
