@@ -3,8 +3,8 @@
 `python -m tests.benchmarks.report [NAME ...] [--gpytorch PYTHON] [--fastgp PYTHON]`, from
 the root of the repository, on a machine that does nothing else; an hour for all. NAME is of
 a benchmark, as `accuracy`; all if none. What is not named stays as it stands, with the date
-on which it was measured. PYTHON is an interpreter that has GPyTorch, or fastgp, for
-likelihoods and fits.
+on which it was measured; `accelerator` does so too, unless named, where JAX finds a CPU
+alone. PYTHON is an interpreter that has GPyTorch, or fastgp, for likelihoods and fits.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -72,6 +73,7 @@ SECTIONS = (
     Section("Losses beside loops by hand", "losses"),
     Section("First calls", "first_calls"),
     Section("Memory of many long probes", "memory"),
+    Section("On accelerators: float32 against float64, times and memory", "accelerator"),
 )
 
 
@@ -86,6 +88,18 @@ def machine() -> str:
     return f"{cores} cores of {model}{size}"
 
 
+@cache
+def accelerator() -> str:
+    """The kind of JAX's device, or nothing if that is a CPU. A process of its own asks,
+    because whoever asks keeps the device's memory."""
+    asks = "import jax; x = jax.devices()[0]; print(x.platform, x.device_kind, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True, check=True
+    )
+    platform_, kind = done.stdout.splitlines()[-2:]
+    return "" if platform_ == "cpu" else kind
+
+
 def measured(section: Section, options: Sequence[str]) -> str:
     """The section's text: what the benchmark prints, and where and when it did."""
     busy, start = os.getloadavg()[0], time.perf_counter()
@@ -93,6 +107,7 @@ def measured(section: Section, options: Sequence[str]) -> str:
     command = [sys.executable, "-m", f"tests.benchmarks.{words[0]}", *words[1:]]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     minutes = (time.perf_counter() - start) / 60
+    device = f", {accelerator()}" if accelerator() else ""
     summary = (import_module(f"tests.benchmarks.{section.name}").__doc__ or "").split(
         "\n\n"
     )[0]
@@ -105,7 +120,7 @@ def measured(section: Section, options: Sequence[str]) -> str:
             "",
             f"`python -m tests.benchmarks.{section.command}`, {datetime.date.today()},"
             f" {minutes:.0f} min. Python {platform.python_version()}, {versions};"
-            f" {machine()}, load {busy:.1f} before.",
+            f" {machine()}{device}, load {busy:.1f} before.",
             "",
             "```text",
             done.stdout.strip("\n"),
@@ -140,6 +155,8 @@ def main() -> None:
         parser.error(f"NAME must be a benchmark with a section, but got {sorted(unknown)}")
     for section in SECTIONS:
         if chosen.names and section.name not in chosen.names:
+            continue
+        if section.name == "accelerator" and not (chosen.names or accelerator()):
             continue
         options = []
         for other in ("gpytorch", "fastgp"):

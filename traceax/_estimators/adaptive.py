@@ -293,7 +293,7 @@ class _Growing(NamedTuple):
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         eps, resphere = linear_map.eps, self.resphere
         if sketch.basis is None:
-            known = products_of_sketch(sketch.products, sketch.probes, eps)
+            known = products_of_sketch(sketch.products, sketch.probes)
             value, error = value_and_error(known, resphere=resphere)
             return self.sign * value, error
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)

@@ -77,6 +77,10 @@ from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
 from traceax._probes.draw import draw, is_rotation_invariant
 from traceax._probes.samplers import Sampler
 
+# How many standard errors of the noise of matvecs an error bar has at least. The shift that
+# the noise needs leaves a bias of about one.
+NOISES = 3
+
 # Products; with fewer, second ones of two directions would take too many.
 FEWEST = 8
 
@@ -140,7 +144,11 @@ class Products(NamedTuple):
     directions: Inexact[Array, "a a"]
     sign: int
     scale: Float[Array, ""]
-    eps: float
+
+    @property
+    def eps(self) -> float:
+        """The rounding error of sums. A coarser operator shows its noise in the core."""
+        return float(jnp.finfo(self.images.dtype).eps)
 
     @property
     def fitted(self) -> Fit:
@@ -165,7 +173,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     """Of all blocks of probes; second products from the sketch of the first of two."""
     block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
     again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
-    known = products_of_sketch(sketch, block, linear_map.eps)._replace(sign=sign)
+    known = products_of_sketch(sketch, block)._replace(sign=sign)
     if again == 0:
         return known
     basis, root = orthonormalise(sketch[:, :again]), block.shape[0] ** 0.5
@@ -178,11 +186,11 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
 
 
 def products_of_sketch(
-    sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"], eps: float
+    sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"]
 ) -> Products:
     scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
     images = over(sketch, jnp.where(jnp.any(sketch != 0), scale, 1))
-    return Products(block, block, images, none, 1, scale, eps)
+    return Products(block, block, images, none, 1, scale)
 
 
 def _trace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
@@ -251,7 +259,8 @@ def value_and_error(
     if resphere:
         factors = (n - of_one.traces) / of_one.remainders
     samples = of_a.traces + factors * of_a.remainders
-    rounding = 4 * known.eps * mean(samples) + of_a.shift
+    roundoff = 4 * known.eps * len(of_a.gram) ** 0.5
+    rounding = roundoff * mean(samples) + NOISES * of_a.noise
     error = jnp.full_like(rounding, jnp.inf)
     if k > 1:
         replicates = _replicates(of_a, of_one, n, resphere)
@@ -310,8 +319,8 @@ def leaf_by_leaf(
         return mean(samples), jackknife.mean_of_others(of_two + plain[None, :])
 
     values, replicates = jax.lax.map(of_leaf, tuple(of_leaves))
-    rounding = counts / n * (4 * known.eps * jnp.sum(values) + fitted.shift)
-    rounding = 4 * known.eps * jnp.abs(values) + rounding
+    rounding = 4 * known.eps * jnp.sum(values) + NOISES * fitted.noise
+    rounding = counts / n * rounding + 4 * known.eps * jnp.abs(values)
     error = jackknife.jackknife_error(replicates, rounding)
     return times(known.scale, values), times(known.scale, error)
 

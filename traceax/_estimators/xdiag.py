@@ -35,7 +35,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.driver import Method, Probes, estimate, one_block
-from traceax._estimators.krylov_nystrom import Products, products
+from traceax._estimators.krylov_nystrom import NOISES, Products, products
 from traceax._estimators.readouts import (
     DIAGONAL,
     LeaveOneOut,
@@ -211,5 +211,5 @@ def xnysdiag_samples(known: Products, fitted: Fit) -> Samples:
     whole, missed = row_norms_squared(fitted.left), dot(fitted.left, fitted.residuals)
     removed = over(squared_modulus(missed), fitted.squares[None, :])
     tested = (missed * known.block.conj()).real
-    rounding = 4 * known.eps * (whole + mean(whole)) + fitted.shift / whole.size
+    rounding = 4 * known.eps * (whole + mean(whole)) + NOISES * fitted.noise / whole.size
     return Samples(whole[:, None] - removed + tested, rounding, known.scale)

@@ -30,7 +30,6 @@ from traceax._core.vectors import Structure, as_result
 from traceax._estimators.driver import SMALL
 from traceax._linalg import lapack
 from traceax._linalg.columns import dot, einsum, largest_modulus
-from traceax._linalg.krylov import ASYMMETRY
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.nodes import Nodes, Paired, at_nodes, perturbation, refuse_second
 from traceax._quadrature.scalar import (
@@ -44,6 +43,9 @@ from traceax._quadrature.scalar import (
 # Up to these dimensions a matrix that is there has its eigendecomposition in a second or so
 # on two cores, its Cholesky factorisation in a tenth of one.
 EIGENVALUES, CHOLESKY = 1024, 2048
+
+# A matrix whose asymmetry exceeds this part of its largest entry is not Hermitian.
+ASYMMETRY = 1e-2
 
 
 def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) -> bool:

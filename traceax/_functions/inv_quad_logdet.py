@@ -40,7 +40,6 @@ from traceax._linalg.columns import column_dots, column_norms_squared, column_sc
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._linalg.krylov import block_krylov
 from traceax._linalg.nystrom import (
-    Preconditioner,
     Solve,
     conjugate_gradients,
     galerkin,
@@ -262,11 +261,13 @@ def likelihood(
     how = {"rtol": rtol, "max_steps": max_steps}
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)
     solution = start + rest.solution
-    rounding = 4 * subject.function.linear_map.eps
     residual = y - subject(solution)
-    forms, errors = _forms_and_errors(
-        inverse, y, solution, residual, rest.inverse_norm, rounding
-    )
+    forms = column_dots(solution, y + residual).real
+    bounds = rest.inverse_norm * column_dots(residual, inverse(residual)).real
+    lengths = jnp.sqrt(column_norms_squared(solution) * column_norms_squared(y))
+    rounding = 4 * float(jnp.finfo(forms.dtype).eps) * lengths
+    noise = jnp.hypot(rounding, 2 * known.form_noise(solution))
+    errors = jnp.maximum(bounds, 0) + noise
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
@@ -276,23 +277,6 @@ def likelihood(
         Partial(_read, traced.readout, report),
         report,
     )
-
-
-def _forms_and_errors(
-    inverse: Preconditioner,
-    y: Inexact[Array, "n t"],
-    solution: Inexact[Array, "n t"],
-    residual: Inexact[Array, "n t"],
-    inverse_norm: Float[Array, " t"],
-    rounding: float,
-) -> tuple[Float[Array, " t"], Float[Array, " t"]]:
-    """The forms and their errors. Rounding errors are about |u| (|y| + |B| |u|)."""
-    forms = column_dots(solution, y + residual).real
-    bounds = inverse_norm * column_dots(residual, inverse(residual)).real
-    largest = inverse.largest.astype(solution.dtype)
-    lengths = jnp.sqrt(column_norms_squared(largest * solution))
-    sizes = lengths / inverse.largest * (jnp.sqrt(column_norms_squared(y)) + lengths)
-    return forms, jnp.maximum(bounds, 0) + rounding * sizes
 
 
 def _read(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:

@@ -71,6 +71,9 @@ def eigh_above(
     """
     eps = float(jnp.finfo(shifted.dtype).eps)
     factor = jnp.linalg.cholesky(shifted, symmetrize_input=False)
+    exists = jnp.all(jnp.isfinite(factor))
+    # A batch on a GPU takes both ways.
+    factor = jnp.where(exists, factor, jnp.eye(len(factor), dtype=factor.dtype))
 
     def from_factor() -> tuple[Array, Array, Array]:
         vectors, roots, _ = jnp.linalg.svd(factor, full_matrices=False)
@@ -82,7 +85,7 @@ def eigh_above(
         largest = jnp.maximum(-values[0], values[-1])
         return values, vectors, jnp.full_like(values, eps * largest)
 
-    return jax.lax.cond(jnp.all(jnp.isfinite(factor)), from_factor, from_matrix)
+    return jax.lax.cond(exists, from_factor, from_matrix)
 
 
 @_one_by_one

@@ -69,6 +69,7 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     column_scales,
+    diagonal,
     dot,
     einsum,
     largest_modulus,
@@ -85,7 +86,8 @@ NOISE = 1e-2
 
 
 class Fit(NamedTuple):
-    """F, M = F* F; of each probe N_j, the root of H^{-1} times u_j/|u_j|^2, 1/|u_j|^2."""
+    """F, M = F* F; of each probe N_j, the root of H^{-1} times u_j/|u_j|^2, 1/|u_j|^2; and
+    the noise of an entry of the core, which is that of a form w* A w."""
 
     left: Inexact[Array, "n m"]
     gram: Inexact[Array, "m m"]
@@ -93,6 +95,7 @@ class Fit(NamedTuple):
     residuals: Inexact[Array, "m k"]
     squares: Float[Array, " k"]
     shift: Float[Array, ""]
+    noise: Float[Array, ""]
 
     @property
     def columns(self) -> Inexact[Array, "m twice"]:
@@ -117,17 +120,39 @@ def fit_to_core(
     directions: Inexact[Array, "a a"],
     noise: Float[Array, ""],
 ) -> Fit:
-    """From S and A S; the shift is at least `noise`. An operator with symmetric noise (a
-    kernel rounded to float32) has negative eigenvalues in the core: then the shift is four
-    times the depth of the lowest one. NaN if that is too deep: the tag is wrong."""
+    """From S and A S; the shift is at least `noise`. S* A S would be Hermitian if A were
+    applied exactly, so its asymmetry shows the noise of a matvec. The shift covers that of
+    the whole core. A matrix that was rounded once (a kernel in float32) is Hermitian, but
+    may have negative eigenvalues: then the shift is twice the depth of the lowest one, and
+    no eigenvalue is changed but by the shift. This widens no error bar, because the
+    estimate is unbiased whatever the shift is. NaN if the lowest one is too deep for noise:
+    the tag is wrong."""
     core = dot(test.conj().T, images)
-    noise = noise + jnp.linalg.norm(core - core.conj().T) / 2
+    skew = core - core.conj().T
+    noise = noise + jnp.linalg.norm(skew) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)
-    indefinite = jnp.maximum(-values[0] - noise, 0)
-    largest = jnp.max(jnp.abs(values))
-    indefinite = jnp.where(indefinite > NOISE * largest, jnp.nan, indefinite)
-    shift = jnp.maximum(noise, 4 * indefinite)
-    return fit(values, vectors, images, directions, shift)
+    depth, largest = jnp.maximum(-values[0], 0), jnp.max(jnp.abs(values))
+    depth = jnp.where(depth - noise > NOISE * largest, jnp.nan, depth)
+    shift = jnp.maximum(noise, 2 * depth)
+    known = fit(values, vectors, images, directions, shift)
+    noise = _noise(known, values, dot(vectors.conj().T, skew, vectors))
+    return known._replace(noise=noise)
+
+
+def _noise(
+    known: Fit, values: Float[Array, " m"], skew: Inexact[Array, "m m"]
+) -> Float[Array, ""]:
+    """The standard deviation of the mean of the samples, by the noise of matvecs.
+
+    The core has the noise (S* E + E* S)/2, and its asymmetry S* E - E* S is as large, entry
+    by entry, in its eigenvectors, too. There a trace of A<S> changes by |F_a|^2/theta_a for
+    a change of theta_a, and remainder j by x_j x_j*, x_j = H^{-1} e_j/(H^{-1})_jj."""
+    theta = jnp.maximum(values, 0) + known.shift
+    rates = jnp.sqrt(diagonal(known.gram).real / theta)
+    x = over(known.residuals, jnp.sqrt(theta)[:, None])
+    tested = jnp.abs(dot(x, x.conj().T)) / x.shape[1]
+    weights = rates[:, None] * rates[None, :] + tested
+    return jnp.linalg.norm(weights * jnp.abs(skew)) / 2
 
 
 def fit(
@@ -140,7 +165,7 @@ def fit(
     """From the eigenvalues and eigenvectors of the core."""
     again = directions.shape[0]
     k = values.size - again
-    half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift))[None, :])
+    half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift / 2))[None, :])
     right, left = half.conj().T, dot(images, half)
     v = dot(right[:, k:], directions)
     v = over(v, jnp.sqrt(column_norms_squared(v))[None, :])
@@ -152,7 +177,8 @@ def fit(
     residuals = times(squares[None, :], g)
     removed = jnp.stack([v, times(jnp.sqrt(squares)[None, :], g)], axis=-1)
     gram = dot(left.conj().T, left)
-    return Fit(left, gram, jnp.moveaxis(removed, 1, 0), residuals, squares, shift)
+    removed = jnp.moveaxis(removed, 1, 0)
+    return Fit(left, gram, removed, residuals, squares, shift, jnp.zeros_like(shift))
 
 
 class LeftOutInPairs(NamedTuple):
@@ -228,14 +254,26 @@ class Preconditioner(eqx.Module):
 
 class Projected(eqx.Module):
     """A + shift I on a Krylov space, divided by `scale`: `basis` is Z', `tall` is T', and
-    `theta` and `vectors` are the eigenvalues and eigenvectors of T."""
+    `theta` and `vectors` are the eigenvalues and eigenvectors of T, and `skew` is T - T*,
+    which shows the noise of matvecs."""
 
     basis: Inexact[Array, "n s"]
     tall: Inexact[Array, "s r"]
     theta: Float[Array, " r"]
     vectors: Inexact[Array, "r r"]
+    skew: Inexact[Array, "r r"]
     shift: Float[Array, ""]
     scale: Float[Array, ""]
+
+    def form_noise(self, u: Inexact[Array, "n t"]) -> Float[Array, " t"]:
+        """The standard deviation of u* A u by the noise of matvecs, for each column. What u
+        has outside of the space is taken for a part of its last direction."""
+        inside = dot(self.basis[:, : self.theta.size].conj().T, u)
+        parts = squared_modulus(dot(self.vectors.conj().T, inside))
+        rest = jnp.maximum(column_norms_squared(u) - jnp.sum(parts, axis=0), 0)
+        parts = parts.at[0].add(rest)
+        turned = squared_modulus(dot(self.vectors.conj().T, self.skew, self.vectors)) / 2
+        return self.scale * jnp.sqrt(column_dots(parts, dot(turned, parts)))
 
     @property
     def rounding(self) -> Float[Array, ""]:
@@ -257,11 +295,12 @@ def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projected:
     scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
     tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
     square = tall[: space.filled.size]
+    skew = square - square.conj().T
     square = (square + square.conj().T) / 2
     empty = jnp.diag(~space.filled)
     theta, vectors = lapack.eigh(jnp.where(empty, square[0, 0], square))
     basis = jnp.concatenate([space.basis, new], axis=1)
-    return Projected(basis, tall, theta, vectors, shift / scale, scale)
+    return Projected(basis, tall, theta, vectors, skew, shift / scale, scale)
 
 
 def preconditioner_of(known: Projected) -> Preconditioner:

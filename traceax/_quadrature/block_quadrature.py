@@ -102,7 +102,9 @@ def trace_from_space(
 ) -> Outcome:
     """The estimate from a space whose first `kept` starts are no probes. They are in every
     S_i, which is independent of w_i as before."""
-    n, eps = subject.linear_map.operator.in_size(), subject.linear_map.eps
+    n = subject.linear_map.operator.in_size()
+    # Sums are made in this precision; the noise of a coarser operator is measured.
+    eps = float(jnp.finfo(space.basis.dtype).eps)
     levels, spaces = levels_and_complements(
         space, n, hermitian=True, kept=kept, bound=subject.bound
     )
