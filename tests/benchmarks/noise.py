@@ -13,8 +13,8 @@ vectors is noise. Columns, over the keys:
 - *bar*: the median standard error; *b/r*: this over the root mean square of the error;
 - *bias*: the mean error with its sign; *z*: the mean of the error over its own bar.
 
-`--only` chooses rows by a part of "SECTION: ESTIMATOR, OPERATOR, ARITHMETIC", where SECTION
-is float32, likelihoods, functions, traces, half or solves.
+`--only` chooses rows by a part of "SECTION: ESTIMATOR, OPERATOR, ARITHMETIC"; sections are
+float32, likelihoods, functions, traces, half and solves.
 """
 
 import argparse
@@ -43,14 +43,85 @@ class Arithmetic(NamedTuple):
     bits: int = 23
     dtype: Any = jnp.float32
 
-    def rounded(name: str, matrix: Matrix, label: str) -> Operator:
-    arithmetic = ARITHMETICS[label]
-    low = np.asarray(arithmetic.rounded(matrix).astype(jnp.float32))
-    return Operator(name, label, low, arithmetic.make)
+    def rounded(self, x: Any) -> Array:
+        return jax.lax.reduce_precision(jnp.asarray(x, self.dtype), 8, self.bits)
+
+    def make(self, matrix: Array, tags: Any) -> Any:
+        """Make an operator whose adjoint, where it is not known to be the operator itself,
+        rounds what comes out."""
+        low = matrix.astype(self.dtype)
+        structure = jax.ShapeDtypeStruct(low.shape[:1], self.dtype)
+        apply = lambda v: (low @ self.rounded(v)).astype(self.dtype)  # noqa: E731
+        return tx.as_operator(apply, structure, tags=tags)
 
 
-def among(names: Iterable[str], labels: Iterable[str]) -> list[Operator]:
-    return [rounded(x, matrices()[x], label) for x, label in product(names, labels)]
+ARITHMETICS = {
+    "f32": Arithmetic(),
+    "tf32": Arithmetic(10),
+    "bf16": Arithmetic(7),
+    "bfloat16": Arithmetic(7, jnp.bfloat16),
+    "float16": Arithmetic(10, jnp.float16),
+}
+ROUNDED = ("f32", "tf32", "bf16")
+
+
+class Operator(NamedTuple):
+    """`make` takes matrix and tags; `meant` is what the operator stands for."""
+
+    name: str
+    arithmetic: str
+    matrix: Matrix
+    make: Callable[[Array, Any], Any]
+    meant: Callable[[Matrix], Matrix] = lambda matrix: matrix
+
+
+class Estimator(NamedTuple):
+    """`call` takes an operator and a key, `truth` the matrix in float64."""
+
+    name: str
+    truth: Callable[[Matrix], Any]
+    call: Callable[[Any, Any], tx.Estimate]
+    tags: Any = ()
+
+
+Rows = Iterable[tuple[Estimator, Operator]]
+
+
+def distances(n: int) -> Any:
+    """Those of random points in the unit square."""
+    points = np.random.default_rng(0).random((n, 2))
+    return np.sqrt(((points[:, None] - points) ** 2).sum(-1))
+
+
+@cache
+def matrices() -> dict[str, Matrix]:
+    i = np.arange(1, N + 1.0)
+    basis = np.linalg.qr(np.random.default_rng(1).normal(size=(N, N)))[0]
+    spectra = {"rank 5": 1.0 * (i <= 5), ".9^i": 0.9**i, "i^-2": i**-2}
+    made = {name: (basis * spectrum) @ basis.T for name, spectrum in spectra.items()}
+    made["RBF"] = np.exp(-((distances(N) / 0.3) ** 2) / 2)
+    made["RBF, n=1500"] = np.exp(-((distances(1500) / 0.1) ** 2) / 2)
+    far = 3**0.5 * distances(400) / 0.3
+    return made | {"Matern, n=400": 300 * (1 + far) * np.exp(-far)}
+
+
+@cache
+def solve(tolerance: float) -> Callable[[Array, Any], Any]:
+    def make(matrix: Array, tags: Any) -> Any:
+        del tags  # an inverse takes those of what it inverts
+        shifted = tx.as_operator(lambda v: matrix @ v + NOISE * v, N, tags=PSD)
+        return lx.invert(shifted, lx.CG(tolerance, tolerance), throw=False)
+
+    return make
+
+
+def among(names: Iterable[str], labels: Iterable[str] = ROUNDED) -> list[Operator]:
+    operators = []
+    for name, label in product(names, labels):
+        how = ARITHMETICS[label]
+        low = np.asarray(how.rounded(matrices()[name]).astype(jnp.float32))
+        operators.append(Operator(name, label, low, how.make))
+    return operators
 
 
 def summed(fn: Callable[[Any], Any]) -> Callable[[Matrix], Any]:
@@ -94,21 +165,17 @@ def first_leaf(operator: Any, key: Any) -> tx.Estimate:
 
 
 def float32() -> Rows:
-    gaussian = kernel(1500, lambda d: np.exp(-((d / 0.1) ** 2) / 2))
-    operator = rounded("RBF, n=1500", gaussian, "f32")
-    yield from ((logdet(shift), operator) for shift in (0.1, 0.01, 0.001, 1e-5))
-    root = 3**0.5 / 0.3
-    matern = 300 * kernel(400, lambda d: (1 + root * d) * np.exp(-root * d))
-    operator = rounded("Matern, n=400", matern, "f32")
-    largest = np.linalg.eigvalsh(operator.matrix.astype(float))[-1]
+    kernel, matern = among(("RBF, n=1500", "Matern, n=400"), ("f32",))
+    largest = np.linalg.eigvalsh(matern.matrix.astype(float))[-1]
+    yield from ((logdet(shift), kernel) for shift in (0.1, 0.01, 0.001, 1e-5))
     for power in range(2, 8):
-        yield logdet(largest / 10**power, f"logdet 1e{power}"), operator
+        yield logdet(largest / 10**power, f"logdet 1e{power}"), matern
 
 
 def likelihoods() -> Rows:
     kinds = partial(of_likelihood, "inv_quad"), partial(of_likelihood, "logdet"), logdet
     estimators = [kind(shift) for shift in (0.1, 0.01) for kind in kinds]
-    return product(estimators, among(("RBF", "i^-2"), ROUNDED))
+    return product(estimators, among(("RBF", "i^-2")))
 
 
 def of_function(fn: Callable, exact: Callable) -> tuple[Estimator, ...]:
@@ -141,7 +208,7 @@ def traces() -> Rows:
         Estimator(norm, lambda a: np.sum(a**2), partial(getattr(tx, norm), **m), PSD),
         Estimator("schatten, 1", nuclear, lambda a, k: tx.schatten_norm(a, 1, k, 60), PSD),
     )
-    return product(estimators, among(matrices(), ROUNDED))
+    return product(estimators, among(("rank 5", ".9^i", "i^-2", "RBF")))
 
 
 def half() -> Rows:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from traceax._core.canonical import Canonical, canonical
 from traceax._core.layout import Layout, through, through_matrix
@@ -73,10 +73,18 @@ def frozen(module: Module) -> Module:
     return eqx.combine(jax.lax.stop_gradient(inexact), rest)
 
 
+# Of numbers that are finer than this, rounding errors are rarely seen.
+DOUBLE = 1e-10
+
+
 class LinearMap(eqx.Module):
-    """An operator, p x n, as a map of n x k blocks: one application for each column."""
+    """An operator, p x n, as a map of n x k blocks: one application for each column.
+
+    `noise` is what `measured` found: a float32 operator may compute in TF32 or bfloat16
+    inside, or end a solve at a tolerance, which its dtype does not show."""
 
     operator: Operator
+    noise: Float[Array, ""] | None = None
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
         return _apply(self.operator, block)
@@ -93,9 +101,23 @@ class LinearMap(eqx.Module):
         return working_dtype(self.operator)
 
     @property
-    def eps(self) -> float:
-        """The relative rounding error of one application."""
-        return unit_roundoff(self.operator)
+    def eps(self) -> Float[Array, ""] | float:
+        """The relative error of a form w* A w: the rounding error of a matvec, or its
+        noise, if that was measured and is larger."""
+        eps = unit_roundoff(self.operator)
+        return eps if self.noise is None else jnp.maximum(self.noise, eps)
+
+    def measured(self, vector: Inexact[Array, " n"]) -> LinearMap:
+        """The same with its noise, by two matvecs: A(1.37 x)/1.37 is A x but for rounding.
+        (A power of two would show nothing.) The error of a matvec has no preferred
+        direction, so that of a form is smaller than its length by the root of n."""
+        factors = jnp.array([1, 1.37], vector.real.dtype).astype(vector.dtype)
+        one, other = (self(vector[:, None] * factors[None, :]) / factors[None, :]).T
+        scale = jnp.max(jnp.abs(one))
+        scale = jnp.where(scale > 0, scale, 1).astype(one.dtype)
+        size, error = map(jnp.linalg.norm, (one / scale, (one - other) / scale))
+        noise = 2 * error / jnp.where(size > 0, size, 1) / vector.size**0.5
+        return LinearMap(self.operator, jax.lax.stop_gradient(noise))
 
     @property
     def is_hermitian(self) -> bool:

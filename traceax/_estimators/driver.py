@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 from traceax._core import rule
 from traceax._core.checks import check_batch_size, check_request, check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import Operator
+from traceax._core.operator import DOUBLE, LinearMap, Operator, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._estimators.readouts import Target, cost_of_exact
 from traceax._probes.draw import (
@@ -66,7 +66,8 @@ class Method(NamedTuple):
     """An algorithm. `draw` makes probes of a budget of at least `minimum`; `sampler` is its
     default, None for that of sketches; `independent` says that probes must be; `instead`
     names an estimator for operators that are not semidefinite, if it needs one that is;
-    `acts_on` is the operator that it applies."""
+    `acts_on` is the operator that it applies; `measures` says that its samples do not show
+    the noise of matvecs, which is then measured (`LinearMap.measured`)."""
 
     name: str
     target: Target
@@ -77,6 +78,13 @@ class Method(NamedTuple):
     independent: bool = True
     instead: str = ""
     acts_on: Callable[[Operator], Operator] | None = None
+    measures: bool = False
+
+    def checks(self, operator: Operator, num_matvecs: int) -> int:
+        """The matvecs by which noise is measured: two, in single precision, if they are at
+        most a tenth of the budget."""
+        single = unit_roundoff(operator) > DOUBLE
+        return 2 if self.measures and single and num_matvecs >= 20 else 0
 
 
 def estimate(
@@ -104,11 +112,19 @@ def estimate(
     meter = checked_meter(name, progress_meter)
     if num_matvecs >= cost_of_exact(operator):
         return target.exact(operator, batch_size, meter)
-    request = Request(name, acted, key, num_matvecs, chosen, batch_size, meter)
+    checks = method.checks(acted, num_matvecs)
+    request = Request(name, acted, key, num_matvecs - checks, chosen, batch_size, meter)
     probes, spent, degrees = method.draw(request)
     algorithm = partial(method.run, target=target)
-    how = coloured(method.name, chosen), spent, degrees, target.structure(operator)
-    return rule.estimate(algorithm, target.subject(acted), probes, *how)
+    algorithm = partial(_measured, algorithm) if checks else algorithm
+    name, structure = coloured(method.name, chosen), target.structure(operator)
+    subject, spent = target.subject(acted), spent + checks
+    return rule.estimate(algorithm, subject, probes, name, spent, degrees, structure)
+
+
+def _measured(run: Callable[..., Outcome], linear_map: LinearMap, probes: Any) -> Outcome:
+    """Run an algorithm with a linear map that knows its noise, by one of its probes."""
+    return run(linear_map.measured(jax.tree.leaves(probes)[0][:, 0]), probes)
 
 
 class Probes(eqx.Module):

@@ -138,6 +138,7 @@ HUTCHPP = Method(
     InBlocks(_split, (2, 1), independent_degrees_of_freedom),
     minimum=3,
     independent=False,
+    measures=True,
 )
 
 
@@ -171,6 +172,7 @@ NA_HUTCHPP = Method(
     minimum=4,
     sampler=rademacher,
     independent=False,
+    measures=True,
 )
 
 
@@ -255,4 +257,5 @@ DIAGPP = Method(
     minimum=3,
     sampler=rademacher,
     independent=False,
+    measures=True,
 )

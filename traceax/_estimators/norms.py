@@ -142,6 +142,7 @@ ROW_NORMS_OF_ANY = Method(
     one_block(3, jackknife.independent_degrees_of_freedom),
     minimum=3,
     sampler=rademacher,
+    measures=True,
 )
 ROW_NORMS_OF_HERMITIAN = ROW_NORMS_OF_ANY._replace(
     draw=one_block(2, jackknife.independent_degrees_of_freedom), minimum=2

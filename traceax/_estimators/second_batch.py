@@ -151,7 +151,13 @@ def sketched_or_sampled(
 
 
 EITHER_DIAGONAL = Method(
-    "xdiag or hutchinson_diagonal", DIAGONAL, sketched_or_sampled, _drawn, 2, rademacher
+    "xdiag or hutchinson_diagonal",
+    DIAGONAL,
+    sketched_or_sampled,
+    _drawn,
+    2,
+    rademacher,
+    measures=True,
 )
 EITHER_TRACE = EITHER_DIAGONAL._replace(
     name="xtrace or hutchinson_trace",

@@ -111,7 +111,15 @@ def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     return Outcome(value, error, two_sided(target, loo))
 
 
-XDIAG = Method("xdiag", DIAGONAL, _xdiag, one_block(2), minimum=2, sampler=rademacher)
+XDIAG = Method(
+    "xdiag",
+    DIAGONAL,
+    _xdiag,
+    one_block(2),
+    minimum=2,
+    sampler=rademacher,
+    measures=True,
+)
 
 
 def xdiag_samples(

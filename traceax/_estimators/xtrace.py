@@ -95,7 +95,14 @@ def _xtrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     return Outcome(value, error, trace_pairs(loo))
 
 
-XTRACE = Method("xtrace", TRACE, _xtrace, one_block(2), minimum=2)
+XTRACE = Method(
+    "xtrace",
+    TRACE,
+    _xtrace,
+    one_block(2),
+    minimum=2,
+    measures=True,
+)
 
 
 def xtrace_of(
@@ -117,7 +124,7 @@ def xtrace_of(
     resphered = times(loo.resphering, remainders)
     samples = jnp.trace(h) - column_dots(s, dot(h, s)) + resphered
 
-    rounding = k**0.5 * jnp.linalg.norm(h) + mean(jnp.abs(resphered))
+    rounding = jnp.linalg.norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * rounding
     if k < 3:
         error = jackknife.standard_error(samples, rounding)

@@ -225,7 +225,7 @@ def block_diagonal(
     levels, spaces = levels_and_complements(space, n, hermitian=True, bound=bound)
     eigen, grain = decompose_above(levels, subject.bound)
     noise = jnp.diagonal(node_noise(space, eigen, grain[0]))
-    eigen, slopes = into_domain(eigen, subject, space.is_exhausted, noise)
+    eigen, slopes, _ = into_domain(eigen, subject, space.is_exhausted, noise)
     values = at_nodes(subject.fn, eigen.values)[..., 0]
     sizes = jnp.abs(values[0]) + slopes[:, 0] * noise / subject.linear_map.eps
     eps, unresolved = subject.linear_map.eps, depth == 1 and operator.in_size() > 1

@@ -246,13 +246,13 @@ def _read_batches(
 
 class Sampled(eqx.Module):
     """What each probe says: a term of the estimate, and the same by fewer steps; sizes of f
-    and its slope, and of the largest node, by which rounding is judged. What all together
-    say: errors of the diagonal by neighbour residuals, if there are any."""
+    and its slope, and how far noise may have moved a node. What all together say: errors of
+    the diagonal by neighbour residuals, if there are any."""
 
     levels: Inexact[Array, "levels p N"]
     sizes: Float[Array, "p N"]
     slopes: Float[Array, "p N"]
-    largest: Float[Array, " N"]
+    moved: Float[Array, " N"]
     indicator: Float[Array, "p n"] | None
 
     def outcome(
@@ -265,19 +265,19 @@ class Sampled(eqx.Module):
         """The quadrature error of a single step is unknown, unless n = 1."""
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and operator.in_size() > 1
-        eps = subject.linear_map.eps
+        eps = float(jnp.finfo(self.moved.dtype).eps)
         total = jnp.sum(terms, axis=1)
         samples = design.totals(terms * design.num_samples)
         by_neighbours = () if self.indicator is None else (self.indicator,)
         bounds = self.sizes, self.slopes, *by_neighbours
         traces = Traces(total, samples, self.levels, bounds, readout)
-        error = partial(_error, design, jnp.max(self.largest), eps, unresolved)
+        error = partial(_error, design, jnp.max(self.moved), eps, unresolved)
         return traces_outcome(subject.combine, traces, error, eps)
 
 
 def _error(
     design: SamplingDesign,
-    largest: Float[Array, ""],
+    moved: Float[Array, ""],
     eps: float,
     unresolved: bool,
     levels: Inexact[Array, "levels p N"],
@@ -285,11 +285,10 @@ def _error(
     slopes: Float[Array, "p N"],
     indicator: Float[Array, "p n"] | None = None,
 ) -> Float[Array, " p"]:
-    """The rounding error is that of f at nodes known to within eps of the largest."""
+    """The rounding error is that of f at nodes that noise has moved."""
     terms, values = levels[0], jnp.sum(levels, axis=-1)
     quadrature = jackknife.quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
-    inexact = largest * jnp.sum(slopes, axis=1)
-    rounding = 4 * eps * (jnp.sum(sizes, axis=1) + inexact)
+    rounding = 4 * eps * jnp.sum(sizes, axis=1) + moved * jnp.sum(slopes, axis=1)
     if indicator is None:
         error = design.mean_and_error(terms * design.num_probes, rounding)[1]
     else:
@@ -309,7 +308,7 @@ def sample(
     krylov, how = probes, {"reorthogonalise": reorthogonalise}
     if not isinstance(krylov, Krylov):
         krylov = lanczos(subject.linear_map, krylov.T, num_steps, **how)
-    eigen = decompose(by_levels(krylov.projection))
+    eigen, moved = _in_domain(decompose(by_levels(krylov.projection)), subject, krylov)
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
     nodes = SplitRule(krylov.basis, whole, coefficients, num_steps).nodes()
@@ -323,10 +322,25 @@ def sample(
         weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
-        jnp.max(jnp.abs(whole.values), axis=1),
+        moved,
         indicator,
     )
     return sampled, nodes
+
+
+def _in_domain(
+    eigen: Eigen, subject: MatrixFunction, krylov: Krylov
+) -> tuple[Eigen, Float[Array, " N"]]:
+    """The nodes, and how far noise may have moved those of each probe. A node that noise
+    has moved below zero, where f is undefined, moves back to the size of this noise."""
+    nodes, eps = eigen.values, float(jnp.finfo(eigen.values.dtype).eps)
+    noise = jax.lax.stop_gradient(krylov.noise)
+    moved = noise + 4 * eps * jnp.max(jnp.abs(nodes[0]), axis=1)
+    values = jax.vmap(partial(at_nodes, subject.fn))(nodes)
+    undefined = jnp.any(~jnp.isfinite(values), axis=-1)
+    near = noise[None, :, None]
+    nodes = jnp.where(undefined & (nodes < 0) & (nodes >= -4 * near), near, nodes)
+    return Eigen(nodes, eigen.vectors), moved
 
 
 def _indicator(

@@ -60,8 +60,8 @@ DOUBLE = 1e-10
 # A residual is noise up to so many rounding errors of the product that it is left of.
 ROUNDINGS = 10
 
-# An operator whose asymmetry exceeds this part of its size is not Hermitian. Noise explains a
-# smaller one: a solver at a tolerance of 1e-2 has an asymmetry of 0.05. Error bars know it.
+# An operator whose asymmetry exceeds this part of its size is not Hermitian. Noise explains
+# a smaller one, and widens error bars: solves at a tolerance of 1e-2 have about 0.05.
 ASYMMETRY = 0.1
 
 # A linear map of blocks, one application for each column.
@@ -69,11 +69,13 @@ BlockMap = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
 
 
 class Krylov(NamedTuple):
-    """A q_j = sum_i q_i T_ij + rest, the rows q_j of `basis` orthonormal, q_1 = v/|v|."""
+    """A q_j = sum_i q_i T_ij + rest, the rows q_j of `basis` orthonormal, q_1 = v/|v|.
+    `noise` is the largest entry of Q* A Q where T has none, which only noise explains."""
 
     basis: Inexact[Array, "N m n"]
     projection: Float[Array, "N m m"]
     length: Float[Array, " N"]
+    noise: Float[Array, " N"]
 
 
 def lanczos(
@@ -114,7 +116,8 @@ def lanczos(
     skewed = state.skew > ASYMMETRY * state.scale
     alphas = jnp.where(skewed[:, None], jnp.nan, alphas)
     basis = rows if state.basis is None else state.basis
-    return Krylov(basis, jax.vmap(tridiagonal)(alphas, betas[:, :-1]), length)
+    projection = jax.vmap(tridiagonal)(alphas, betas[:, :-1])
+    return Krylov(basis, projection, length, state.skew)
 
 
 class _State(NamedTuple):
@@ -408,7 +411,7 @@ def complements(
     scaled = dot(frame.axes[:k].conj().T, starts / n**0.5)
     # In each block the coordinates that exist come first.
     exists = filled.reshape(r // k, k).astype(starts.real.dtype)
-    places = exists * jnp.arange(1, k + 1, dtype=exists.dtype)
+    places = exists * jnp.arange(1, k + 1, dtype=exists.dtype)[None, :]
     numbers = jnp.sum(exists, axis=1)
     depth = jnp.asarray(r // k, numbers.dtype)
 

@@ -111,14 +111,15 @@ def trace_from_space(
     eigen, grain = decompose_above(levels, subject.bound)
     rule = _quadrature(eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
     noise = node_noise(space, eigen, grain[0])
-    eigen, slopes = into_domain(eigen, subject, space.is_exhausted, jnp.diagonal(noise))
+    own = jnp.diagonal(noise)
+    eigen, slopes, bends = into_domain(eigen, subject, space.is_exhausted, own)
     rule = eqx.tree_at(lambda r: r.blur, rule, _blur(rule.matrix, eigen, noise))
     values = jnp.swapaxes(at_nodes(subject.fn, eigen.values), -1, -2)
     samples = _samples(rule.weights[0], values[0])
     whole = Eigen(*(x[:1] for x in eigen))
     num_steps = max(5 * space.depth, 40)
     nodes = SplitRule(space.basis.T[None], whole, rule.matrix[None], num_steps).nodes()
-    bounds = jnp.abs(values[0]), slopes.T
+    bounds = jnp.abs(values[0]), slopes.T, bends.T
     traces = Traces(mean(samples), samples, values, bounds, nodes)
     return traces_outcome(subject.combine, traces, rule.error, eps)
 
@@ -195,9 +196,10 @@ def into_domain(
     subject: MatrixFunction,
     is_exhausted: Bool[Array, ""],
     noise: Float[Array, " m"],
-) -> tuple[Eigen, Float[Array, "m p"]]:
-    """The nodes of all levels, and how far f moves if the largest node were to move along:
-    |f'| times the largest node. `noise` are standard deviations of nodes, over it.
+) -> tuple[Eigen, Float[Array, "m p"], Float[Array, "m p"]]:
+    """The nodes of all levels; how fast f moves, |f'| times the largest node; and how far
+    its mean moves, because f bends within the noise. `noise` are standard deviations of
+    nodes, over the largest one.
 
     Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
     node moves back by the size of its noise. Its true value may be as small as the square
@@ -217,10 +219,12 @@ def into_domain(
     values = at_nodes(fn, nodes[:1])
     step = noise[None] * largest[:1]
     slopes = slopes_at(fn, nodes[:1], values, step)[0]
+    sides = (at_nodes(fn, nodes[:1] + side * step)[0] - values[0] for side in (1, -1))
+    bends = jnp.abs(sum(jnp.where(jnp.isfinite(x), x, 0) for x in sides)) / 2
     deeper = at_nodes(fn, edge + eps * (nodes[:1] - edge))[0]
     spans = jnp.abs(values[0] - deeper) / jnp.where(step[0] > 0, step[0], 1)[:, None]
     slopes = largest[0] * jnp.where(moved[0][:, None], spans, slopes)
-    return Eigen(nodes, eigen.vectors), slopes
+    return Eigen(nodes, eigen.vectors), slopes, bends
 
 
 def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
@@ -276,17 +280,20 @@ class Quadrature(eqx.Module):
         values: Inexact[Array, "levels p m"],
         sizes: Float[Array, "p m"],
         slopes: Float[Array, "p m"],
+        bends: Float[Array, "p m"],
     ) -> Float[Array, " p"]:
-        """From f at the nodes, its size, and its slope times the largest node."""
+        """From f at the nodes, its size, its slope times the largest node, and how far its
+        mean moves by noise."""
         levels = jax.vmap(_samples)(self.weights, values)
         changes = jnp.abs(mean(levels[:-1] - levels[1:]))
-        weights = jnp.mean(self.weights[0], axis=0)
+        weights = jnp.mean(self.weights[0], axis=0)[None, :]
         used = weights > 0
         terms = weights * jnp.where(used, sizes, 0)
         summed = self.eps * (jnp.sqrt(jnp.sum(terms**2, axis=1)) + jnp.abs(mean(levels[0])))
         slopes = jnp.where(used, slopes, 0)
         moved = jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
-        error = jackknife.shared_error(levels[0], jnp.hypot(4 * summed, 2 * moved))
+        moved = 2 * moved + jnp.sum(weights * jnp.where(used, bends, 0), axis=1)
+        error = jackknife.shared_error(levels[0], jnp.hypot(4 * summed, moved))
         if levels.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0]))
         return jnp.hypot(error, jackknife.quadrature_error(changes, self.unresolved))
