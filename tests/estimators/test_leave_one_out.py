@@ -284,15 +284,14 @@ def test_errors_of_independent_samples(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["xnystrace", "xnysdiag"])
 def test_a_shift_of_what_is_semidefinite_up_to_noise(name: str) -> None:
-    """Negative eigenvalues that are small are raised to zero, and the core is shifted: the
-    approximations are those of diag(A, shift I) from the rows [S; I], up to what was
-    raised; the error is at least the shift."""
+    """The core is shifted by twice the depth of the lowest eigenvalue. The approximations are
+    those of diag(A, shift I) from the rows [S; I], so nothing is biased."""
     n, k = 30, 7
     matrix = hermitian(np.append(np.arange(1.0, n), -0.1))
     probes = np.linalg.qr(np.asarray(general(n, seed=2)))[0][:, :k]
     probes[:, 0] = np.linalg.eigh(matrix)[1][:, 0]
     probes = np.sqrt(n) * np.linalg.qr(probes)[0]
-    known = products_of_sketch(matrix @ probes, jnp.asarray(probes), 1e-16)
+    known = products_of_sketch(matrix @ probes, jnp.asarray(probes))
     shift = float(known.scale * known.fitted.shift)
     assert shift > n * 0.1
     operator = lx.MatrixLinearOperator(matrix, PSD)
@@ -305,8 +304,8 @@ def test_a_shift_of_what_is_semidefinite_up_to_noise(name: str) -> None:
         low, w = nystrom(enlarged, others)[:n, :n], w[:n]
         samples.append(np.diag(low) + w * ((matrix - low) @ w))
     values = np.mean(samples, axis=0)
-    close(jnp.sum(got.value), values.sum(), 2 * shift / n, 1.0)
-    assert jnp.sum(got.standard_error) > 0.99 * shift
+    close(jnp.sum(got.value), values.sum(), 1e-9)
+    assert jnp.all(got.standard_error > 0)
 
 
 @pytest.mark.parametrize("form", ["two-sided", "one-sided", "few"])

@@ -66,7 +66,7 @@ def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
     def shares(block: Any) -> Any:
         sketch = matrix @ block
         if what == "semidefinite":
-            known = products_of_sketch(sketch, block, 1e-16)
+            known = products_of_sketch(sketch, block)
             return second_batch.nystrom_shares(known, known.fitted)
         loo = leave_one_out(sketch, block, resphere=what == "trace")
         return second_batch.missed_shares(loo, sketch, of_diagonal=what == "diagonal")
@@ -183,7 +183,7 @@ def test_the_mean_over_all_probes_of_a_shared_batch(
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
         probes = Probes((block[:, :again], block[:, again:]), resphere=False)
-        known = products_of_sketch(sketch, block, 1e-16)
+        known = products_of_sketch(sketch, block)
         weights = second_batch.shared_weights(known, known.fitted)
         return weights, read(second_batch.mixed(maps[0], probes, target), maps)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import cases, close, slow
 from tests.matrices import hermitian, krylov_basis, numbers, projector, sample
 from traceax._linalg.jackknife import krylov_replicates
-from traceax._linalg.krylov import block_krylov, complements
+from traceax._linalg.krylov import block_krylov, complements, plain_frame
 
 N, WIDTH, DEPTH, INNER = 40, 4, 5, 3
 SPECTRA = {
@@ -35,7 +35,9 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
         space = block_krylov(lambda x: matrix @ x, block, DEPTH)
         coordinates = space.basis[:, :WIDTH].conj().T @ block
         square = space.projection[:rank, :rank]
-        result = complements(square, space.filled[:rank], coordinates, N)
+        result = complements(
+            plain_frame(square, space.filled[:rank]), space.filled[:rank], coordinates, N
+        )
         return space.basis[:, :rank], space.filled[:rank], result
 
     basis, filled, result = spaces(matrix, block)
@@ -60,7 +62,9 @@ def test_one_start_leaves_nothing() -> None:
     space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), INNER)
     coordinates = space.basis[:, :1].T @ block
     square = space.projection[:INNER, :INNER]
-    result = complements(square, space.filled[:INNER], coordinates, N)
+    result = complements(
+        plain_frame(square, space.filled[:INNER]), space.filled[:INNER], coordinates, N
+    )
     assert result.dimensions[0] == N
     close(space.basis[:, :INNER] @ result.remainders[0], block[:, 0], 1e-13)
 
@@ -77,7 +81,8 @@ def test_replicates(dtype: Any) -> None:
     z, t = np.asarray(space.basis), np.asarray(space.projection)
     theta, v = np.linalg.eigh((t + t.conj().T) / 2)
     coordinates = jnp.asarray(z[:, :WIDTH].conj().T @ block)
-    spaces = complements(jnp.asarray(t[:rank, :rank]), space.filled[:rank], coordinates, n)
+    frame = plain_frame(jnp.asarray(t[:rank, :rank]), space.filled[:rank])
+    spaces = complements(frame, space.filled[:rank], coordinates, n)
     left = v.conj().T @ (np.eye(len(t)) + numbers(t.shape, seed=4) / 4)
     f = (z @ (v * np.exp(theta))) @ left @ z.conj().T
 

@@ -165,8 +165,7 @@ def node_noise(
     where it is not. The diagonal is not seen; it is taken from its neighbours.
     """
     skew = space.projection - space.projection.conj().T
-    largest = largest_of(eigen.values[0])
-    vectors = eigen.vectors[0]
+    largest, vectors = largest_of(eigen.values[0])[0], eigen.vectors[0]
     turned = dot(vectors.conj().T, over(skew, largest), vectors)
     squares = squared_modulus(turned) / 4
     m = grain.size
@@ -223,7 +222,7 @@ def into_domain(
     bends = jnp.abs(sum(jnp.where(jnp.isfinite(x), x, 0) for x in sides)) / 2
     deeper = at_nodes(fn, edge + eps * (nodes[:1] - edge))[0]
     spans = jnp.abs(values[0] - deeper) / jnp.where(step[0] > 0, step[0], 1)[:, None]
-    slopes = largest[0] * jnp.where(moved[0][:, None], spans, slopes)
+    slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     return Eigen(nodes, eigen.vectors), slopes, bends
 
 
