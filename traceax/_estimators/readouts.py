@@ -124,7 +124,7 @@ class Samples(eqx.Module):
 
 
 def independent(
-    products: Inexact[Array, "n k"], scale: Float[Array, ""], eps: float, hermitian: bool
+    products: Inexact[Array, "n k"], scale: Float[Array, ""], eps: Any, hermitian: bool
 ) -> Samples:
     """Hutchinson's."""
     values = products.real if hermitian else products

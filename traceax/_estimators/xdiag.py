@@ -126,7 +126,7 @@ def xdiag_samples(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
     image: Inexact[Array, "n k"],
-    eps: float,
+    eps: Float[Array, ""] | float,
     *,
     hermitian: bool,
 ) -> Samples:

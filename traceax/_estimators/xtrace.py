@@ -109,7 +109,7 @@ def xtrace_of(
     loo: LeaveOneOut,
     sketch: Inexact[Array, "n k"],
     images: Inexact[Array, "n k"],
-    eps: float,
+    eps: Float[Array, ""] | float,
     *,
     resphere: bool,
     weights: Float[Array, " k"] | None = None,

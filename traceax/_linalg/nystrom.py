@@ -272,8 +272,10 @@ class Projected(eqx.Module):
         parts = squared_modulus(dot(self.vectors.conj().T, inside))
         rest = jnp.maximum(column_norms_squared(u) - jnp.sum(parts, axis=0), 0)
         parts = parts.at[0].add(rest)
+        size = largest_modulus(parts)
+        parts = parts / size
         turned = squared_modulus(dot(self.vectors.conj().T, self.skew, self.vectors)) / 2
-        return self.scale * jnp.sqrt(column_dots(parts, dot(turned, parts)))
+        return self.scale * size * jnp.sqrt(column_dots(parts, dot(turned, parts)))
 
     @property
     def rounding(self) -> Float[Array, ""]:
