@@ -264,7 +264,11 @@ def likelihood(
     residual = y - subject(solution)
     forms = column_dots(solution, y + residual).real
     bounds = rest.inverse_norm * column_dots(residual, inverse(residual)).real
-    lengths = jnp.sqrt(column_norms_squared(solution) * column_norms_squared(y))
+    scales = column_scales(solution)
+    lengths = column_norms_squared(over(solution, scales[None, :])) * column_norms_squared(
+        y
+    )
+    lengths = scales * jnp.sqrt(lengths)
     rounding = 4 * float(jnp.finfo(forms.dtype).eps) * lengths
     noise = jnp.hypot(rounding, 2 * known.form_noise(solution))
     errors = jnp.maximum(bounds, 0) + noise

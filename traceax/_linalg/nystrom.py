@@ -268,14 +268,15 @@ class Projected(eqx.Module):
     def form_noise(self, u: Inexact[Array, "n t"]) -> Float[Array, " t"]:
         """The standard deviation of u* A u by the noise of matvecs, for each column. What u
         has outside of the space is taken for a part of its last direction."""
+        sizes = column_scales(u)
+        u = over(u, sizes[None, :])
         inside = dot(self.basis[:, : self.theta.size].conj().T, u)
         parts = squared_modulus(dot(self.vectors.conj().T, inside))
         rest = jnp.maximum(column_norms_squared(u) - jnp.sum(parts, axis=0), 0)
         parts = parts.at[0].add(rest)
-        size = largest_modulus(parts)
-        parts = parts / size
         turned = squared_modulus(dot(self.vectors.conj().T, self.skew, self.vectors)) / 2
-        return self.scale * size * jnp.sqrt(column_dots(parts, dot(turned, parts)))
+        noise = jnp.sqrt(column_dots(parts, dot(turned, parts)))
+        return sizes * (sizes * (self.scale * noise))
 
     @property
     def rounding(self) -> Float[Array, ""]:

@@ -165,7 +165,7 @@ def node_noise(
     where it is not. The diagonal is not seen; it is taken from its neighbours.
     """
     skew = space.projection - space.projection.conj().T
-    largest, vectors = largest_of(eigen.values[0])[0], eigen.vectors[0]
+    largest, vectors = largest_modulus(eigen.values[0]), eigen.vectors[0]
     turned = dot(vectors.conj().T, over(skew, largest), vectors)
     squares = squared_modulus(turned) / 4
     m = grain.size
