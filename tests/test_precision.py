@@ -5,6 +5,7 @@ more. A CPU does not, so the programs are read.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -29,9 +30,9 @@ DIFFERENTIATED_ONCE = {"arnoldi_trace"}
 def products(program: Any) -> Iterator[Any]:
     """All products of matrices or vectors of floating-point numbers in a program."""
     for equation in program.eqns:
-        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-            if jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact):
-                yield equation
+        is_product = equation.primitive.name in ("dot_general", "conv_general_dilated")
+        if is_product and jnp.issubdtype(equation.invars[0].aval.dtype, jnp.inexact):
+            yield equation
         for inner in inner_jaxprs(equation):
             yield from products(inner)
 
@@ -97,7 +98,7 @@ def test_users_products_have_the_users_precision(name: str, compiled: bool) -> N
     ):
         run = eqx.filter_jit(value) if compiled else value
         with jax.default_matmul_precision(default):
-            program = jax.make_jaxpr(lambda m: jnp.sum(run(m, asked)))(SINGLE)
+            program = jax.make_jaxpr(partial(run, asked=asked))(SINGLE)
         of_user = [
             one.params["precision"][0]
             for one in products(program)
