@@ -284,8 +284,8 @@ def test_errors_of_independent_samples(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["xnystrace", "xnysdiag"])
 def test_a_shift_of_what_is_semidefinite_up_to_noise(name: str) -> None:
-    """The core is shifted by twice the depth of the lowest eigenvalue. The approximations are
-    those of diag(A, shift I) from the rows [S; I], so nothing is biased."""
+    """The core is shifted by twice the depth of the lowest eigenvalue. The approximations
+    are those of diag(A, shift I) from the rows [S; I], so nothing is biased."""
     n, k = 30, 7
     matrix = hermitian(np.append(np.arange(1.0, n), -0.1))
     probes = np.linalg.qr(np.asarray(general(n, seed=2)))[0][:, :k]

@@ -101,9 +101,9 @@ class LinearMap(eqx.Module):
         return working_dtype(self.operator)
 
     @property
-    def eps(self) -> Float[Array, ""] | float:
-        """The relative error of a form w* A w: the rounding error of a matvec, or its
-        noise, if that was measured and is larger."""
+    def eps(self) -> Any:
+        """The relative error of a form w* A w, a float: the rounding error of a matvec. Or
+        an array, its noise, if that was measured and is larger."""
         eps = unit_roundoff(self.operator)
         return eps if self.noise is None else jnp.maximum(self.noise, eps)
 

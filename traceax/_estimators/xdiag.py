@@ -29,7 +29,7 @@ All differentiate by `readouts.TwoSided`: on tangents a one-sided form is first 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator

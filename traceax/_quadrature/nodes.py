@@ -141,11 +141,11 @@ def slopes_at(
     large (for a square root at 0), the change of f over a `step`, by default four rounding
     errors of the largest node, divided by the step, takes its place."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
-    if step is None:
-        eps = jnp.finfo(nodes.dtype).eps
-        step = 4 * eps * jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
-    beside, step = at_nodes(fn, nodes + step), step[..., None]
-    secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)
+    rounding = 4 * jnp.finfo(nodes.dtype).eps
+    largest = jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
+    step = rounding * largest if step is None else step
+    beside = at_nodes(fn, nodes + step)
+    secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)[..., None]
     # Infinite values show in the estimate itself.
     secants = jnp.where(jnp.isfinite(secants), secants, 0)
     return jnp.where(jnp.isfinite(slopes), jnp.minimum(slopes, secants), secants)
