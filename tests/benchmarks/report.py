@@ -58,6 +58,7 @@ SECTIONS = (
     Section("Functions of a matrix: error and coverage", "spectra --keys 100"),
     Section("Log-determinants of kernels, and their gradients", "functions logdet"),
     Section("Functions of a matrix beside rivals since 2025", "rivals"),
+    Section("Noisy matvecs and single precision", "noise"),
     Section("Likelihoods of Gaussian processes", "likelihoods"),
     Section("Preconditioned solves", "solves"),
     Section("Automatic choices against estimators by name", "automatic --keys 40"),

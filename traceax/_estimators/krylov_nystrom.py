@@ -105,9 +105,11 @@ def xnystrace(
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
     `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
-    **Returns** an `Estimate`. If the operator is semidefinite only up to noise,
-    `standard_error` grows by 4n times the modulus of the most negative eigenvalue found. If
-    this is above a hundredth of the largest, the tag was wrong: both are NaN.
+    **Returns** an `Estimate`. `standard_error` includes the noise of matvecs, which the
+    asymmetry of Omega* A Omega shows: an operator may compute in TF32 or bfloat16 inside.
+    An operator that is semidefinite only up to rounding of its entries is estimated without
+    bias. If its most negative eigenvalue is deeper than a hundredth of the largest, and
+    noise does not explain it, the tag was wrong: value and error are NaN.
 
     **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
     multiple of I, also for indefinite tangents. A gradient costs 2k matvec-VJPs. **Cost**:

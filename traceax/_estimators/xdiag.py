@@ -183,8 +183,8 @@ def xnysdiag(
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
     `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
 
-    **Returns** an `Estimate`. As in `xnystrace`, but `standard_error` grows by 4 times the
-    modulus of the most negative eigenvalue found.
+    **Returns** an `Estimate`. As in `xnystrace`, `standard_error` includes the noise of
+    matvecs.
 
     **Derivatives**: by XDiag's rule on the same sketch, which is frozen, for tangents that
     need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k applications, no

@@ -313,7 +313,7 @@ def sample(
     whole = Eigen(*(x[0] for x in eigen))
     nodes = SplitRule(krylov.basis, whole, coefficients, num_steps).nodes()
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
-    slopes = slopes_at(subject.fn, whole.values, values[0])
+    slopes = slopes_at(subject.fn, whole.values, values[0], moved[:, None])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
     indicator = None
     if near is not None and not isinstance(probes, Krylov):

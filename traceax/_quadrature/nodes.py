@@ -135,15 +135,12 @@ def slopes_at(
     fn: Flat,
     nodes: Float[Array, "N m"],
     values: Inexact[Array, "N m p"],
-    step: Float[Array, "N _"] | None = None,
+    step: Float[Array, "N _"],
 ) -> Float[Array, "N m p"]:
-    """|f'|, which multiplies the rounding of nodes; `values` are those of f. Where |f'| is
-    large (for a square root at 0), the change of f over a `step`, by default four rounding
-    errors of the largest node, divided by the step, takes its place."""
+    """|f'|, which multiplies the noise of nodes; `values` are those of f. Where |f'| is
+    large (for a square root at 0), the change of f over a `step` of the size of the noise,
+    divided by the step, takes its place."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
-    rounding = 4 * jnp.finfo(nodes.dtype).eps
-    largest = jnp.max(jnp.abs(nodes), axis=1, keepdims=True)
-    step = rounding * largest if step is None else step
     beside = at_nodes(fn, nodes + step)
     secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)[..., None]
     # Infinite values show in the estimate itself.
