@@ -392,9 +392,10 @@ def eigenframe(
     identity, square = plain = plain_frame(projection, filled)
     if float(jnp.finfo(square.dtype).eps) < DOUBLE:
         return plain
-    shift = 0 if bound is None else over(bound, largest_modulus(projection))
+    scale = largest_modulus(projection)
+    shift = jnp.zeros_like(scale) if bound is None else over(bound, scale)
     kept = jnp.where(jnp.diag(~filled), 1, square)
-    values, axes, _ = lapack.eigh_above(kept - shift * identity)
+    values, axes, _ = lapack.eigh_above(kept - times(shift, identity))
     return Frame(axes, (values + shift).astype(square.dtype))
 
 
