@@ -197,8 +197,7 @@ def into_domain(
     noise: Float[Array, " m"],
 ) -> tuple[Eigen, Float[Array, "m p"], Float[Array, "m p"]]:
     """The nodes of all levels; how fast f moves, |f'| times the largest node; and how far
-    its mean moves, because f bends within the noise. `noise` are standard deviations of
-    nodes, over the largest one.
+    noise moves it one way. `noise` are standard deviations of nodes, over the largest one.
 
     Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
     node moves back by the size of its noise. Its true value may be as small as the square
@@ -219,9 +218,10 @@ def into_domain(
     step = noise[None] * largest[:1]
     slopes = slopes_at(fn, nodes[:1], values, step)[0]
     up, down = (at_nodes(fn, nodes[:1] + side * step)[0] - values[0] for side in (1, -1))
-    # Noise may reach the end of the domain, where a logarithm has none.
+    # Noise may reach the end of the domain of f. Besides, it makes S_i depend on w_i, which
+    # moves all nodes at its level one way, by a part of its size.
     bends = jnp.where(jnp.isfinite(down), jnp.abs(up + down) / 2, 2 * jnp.abs(up))
-    bends = jnp.where(jnp.isfinite(bends), bends, 0)
+    bends = jnp.where(jnp.isfinite(bends), bends, 0) + slopes * step[0][:, None] / 4
     deeper = at_nodes(fn, edge + eps * (nodes[:1] - edge))[0]
     spans = jnp.abs(values[0] - deeper) / jnp.where(step[0] > 0, step[0], 1)[:, None]
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
@@ -293,7 +293,7 @@ class Quadrature(eqx.Module):
         summed = self.eps * (jnp.sqrt(jnp.sum(terms**2, axis=1)) + jnp.abs(mean(levels[0])))
         slopes = jnp.where(used, slopes, 0)
         moved = jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
-        moved = 3 * moved + jnp.sum(weights * jnp.where(used, bends, 0), axis=1)
+        moved = 2 * moved + jnp.sum(weights * jnp.where(used, bends, 0), axis=1)
         error = jackknife.shared_error(levels[0], jnp.hypot(4 * summed, moved))
         if levels.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0]))
