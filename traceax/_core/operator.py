@@ -102,10 +102,11 @@ class LinearMap(eqx.Module):
 
     @property
     def eps(self) -> Any:
-        """The relative error of a form w* A w, a float: the rounding error of a matvec. Or
-        an array, its noise, if that was measured and is larger."""
-        eps = unit_roundoff(self.operator)
-        return eps if self.noise is None else jnp.maximum(self.noise, eps)
+        """The relative error of a form w* A w: a float, the rounding error of a matvec; or
+        an array, its noise if that was measured, but at least the rounding of sums."""
+        if self.noise is None:
+            return unit_roundoff(self.operator)
+        return jnp.maximum(self.noise, float(jnp.finfo(self.dtype).eps))
 
     def measured(self, vector: Inexact[Array, " n"]) -> LinearMap:
         """The same with its noise, by two matvecs: A(1.37 x)/1.37 is A x but for rounding.
