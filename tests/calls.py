@@ -103,6 +103,11 @@ def pooled(matrix: Any, key: Any) -> Any:
     return tx.pool(jax.vmap(run)(jax.random.split(key, 3)))
 
 
+def controlled(matrix: Any, key: Any, budget: int = 8, **how: Any) -> Any:
+    control, how["control_trace"] = operator(matrix * matrix), jnp.trace(matrix * matrix)
+    return tx.control_variate_trace(operator(matrix), control, key, budget, **how)
+
+
 def hutchinson(apply: Any, probes: Any) -> Any:
     k = probes.shape[1]
     samples = jnp.sum(probes.conj() * apply(probes), axis=0)
@@ -119,6 +124,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "xnystrace": budgeted(tx.xnystrace, 10),
     "adaptive_trace": lambda m, key: tx.adaptive_trace(operator(m), key, **TOLERANCE),
     "deltashift": tracked,
+    "control_variate_trace": controlled,
     "custom_trace": lambda m, key: tx.custom_trace(hutchinson, operator(m), key, 6),
     "diagonal": budgeted(tx.diagonal, 20),
     "hutchinson_diagonal": budgeted(tx.hutchinson_diagonal, 6),
@@ -154,6 +160,8 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "hutchinson_diagonal, batched": budgeted(
         tx.hutchinson_diagonal, 12, sampler=partial(tx.sphere), batch_size=5
     ),
+    "control_variate_trace, exact": partial(controlled, budget=N),
+    "control_variate_trace, batched": partial(controlled, batch_size=3),
     "slq_trace, batched": of_function(tx.slq_trace, logarithm, batch_size=3),
     "slq_trace, combined": of_function(tx.slq_trace, logarithm, combine=lambda t: t**2),
     "selected_entries, exact": partial(entries, budget=N),
@@ -163,5 +171,5 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 
 # Public names that are no estimators.
 OTHERS = {"Estimate", "InvQuadLogdet", "Layout", "colouring", "preconditioner", "probing"}
-OTHERS |= {"as_operator", "empirical_fisher", "gauss_newton"}
+OTHERS |= {"Sampler", "as_operator", "empirical_fisher", "gauss_newton"}
 OTHERS |= {"hadamard", "normal", "orthogonal", "rademacher", "sphere"}

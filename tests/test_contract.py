@@ -16,8 +16,8 @@ from tests.helpers import close, refused, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.tables import ALL, ESTIMATORS, NORMS, REST, REST_ALL, Entry, each
 from tests.wrappers import PSD, function, matrix_free
-from traceax._estimators.driver import estimate
-from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM
+from traceax._estimators.call import begin
+from traceax._estimators.krylov_nystrom import estimate_by_nystrom
 
 KEY = jax.random.key(2)
 
@@ -148,7 +148,9 @@ def test_negative_semidefinite() -> None:
 # The automatic choice.
 
 
-krylov_nystrom = functools.partial(estimate, KRYLOV_NYSTROM)
+def krylov_nystrom(operator: Any, key: Any, budget: int) -> tx.Estimate:
+    call = begin("trace", operator, key, budget)
+    return estimate_by_nystrom(call, "xnystrace + A Q")
 
 
 @pytest.mark.parametrize(

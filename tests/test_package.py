@@ -14,6 +14,7 @@ from tests.helpers import python
 from traceax._linalg.columns import column_dots
 
 PACKAGE = Path(traceax.__file__).parent
+PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
 def test_public_things_have_the_name_that_users_import() -> None:
@@ -37,16 +38,33 @@ def test_checks_do_not_need_hypothesis() -> None:
     assert python("-c", program + "print(t.check_operator.__name__)") == "check_operator\n"
 
 
+def docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
 def test_the_map_of_the_package_names_only_what_exists() -> None:
     """The table in the docstring of `traceax._core`: where a new thing goes."""
-    text = ast.get_docstring(ast.parse((PACKAGE / "_core/__init__.py").read_text())) or ""
-    named = re.findall(r"`([^`]+)`", text.split("to look at:")[1].split("Whatever")[0])
+    text = docstring(PACKAGE / "_core/__init__.py")
+    named = re.findall(r"`([^`]+)`", text.split("of its kind:")[1].split("Whatever")[0])
     paths = [*PACKAGE.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
     known = {name for path in paths for name in (path.stem, path.name)}
     known |= {f"{path.parent.name}.{path.stem}" for path in paths}
     assert len(named) > 20
     unknown = [name for name in named if name not in known]
     assert [name for name in unknown if not (PACKAGE.parent / name).is_dir()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_each_of_its_modules_has(package: str) -> None:
+    """Its docstring names every module that it has, and nothing that does not exist."""
+    text = docstring(PACKAGE / package / "__init__.py")
+    text = text.split("A new thing has one place")[0]
+    named = set(re.findall(r"`([a-z_]+)`", text))
+    modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert modules <= named
+    public = {name for name in vars(traceax) if not name.startswith("_")}
+    words = {"begin", "finish", "fn", "combine", "vmap"}
+    assert named <= modules | public | set(PACKAGES) | words
 
 
 def test_annotations_are_checked() -> None:

@@ -10,13 +10,16 @@ from traceax._calculus.laplacian import hessian_diagonal as hessian_diagonal
 from traceax._calculus.laplacian import laplacian as laplacian
 from traceax._core.conversion import as_operator as as_operator
 from traceax._core.estimate import Estimate as Estimate
-from traceax._core.estimate import pool as pool
-from traceax._core.estimate import unbiased_square as unbiased_square
 from traceax._core.layout import Layout as Layout
+from traceax._core.pooling import pool as pool
+from traceax._core.pooling import unbiased_square as unbiased_square
 from traceax._estimators.adaptive import adaptive_trace as adaptive_trace
 from traceax._estimators.automatic import diagonal as diagonal
 from traceax._estimators.automatic import leaf_traces as leaf_traces
 from traceax._estimators.automatic import trace as trace
+from traceax._estimators.control_variate import (
+    control_variate_trace as control_variate_trace,
+)
 from traceax._estimators.custom import custom_trace as custom_trace
 from traceax._estimators.deltashift import deltashift as deltashift
 from traceax._estimators.hutchinson import hutchinson_diagonal as hutchinson_diagonal
@@ -43,6 +46,7 @@ from traceax._functions.slq import slq_trace as slq_trace
 from traceax._functions.slq import spectral_density as spectral_density
 from traceax._probes.colouring import colouring as colouring
 from traceax._probes.probing import probing as probing
+from traceax._probes.samplers import Sampler as Sampler
 from traceax._probes.samplers import hadamard as hadamard
 from traceax._probes.samplers import normal as normal
 from traceax._probes.samplers import orthogonal as orthogonal

@@ -21,12 +21,13 @@ from scipy.sparse import csr_array, diags_array, issparse, load_npz
 import traceax as tx
 
 DENSE = 4000  # Up to this dimension a dense factorisation takes about a second.
+KEY = jax.random.key(0)
 
 
 def read_matrix(path: Path) -> Any:
-    """A square matrix of finite numbers in double precision: a `csr_array` or an array.
+    """Read a square matrix of finite numbers, in double precision, sparse or dense.
 
-    Whatever is wrong with the file is a `ValueError` of one line that names it."""
+    If anything is wrong with the file, raise a `ValueError` of one line that names it."""
     array = partial(np.load, mmap_mode="r", allow_pickle=False)
     reader = {".npz": _read_npz, ".npy": array}.get(path.suffix.lower(), _read_market)
     try:
@@ -49,21 +50,22 @@ def _read_npz(path: Path) -> Any:
 
 
 def _read_market(path: Path) -> Any:
-    """SciPy 1.17 reads 1.0D+02 as 1, ignores what follows a number, and crashes at null
-    bytes. So characters and the number of words are checked here."""
+    """Read text, and check its characters and the number of its words, because SciPy 1.17
+    reads 1.0D+02 as 1, ignores what follows a number, and crashes at null bytes."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
         text = stream.read()
     found = re.fullmatch(rb"(?s:((?:\s*%[^\0\n]*\n)+)(.*))", text)
-    header, numbers = found.groups() if found else (b"", b"")
+    header, numbers = found.groups() if found else (b"", b"x")
     numbers = numbers.translate(bytes.maketrans(b"dDE", b"eee"))
-    if not header or not re.fullmatch(rb"[-+.\de\s]*+", numbers):
+    if not re.fullmatch(rb"[-+.\de\s]*+", numbers):
         raise ValueError("It is not a %%MatrixMarket line, comments, and lines of numbers")
-    rows, columns, count, layout, field, _ = scipy.io.mminfo(io.BytesIO(header + numbers))
+    text = header + numbers
+    rows, columns, count, layout, field, _ = scipy.io.mminfo(io.BytesIO(text))
     _check_shape((rows, columns))  # SciPy 1.17 crashes at 0 x 0
     words = 3 + count * (2 + {"pattern": 0, "complex": 2}.get(field, 1))
     if layout == "coordinate" and len(numbers.split()) != words:
         raise ValueError(f"It has {len(numbers.split())} numbers where {words} must be")
-    return scipy.io.mmread(io.BytesIO(header + numbers), spmatrix=False)
+    return scipy.io.mmread(io.BytesIO(text), spmatrix=False)
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:
@@ -84,9 +86,28 @@ def _in_double_precision(matrix: Any) -> Any:
     return matrix
 
 
+def of_matrix(matrix: Any) -> None:
+    """Print the estimates that any matrix has, and, if it is definite, `logdet`."""
+    diagonal, hermitian = matrix.diagonal(), abs(matrix - matrix.conj().T).max() == 0
+    kind = "Hermitian" if hermitian else "not Hermitian"
+    print(f"n = {len(diagonal)}, nnz = {(matrix != 0).sum()}, {kind}", flush=True)
+    tags = [lx.symmetric_tag] if hermitian and not np.iscomplexobj(matrix) else []
+    # By its matvecs alone: the trace of a stored matrix is known.
+    stored = tx.as_operator(matrix)
+    operator = tx.as_operator(stored.mv, stored.in_structure(), tags=tags)
+    _show("trace", tx.trace(operator, KEY), diagonal.sum())
+    norm = tx.frobenius_norm_squared(operator, KEY, 100)
+    _show("frobenius_norm_squared", norm, (abs(matrix) ** 2).sum())
+    definite, exact = _definite(matrix) if hermitian else (False, None)
+    if definite:
+        tagged = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
+        _show("logdet", tx.logdet(tagged, KEY), exact)
+
+
 def _definite(matrix: Any) -> tuple[bool, float | None]:
-    """Whether a Hermitian matrix is seen to be positive definite, and its log-determinant:
-    by Cholesky's factorisation, or by its diagonal where it is large."""
+    """Return whether a Hermitian matrix is seen to be positive definite, and its exact
+    log-determinant if it is known. Cholesky's factorisation of a small matrix gives both. A
+    large matrix is taken for definite if its diagonal dominates."""
     if matrix.shape[0] > DENSE:
         sums = np.asarray(abs(matrix).sum(axis=1)).ravel()
         return bool(np.all(2 * matrix.diagonal().real > sums)), None
@@ -97,55 +118,32 @@ def _definite(matrix: Any) -> tuple[bool, float | None]:
     return True, 2 * np.sum(np.log(factor.diagonal().real))
 
 
-def _operator(matrix: Any, *tags: object) -> lx.AbstractLinearOperator:
-    """By its products alone: of a matrix that is stored the trace is known."""
-    stored = tx.as_operator(matrix)
-    return tx.as_operator(stored.mv, stored.in_structure(), tags=tags)
-
-
 def _show(name: str, estimate: tx.Estimate, exact: Any = None) -> None:
-    beside = "" if exact is None else f"; exact: {exact:.10g}"
-    print(f"  {name}: {estimate}{beside}", flush=True)
-
-
-def of_matrix(matrix: Any) -> None:
-    """The estimates that any matrix has, and the log-determinant of a definite one."""
-    hermitian, diagonal = abs(matrix - matrix.conj().T).max() == 0, matrix.diagonal()
-    kind, key = "Hermitian" if hermitian else "not Hermitian", jax.random.key(0)
-    print(f"n = {len(diagonal)}, nnz = {(matrix != 0).sum()}, {kind}", flush=True)
-    tags = [lx.symmetric_tag] if hermitian and not np.iscomplexobj(matrix) else []
-    operator = _operator(matrix, *tags)
-    _show("trace", tx.trace(operator, key), diagonal.sum())
-    norm = tx.frobenius_norm_squared(operator, key, 100)
-    _show("frobenius_norm_squared", norm, (abs(matrix) ** 2).sum())
-    definite, exact = _definite(matrix) if hermitian else (False, None)
-    if definite:
-        tagged = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
-        _show("logdet", tx.logdet(tagged, key), exact)
+    known = "" if exact is None else f"; exact: {exact:.10g}"
+    print(f"  {name}: {estimate}{known}", flush=True)
 
 
 def tour() -> None:
-    """Two traces of a road network."""
+    """Estimate two traces of a road network."""
     roads = read_matrix(Path(__file__).parent / "data" / "minnesota.mtx")
-    n, key = roads.shape[0], jax.random.key(0)
-    print(f"Roads of Minnesota: {n} intersections, {roads.nnz // 2} roads, a graph of the")
-    print(
-        "SuiteSparse Matrix Collection (Gleich/minnesota, CC-BY 4.0). A: its adjacency.\n"
-    )
-    print("How many triangles? tr(A^3)/6; an application is three products with A.")
+    print(f"""\
+Roads of Minnesota: {roads.shape[0]} intersections, {roads.nnz // 2} roads, a graph of the
+SuiteSparse Matrix Collection (Gleich/minnesota, CC-BY 4.0). A: its adjacency.
+
+How many triangles? tr(A^3)/6; a matvec is three products with A.""")
     a = tx.as_operator(roads)
     cube = lx.TaggedLinearOperator(a @ a @ a / 6, lx.symmetric_tag)
-    _show("trace(operator, key, 100)", tx.trace(cube, key, 100))
+    _show("trace(operator, key, 100)", tx.trace(cube, KEY, 100))
     sampler = tx.probing(roads, power=3)
-    found = tx.hutchinson_trace(cube, key, sampler.num_colours, sampler=sampler)
+    found = tx.hutchinson_trace(cube, KEY, sampler.num_colours, sampler=sampler)
     _show("with probes that keep three roads apart", found)
     print(f"  exact: {(roads @ roads).multiply(roads).sum() / 6:g}\n")
-    print("What is tr((I + L)^-1), L the Laplacian? An application is a solve, by CG.")
+    print("What is tr((I + L)^-1), L the Laplacian? A matvec is a solve, by CG.")
     shifted = csr_array(diags_array(1 + roads.sum(axis=1)) - roads)
     solver = lx.CG(rtol=1e-8, atol=1e-8)
     inverse = lx.invert(tx.as_operator(shifted, tags=lx.positive_semidefinite_tag), solver)
-    _show("trace(operator, key, 100)", tx.trace(inverse, key, 100))
-    _show("trace(operator, key, 100, pattern=A)", tx.trace(inverse, key, pattern=roads))
+    _show("trace(operator, key, 100)", tx.trace(inverse, KEY, 100))
+    _show("trace(operator, key, 100, pattern=A)", tx.trace(inverse, KEY, pattern=roads))
     print(f"  exact: {np.linalg.inv(shifted.toarray()).trace():.10g}")
 
 

@@ -1,4 +1,4 @@
-"""Checks of what you write, and generated operators. Not imported by `import traceax`."""
+"""Checks of your own code, and generated operators. Not imported by `import traceax`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from traceax._core.checks import invalid
 from traceax._core.estimate import Estimate
 from traceax._core.vectors import as_columns, common_dtype, flatten, unflatten
 from traceax._linalg.columns import over, promoted, times
-from traceax._probes import draw as probes
-from traceax._probes.samplers import Sampler, normal
+from traceax._probes.samplers import SamplerLike, as_sampler, normal
 
 if TYPE_CHECKING:
     import hypothesis.strategies as st
@@ -74,7 +73,7 @@ def operators(
     semidefinite: bool = False,
     depth: int = 2,
 ) -> st.SearchStrategy[Pair]:
-    """A hypothesis strategy for square operators of every class of lineax.
+    """Return a hypothesis strategy for square operators of every class of lineax.
 
     It draws pairs `(operator, dense)` of an operator, single or nested, on arrays or on
     pytrees, and its matrix. Some symmetric ones are tagged. Examples shrink to n = 1.
@@ -82,15 +81,15 @@ def operators(
     **Arguments**
 
     - `kinds`: names of lineax's classes without `LinearOperator`, as `"Matrix"` or `"Add"`.
-      Default `None`: all but `"Tangent"`, of which lineax does not answer all questions.
-    - `sizes`: dimensions n. Default `(1, 2, 3, 8)`; each of them is compiled anew.
+      Default `None`: all but `"Tangent"`, about which lineax cannot answer all questions.
+    - `sizes`: dimensions n. Default `(1, 2, 3, 8)`. Each size is compiled anew.
     - `dtypes`: names of dtypes. Default `None`: real and complex, of enabled precisions.
     - `spectra`: names of eigenvalues or singular values. Default `None`: all of `"flat"`,
       `"decaying"`, `"steps"`, `"indefinite"`, `"rank-deficient"`, `"badly scaled"`.
     - `semidefinite`: whether all are positive semidefinite, and tagged so. Default `False`.
     - `depth`: the largest number of wrappers around an operator. Default 2.
 
-    **Returns** a strategy. **Cost**: n applications.
+    **Returns** a strategy. **Cost**: n matvecs.
 
     **Example**
 
@@ -124,11 +123,12 @@ def operators(
         n, dtype, name = (draw(st.sampled_from(each)) for each in (sizes, dtypes, spectra))
         matrix = _hermitian(name, n, dtype, seed=draw(st.integers(0, 99)))
         if not semidefinite and draw(st.booleans()):
-            matrix = matrix[::-1]  # of the same singular values
+            matrix = matrix[::-1]  # has the same singular values
         kind = draw(st.sampled_from([kind for kind in _SINGLE if kind in kinds]))
         operator = _SINGLE[kind](matrix)
-        # What is added or composed acts on the same space. lineax 0.1.1 changes the dtype
-        # with Python numbers, and if both operators are banded or one is the identity.
+        # An operator that is added or composed acts on the same space. lineax 0.1.1 changes
+        # the dtype with Python numbers, if both operators are banded, and if one is the
+        # identity.
         names = {*kinds} - ({"Add", "Composed"} if kind == "Identity" else set())
         wrappers = [_WRAPPERS[name] for name in _WRAPPERS if name in names]
         second = _SINGLE["PyTree" if kind == "PyTree" else "Function"]
@@ -145,15 +145,15 @@ def operators(
 
 
 def _hermitian(name: str, n: int, dtype: Any, seed: int) -> Array:
-    """A Hermitian matrix with this spectrum and random eigenvectors."""
+    """Return a Hermitian matrix with this spectrum and random eigenvectors."""
     basis = jax.random.orthogonal(jax.random.key(seed), n, dtype=dtype)
     matrix = (basis * _SPECTRA[name](np.arange(n)[None]).astype(dtype)) @ basis.conj().T
     return (matrix + matrix.conj().T) / 2
 
 
 def _report(check: str, thing: object, *facts: Facts) -> None:
-    """List each `(name, got, want, bound)` of an error above `bound`, or of unequal
-    texts."""
+    """Raise an error that lists each fact `(name, got, want, bound)` whose numbers differ
+    by more than `bound`, or whose texts are not equal."""
     faults = []
     for name, got, want, bound in itertools.chain(*facts):
         if isinstance(got, str) and got == want:
@@ -173,13 +173,13 @@ def _report(check: str, thing: object, *facts: Facts) -> None:
 
 
 def _mean(name: str, samples: Any, want: Any, rounding: Any) -> tuple[str, Any, Any, Any]:
-    """The fact that the mean is `want`, to six standard errors."""
+    """State that the mean of the samples is `want`, to six standard errors."""
     bound = 6 * np.std(samples, axis=0) / len(samples) ** 0.5 + rounding
     return name, np.mean(samples, axis=0), want, bound
 
 
 def check_sampler(
-    sampler: Sampler,
+    sampler: SamplerLike,
     *,
     independent: bool = True,
     same_for_any_cut: bool = True,
@@ -196,12 +196,13 @@ def check_sampler(
 
     - `sampler`: as in the guide's conventions.
     - `independent`: whether probes are independent of each other, as most estimators need.
-      Default `True`; `False` for `orthogonal`, `hadamard`, `probing` and the like.
+      Default `True`. Pass `False` for `orthogonal`, `hadamard`, `probing` and the like.
     - `same_for_any_cut`: whether a probe is the same, cut into leaves or not. Default
-      `True`, as for all samplers of this library; `False` for those that draw leaf by leaf.
-    - `num_probes`: how many to draw at a time. Default 3; for `probing`, its colours.
+      `True`, as for all samplers of traceax. Pass `False` if you draw leaf by leaf.
+    - `num_probes`: how many to draw at a time. Default 3. For `probing` pass its colours.
 
-    **Raises** `AssertionError` that lists what is wrong, by how much. **Cost**: seconds.
+    **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: some
+    seconds.
 
     **Example**
 
@@ -210,7 +211,7 @@ def check_sampler(
 
     **Reference**: Hutchinson (1989), doi:10.1080/03610918908812806.
     """
-    probes.check_sampler("testing.check_sampler", sampler)
+    sampler = as_sampler("testing.check_sampler", sampler)
     why = "because one probe cannot show independence"
     checks.check_count("testing.check_sampler", "num_probes", num_probes, 2, why)
     facts = partial(_sampler_facts, sampler, num_probes, independent, same_for_any_cut)
@@ -256,13 +257,13 @@ def check_operator(
     With random vectors it checks that `mv` returns `out_structure` and is linear, over the
     complex numbers if it is complex; that `transpose`, `lx.conj` and `as_matrix` agree with
     it; that derivatives, forward and reverse, agree with each other and with differences;
-    and that what lineax says of the operator is true, be it by a tag or by its class.
+    and that all that lineax says about the operator, by a tag or by its class, is true.
 
     **Arguments**: `operator`: any lineax operator, all of whose arrays this process has.
     `key`: a JAX random key. `rtol`: the relative error that is taken for rounding. Default
     `None`: eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
-    **Raises** `AssertionError` that lists what is wrong, by how much. **Cost**: 110
+    **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: 110
     matvecs.
 
     **Example**
@@ -281,7 +282,7 @@ def check_operator(
 
 
 def _of_this_process(leaf: Any) -> Any:
-    """The array itself, or the copy that this process has of a replicated array."""
+    """Return the array, or the copy of a replicated array that this process has."""
     if getattr(leaf, "is_fully_addressable", True):
         return leaf
     if leaf.is_fully_replicated:
@@ -338,7 +339,8 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
 
 
 def _tag_facts(operator: Any, xs: Any, rtol: float) -> Facts:
-    """Numbers that are zero if lineax is right: of some columns, and of Ritz values."""
+    """Compute numbers that are zero if lineax is right, from some columns of the operator
+    and from its Ritz values in a small Krylov space."""
     n, rows = xs.shape[1], jax.vmap(partial(_apply, operator))
     places = np.unique(np.linspace(0, n - 1, 32).astype(int))[:, None]
     columns = rows(jnp.asarray(places == np.arange(n), xs.dtype))
@@ -380,32 +382,34 @@ def check_estimator(
     """Check an estimator of the trace, or of anything else that is linear in the operator.
 
     With semidefinite operators of 20 dimensions it checks, to six standard errors of the
-    runs, that the truth is the mean of value and derivative, and that `interval(0.95)`
-    misses it in at most 10 % of them; that errors said to be 0 are; that both modes of
-    differentiation agree; that the key alone decides; and that value and error of c A are c
-    times those of A, for c or 1/c the fourth root of the dtype's largest number.
+    runs, that value and derivative have the truth as their mean, and that `interval(0.95)`
+    misses it in at most 10 % of the runs. It checks that values whose error is 0 are exact,
+    that both modes of differentiation agree, that the key alone decides, and that value and
+    error of c A are c times those of A, for c or 1/c the fourth root of the dtype's largest
+    number.
 
     **Arguments**
 
     - `estimator`: a function `(operator, key)` or `(operator, key, num_matvecs)`.
     - `num_matvecs`: the budget, if the estimator has an argument of this name. Default 12.
-    - `truth`: what is estimated, a function of the dense matrix. Default its trace.
+    - `truth`: the quantity as a function of the dense matrix. Default: its trace.
     - `semidefinite`: whether operators are tagged positive semidefinite. Default `False`.
     - `euler`: whether the derivative along the operator is the value. Default `True`.
-    - `num_keys`: the number of runs. Default 400; more runs find smaller biases.
+    - `num_keys`: the number of runs. Default 400. More runs find smaller biases.
 
-    **Raises** `AssertionError` that lists what is wrong, by how much. **Cost**: seconds.
+    **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: some
+    seconds.
 
     **Example**
 
         >>> import traceax.testing
         >>> traceax.testing.check_estimator(traceax.hutchinson_trace, num_keys=100)
 
-    **Reference**: none; the identities are those of the rule in `traceax/_core/rule.py`.
+    **Reference**: none. The identities belong to the rule in `traceax/_core/rule.py`.
     """
     if not callable(estimator):
         must, got = "be a function (operator, key) -> Estimate", type(estimator).__name__
-        cure = "Pass tx.xtrace, say."
+        cure = "Pass tx.xtrace, for example."
         raise invalid(TypeError, "testing.check_estimator", "estimator", must, got, cure)
     budgeted = "num_matvecs" in inspect.signature(estimator).parameters
     call = partial(estimator, num_matvecs=num_matvecs) if budgeted else estimator
@@ -419,10 +423,15 @@ def check_estimator(
     _report("check_estimator", estimator, one, many)
 
 
-def _estimate_facts(estimate: Any, truth: Any, budget: float, euler: bool) -> Facts:
-    matrix, change = _hermitian("decaying", 20, float, 3), _hermitian("flat", 20, float, 4)
+def _problem(name: str, dtype: Any) -> tuple[Array, Array, Array]:
+    """Return a matrix, a change of it, and a bound on rounding errors."""
+    matrix, change = _hermitian(name, 20, dtype, 3), _hermitian("flat", 20, dtype, 4)
     size = jnp.sum(jnp.abs(matrix) + jnp.abs(change))
-    bound = 300 * jnp.finfo(size.dtype).eps * size  # for rounding
+    return matrix, change, 300 * jnp.finfo(size.dtype).eps * size
+
+
+def _estimate_facts(estimate: Any, truth: Any, budget: float, euler: bool) -> Facts:
+    matrix, change, bound = _problem("decaying", float)
     key, run, want = jax.random.key(11), jax.jit(estimate), jnp.shape(truth(matrix))
     one = estimate(matrix, key)
     got = [jnp.shape(leaf) for leaf in jax.tree.leaves(one)[:2]]
@@ -459,11 +468,9 @@ def _statistics_facts(estimate: Any, truth: Any, num_keys: int) -> Facts:
     keys = jax.random.split(jax.random.key(12), num_keys)
     spectra = ("flat", "decaying", "rank-deficient")
     for name, dtype in itertools.product(spectra, (float, complex)):
-        matrix, change = _hermitian(name, 20, dtype, 3), _hermitian("flat", 20, dtype, 4)
+        matrix, change, bound = _problem(name, dtype)
         drawn, slopes = runs(matrix, change, keys)
         want, slope = map(np.asarray, jax.jvp(truth, (matrix,), (change,)))
-        size = jnp.sum(jnp.abs(matrix) + jnp.abs(change))
-        bound = 300 * jnp.finfo(size.dtype).eps * size  # for rounding
         name, errors = f"{name} {dtype.__name__}", abs(np.asarray(drawn.value) - want)
         yield _mean(f"{name}: value unbiased", drawn.value, want, bound)
         yield _mean(f"{name}: derivative unbiased", slopes, slope, bound)

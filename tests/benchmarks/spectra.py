@@ -31,10 +31,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import traceax as tx
+from traceax._core.operator import LinearMap
+from traceax._estimators.call import begin
 from traceax._functions.function_trace import block_trace
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import FunctionOfOperator
-from traceax._quadrature.scalar import scalar_function
+from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 N = 600
 STEPS = (8, 15, 30)
@@ -136,7 +138,9 @@ def tortures() -> dict[str, Case]:
 
 def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
     converted, structure = scalar_function("function_trace", fn, jnp.dtype(float))
-    return block_trace("function_trace", operator, converted, structure, key, shape)
+    call = begin("function_trace", operator, key, shape.num_matvecs)
+    subject = MatrixFunction(LinearMap(call.operator), converted)
+    return block_trace(call, subject, structure, shape)
 
 
 def errors(case: Case, estimator: Callable[..., tx.Estimate], keys: Array) -> Array:

@@ -46,6 +46,7 @@ FORMATS: dict[str, Any] = {
     "BCOO": lambda m: BCOO.from_scipy_sparse(scipy.sparse.coo_array(m)),
     "BCOO, padded": padded,
     "BCSR": lambda m: BCSR.from_scipy_sparse(scipy.sparse.csr_array(m)),
+    "BCSR, padded": lambda m: BCSR.fromdense(m, nse=int(np.count_nonzero(m)) + 4),
     "csr_matrix": scipy.sparse.csr_matrix,
     **{name: getattr(scipy.sparse, f"{name}_array") for name in ("csc", "coo", "lil")},
     **{name: getattr(scipy.sparse, f"{name}_array") for name in ("bsr", "dia", "dok")},
@@ -69,6 +70,25 @@ def test_every_format_is_the_same_matrix(kind: str, dtype: Any) -> None:
     estimate = tx.trace(operator, KEY, 10)
     assert (estimate.method, estimate.num_matvecs) == ("exact", 0)
     close(estimate.value, jnp.trace(matrix), 1e-13)
+
+
+def test_sorting_the_matrix_afterwards_changes_nothing() -> None:
+    """SciPy sorts the indices of a matrix in place whenever it needs them in order."""
+    starts, places = np.array([0, 2, 4]), np.array([1, 0, 1, 0])
+    matrix = scipy.sparse.csr_array((np.arange(1.0, 5.0), places, starts), shape=(2, 2))
+    operator, expected = tx.as_operator(matrix), [[2.0, 1.0], [4.0, 3.0]]
+    matrix.sort_indices()
+    np.testing.assert_array_equal(operator.as_matrix(), expected)
+    np.testing.assert_array_equal(lx.diagonal(operator), [2.0, 3.0])
+
+
+def test_the_transpose_of_a_lower_triangle_is_an_upper_one() -> None:
+    lower = scipy.sparse.csr_array(np.tril(np.ones((5, 5))))
+    operator = tx.as_operator(lower, tags=(lx.lower_triangular_tag, lx.unit_diagonal_tag))
+    transposed = operator.transpose()
+    assert lx.is_upper_triangular(transposed)
+    assert not lx.is_lower_triangular(transposed)
+    assert lx.has_unit_diagonal(transposed)
 
 
 @pytest.mark.parametrize("name", ["xtrace", "xdiag", slow("row_norms_squared")])

@@ -15,9 +15,8 @@ from tests.helpers import close, given, slow
 from tests.matrices import across, all_signs, general, hermitian, projector, spectrum
 from tests.tables import ESTIMATORS, REST
 from tests.wrappers import PSD, function, two_leaves
-from traceax._estimators.driver import Drawn, Probes
-from traceax._estimators.driver import estimate as run_method
-from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM, products_of_sketch
+from traceax._estimators.call import begin
+from traceax._estimators.krylov_nystrom import estimate_by_nystrom, products_of_sketch
 
 KEY = jax.random.key(11)
 
@@ -137,7 +136,8 @@ def test_leave_one_out_of_a_krylov_space(dtype: Any, sampler: Any) -> None:
     n, m = 30, 13
     matrix = hermitian(spectrum("poly", n), dtype)
     operator = lx.MatrixLinearOperator(matrix, PSD)
-    got = run_method(KRYLOV_NYSTROM, operator, KEY, m, sampler)
+    call = begin("trace", operator, KEY, m, sampler=sampler)
+    got = estimate_by_nystrom(call, "xnystrace + A Q")
     again, k = m // 4, m - m // 4
     probes = np.asarray(sampler(KEY, jax.ShapeDtypeStruct((n,), matrix.dtype), k)).T
     first, rest = probes[:, :again], probes[:, again:]
@@ -176,19 +176,14 @@ def test_a_krylov_space_is_unbiased_by_enumeration() -> None:
     """Over all signs of three probes in five dimensions, many of which depend on each
     other; also for operators whose Krylov space is exhausted at once."""
     signs = jnp.asarray(all_signs(15).reshape(-1, 3, 5))
-
-    def drawn(request: Any) -> Drawn:
-        z = request.sampler(KEY, request.operator.in_structure(), 3).T
-        return Drawn(Probes((z[:, :1], z[:, 1:]), resphere=False), 4, 2.0)
-
-    method = KRYLOV_NYSTROM._replace(draw=drawn)
     tangent = jnp.asarray(general(5))
     for eigenvalues in (np.arange(1.0, 6), [2.0] * 5, [3.0, 1, 1, 1, 1], [4.0, 0, 0, 0, 0]):
         matrix = hermitian(np.array(eigenvalues))
 
         def value(matrix: Any, z: Any) -> Any:
             operator = lx.MatrixLinearOperator(matrix, PSD)
-            return run_method(method, operator, KEY, 4, given(z)).value
+            call = begin("trace", operator, KEY, 4, sampler=given(z))
+            return estimate_by_nystrom(call, "xnystrace + A Q", fewest=4).value
 
         def both(z: Any, matrix: Any = matrix) -> Any:
             return jax.jvp(lambda m: value(m, z), (matrix,), (tangent,))

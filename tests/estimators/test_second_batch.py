@@ -16,9 +16,8 @@ from tests.matrices import across, general, hermitian, projector, spectrum
 from tests.wrappers import PSD, function, matrix_free
 from traceax._core.operator import LinearMap
 from traceax._estimators import second_batch
-from traceax._estimators.driver import Probes
 from traceax._estimators.krylov_nystrom import products_of_sketch
-from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, leave_one_out
+from traceax._estimators.readouts import by_leaf, each, leave_one_out
 from traceax._linalg.columns import promoted, times
 
 KEY = jax.random.key(5)
@@ -126,27 +125,33 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     matrix = hermitian(np.array([4.0, 3.0, 2.0, 1.0, 0.3]), dtype)
     if kind == "general":
         matrix = matrix + 0.3 * general(5, dtype)
-    of_trace, target, of = what == "trace", DIAGONAL, jnp.diagonal
+    of_trace, of = what == "trace", jnp.diagonal
     if of_trace:
         diagonal = jnp.diag(2 + jnp.arange(5.0) ** 2 / 8).astype(dtype)
         matrix = diagonal + 0.3 * general(5, dtype)
-        target, of = TRACE, jnp.trace
+        of = jnp.trace
     maps = [LinearMap(operator(matrix, kind)), LinearMap(function(other))]
     blocks, fresh = all_batches(dtype)
 
     def outcome(block: Any, row: Any, number: float) -> Any:
         """By a random number of [0, 1): the least sketches, the largest samples."""
         fresh = jnp.repeat(row[:, None], 4, axis=1)
-        probes = second_batch.BothBatches(block, fresh, jnp.asarray(number), resphere=False)
-        run = second_batch.sketched_or_sampled
-        return read(run(maps[0], probes, target, of_trace=of_trace), maps)
+        probes = second_batch.BothBatches(block, fresh, jnp.asarray(number))
+        if of_trace:
+            run = partial(second_batch.sketched_or_sampled_trace, resphere=False)
+        else:
+            run = partial(second_batch.sketched_or_sampled_diagonal, reduce=each)
+        return read(run(maps[0], probes), maps)
 
     @jax.jit
     @jax.vmap
     def both(block: Any) -> Any:
         sketch = matrix @ block
         loo = leave_one_out(sketch, block, resphere=False)
-        weights = second_batch.sketch_weights(loo, sketch, of_trace=of_trace)
+        of_probes = (
+            second_batch.trace_weights if of_trace else second_batch.diagonal_weights
+        )
+        weights = of_probes(loo, sketch)
         sampled = jax.vmap(lambda row: outcome(block, row, 1 - 1e-9))(fresh)
         return weights, outcome(block, fresh[0], 0.0), jnp.mean(sampled, axis=0)
 
@@ -163,11 +168,11 @@ def test_the_mean_over_all_probes_and_choices(what: str, kind: str, dtype: Any) 
     assert jnp.max(abs(jnp.mean(naive, axis=0) - of(matrix))) > 1e-3
 
 
-@pytest.mark.parametrize("target", [DIAGONAL, LEAVES])
+@pytest.mark.parametrize("what", ["diagonal", "leaves"])
 @pytest.mark.parametrize("dtype", [slow(float), complex])
 @pytest.mark.parametrize("sign", [slow(1), -1])
 def test_the_mean_over_all_probes_of_a_shared_batch(
-    target: Any, dtype: Any, sign: int
+    what: str, dtype: Any, sign: int
 ) -> None:
     """As above, but nothing is chosen at random; what is read need not be Hermitian. Sums
     over leaves have a second product."""
@@ -176,21 +181,25 @@ def test_the_mean_over_all_probes_of_a_shared_batch(
     tag = PSD if sign == 1 else lx.negative_semidefinite_tag
     maps = [LinearMap(in_leaves(matrix, tag)), LinearMap(in_leaves(other))]
     blocks, _ = all_batches(dtype)
-    again = 1 if target is LEAVES else 0
+    again: int = 0
+    mixed: Any = second_batch.mixed_diagonal
+    if what == "leaves":
+        leaves = by_leaf(maps[0].operator).fn
+        again, mixed = 1, partial(second_batch.mixed_leaves, leaves=leaves)
 
     @jax.jit
     @jax.vmap
     def run(block: Any) -> Any:
         sketch = sign * (matrix @ block)
-        probes = Probes((block[:, :again], block[:, again:]), resphere=False)
         known = products_of_sketch(sketch, block)
         weights = second_batch.shared_weights(known, known.fitted)
-        return weights, read(second_batch.mixed(maps[0], probes, target), maps)
+        blocks = (block[:, :again], block[:, again:]) if again else (block,)
+        return weights, read(mixed(maps[0], blocks), maps)
 
     weights, got = run(blocks)
     assert 0.1 < jnp.mean((weights > 0) & (weights < 1)) < 0.95
     want = jnp.stack([jnp.diagonal(x) for x in (matrix, matrix, other)])
-    if target is LEAVES:
+    if what == "leaves":
         want = jnp.stack([jnp.sum(want[:, :2], axis=1), jnp.sum(want[:, 2:], axis=1)], 1)
     close(jnp.mean(got, axis=0), want, 1e-12, 100)
 

@@ -143,6 +143,14 @@ def test_in_loops_and_batches_without_leaks() -> None:
     close(values[1], want, 1e-10)
 
 
+def test_padding_has_no_entries() -> None:
+    matrix = jnp.asarray(GRID.toarray())
+    padded = BCOO.fromdense(matrix, nse=GRID.nnz + 3)
+    value = tx.selected_entries(function(matrix), padded, KEY, 30).value
+    rows, columns = padded.indices[: GRID.nnz].T
+    close(value, matrix[rows, columns], 1e-12)
+
+
 def test_the_pattern_is_checked() -> None:
     operator = matrix_free(lambda v: v, 5)
     with pytest.raises(ValueError, match=r"selected_entries.*pattern"):

@@ -14,7 +14,12 @@ from jax.experimental.sparse import BCOO
 import traceax as tx
 from tests.helpers import refused, slow
 from tests.probes.helpers import alike, grid, laplacian, left, near, roads
-from traceax._probes.colouring import as_grid, fewest, graph, within
+from traceax._probes.colouring import as_grid, fewest, graph, places, undirected, within
+
+
+def step_of(pattern: Any) -> Any:
+    return graph(undirected(places("colouring", pattern)))
+
 
 # Grids.
 
@@ -41,14 +46,14 @@ def test_grids_in_the_plane_get_the_fewest_colours_there_are(power: int) -> None
     ],
 )
 def test_grids_are_recognised(pattern: Any, shape: tuple[int, ...], steps: int) -> None:
-    found = as_grid(graph("colouring", pattern))
+    found = as_grid(step_of(pattern))
     assert found is not None
     assert found.sides == shape
     assert len(found.stencil) == 2 * steps
     pattern = pattern.copy()
     edge = np.argwhere(np.triu(pattern, 1))[7]
     pattern[tuple(edge)] = pattern[tuple(edge[::-1])] = 0
-    broken = as_grid(graph("colouring", pattern))
+    broken = as_grid(step_of(pattern))
     assert broken is None or broken.sides != shape
 
 
@@ -86,7 +91,7 @@ def test_no_worse_than_by_hand(kappa_squared: float, count: int, block: Any) -> 
     field = np.linalg.inv(laplacian(pattern) + kappa_squared * np.eye(len(pattern)))
     found = tx.colouring(pattern, num_colours=count)
     assert left(field, found) < 0.97 * left(field, by_hand(sides, block))
-    step = graph("colouring", pattern)
+    step = step_of(pattern)
     greedy = [fewest(within(step, power)) for power in range(1, 12)]
     largest = [colours for colours in greedy if colours.max() < count][-1]
     assert left(field, found) < 0.9 * left(field, largest)

@@ -30,7 +30,7 @@ def test_no_default_is_an_address(name: str) -> None:
 def test_defaults_show_their_names() -> None:
     parameter = inspect.signature(tx.hutchinson_trace).parameters["sampler"]
     assert parameter.default is tx.rademacher
-    assert "sampler: 'Sampler' = rademacher" in str(parameter)
+    assert "sampler: 'SamplerLike' = rademacher" in str(parameter)
 
 
 @named

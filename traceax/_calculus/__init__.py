@@ -1,6 +1,6 @@
-"""Derivatives of functions, for losses. (Layer 4; uses all below.)
+"""Derivatives of functions at a point, for losses. (Layer 4; uses all below.)
 
-Divergence, Laplacian, biharmonic operator and Hessian diagonal of a function at a point,
-Gauss-Newton and Fisher matrices, and squares of estimates without bias. `taylor` propagates
-second derivatives forwards; `sampled` is the mean over probes that they share.
+`laplacian` has the divergence, the Laplacian, the biharmonic operator and the diagonal of
+the Hessian; `gauss_newton` has Gauss-Newton and Fisher matrices as operators. `taylor`
+propagates second derivatives forwards, and `sampled` takes means over probes.
 """

@@ -40,14 +40,13 @@ from traceax._calculus.sampled import (
     GivenPoint,
     Point,
     along,
-    checked_point,
+    differentiable_point,
     has_gradient,
     hessian,
     rounding,
     sampled_mean,
 )
 from traceax._calculus.taylor import second_derivatives_sum
-from traceax._core import rule
 from traceax._core.canonical import canonical
 from traceax._core.checks import (
     check_callable,
@@ -60,15 +59,15 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, jacobian_operator, working_dtype
 from traceax._core.rule import Outcome
 from traceax._core.vectors import common_dtype, flatten, unflatten
-from traceax._estimators.automatic import FOR_DIAGONALS
-from traceax._estimators.driver import estimate
-from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE
-from traceax._estimators.readouts import Batches
+from traceax._estimators.automatic import choose_diagonal
+from traceax._estimators.call import Call, begin
+from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
+from traceax._estimators.readouts import TOTAL, Batches, by_row
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import dot
 from traceax._linalg.jackknife import independent_degrees_of_freedom
-from traceax._probes.draw import draw, for_mean
-from traceax._probes.samplers import Sampler, normal, rademacher
+from traceax._probes.draw import for_mean
+from traceax._probes.samplers import SamplerLike, normal, rademacher
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
 
 # With so many products a sketch costs at most a seventh of the accuracy if the spectrum is
@@ -83,7 +82,7 @@ def divergence(
     num_matvecs: int,
     *,
     args: PyTree = None,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
@@ -116,13 +115,17 @@ def divergence(
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); for flows,
     Grathwohl et al. (2019), FFJORD, arXiv:1810.01367.
     """
-    x = checked_point("divergence", fn, x, key, num_matvecs)
+    name, x = "divergence", differentiable_point("divergence", fn, x)
     operator = jacobian_operator(fn, x, args)
-    check_same_structure("divergence", operator.in_structure(), operator.out_structure())
-    sampler = for_mean(sampler, operator, num_matvecs)
-    how = sampler, batch_size, progress_meter
-    method = HUTCHINSON_TRACE._replace(name="divergence")
-    return estimate(method, operator, key, num_matvecs, *how)
+    check_same_structure(name, operator.in_structure(), operator.out_structure())
+    call = begin(
+        name, operator, key, num_matvecs, sampler=sampler, independent=False, colours=True
+    )
+    call = call.in_batches(batch_size, progress_meter)
+    if call.is_exact:
+        return call.exact(TOTAL)
+    call = call.using(for_mean(call.operator, num_matvecs))
+    return estimate_by_forms(call, method=name)
 
 
 def laplacian(
@@ -133,7 +136,7 @@ def laplacian(
     *,
     args: PyTree = None,
     diffusion: Callable[[Any], Any] | Operator | None = None,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
@@ -180,18 +183,27 @@ def laplacian(
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Dangel et al.
     (2025), arXiv:2505.13644; for the sketch Meyer et al. (2021), arXiv:2010.09649.
     """
-    x = checked_point("laplacian", fn, x, key, num_matvecs)
+    x = differentiable_point("laplacian", fn, x)
     if diffusion is not None:
         fn, x = _diffused(fn, x, diffusion)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("laplacian", "fn", result, "real or complex numbers")
     subject = Curvature(canonical(fn, x, args), x, args)
+    call = begin(
+        "laplacian",
+        subject.space,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        independent=False,
+        colours=True,
+    )
+    call = call.in_batches(batch_size, progress_meter)
     chosen = sampler is None and batch_size is None
-    chosen = chosen and SKETCHED <= num_matvecs < subject.space.in_size()
+    chosen = chosen and num_matvecs >= SKETCHED and not call.is_exact
     if chosen and is_one_real_number(result) and has_gradient(subject.fn, x, args):
-        return _sketched_laplacian(subject, key, num_matvecs)
-    how = sampler, batch_size, progress_meter
-    return sampled_mean("laplacian", subject, key, num_matvecs, *how)
+        return _sketched_laplacian(call, subject)
+    return sampled_mean(call, subject)
 
 
 def _diffused(
@@ -210,20 +222,21 @@ def _diffused(
     return lambda z, args: fn(add(x, apply(z)), args), zero
 
 
-def _sketched_laplacian(
-    subject: Curvature, key: PRNGKeyArray, num_matvecs: int
-) -> Estimate:
+def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
     """A quarter of the budget makes the sketch, but at least 2 columns, because one often
     misses a dominant direction. A wider one helps where few dominate, but networks then
     have up to 1.4 times the error."""
-    space, width = subject.space, max(2, num_matvecs // 4)
-    rest = num_matvecs - 2 * width
-    probes = draw("laplacian", normal, key, space, width + rest)
-    correction = (1 - rest / (space.in_size() - width)) ** 0.5
-    algorithm = partial(_sketched, design=SamplingDesign(rest, rest, correction))
-    degrees = independent_degrees_of_freedom(rest)
-    how = "laplacian", num_matvecs, degrees, subject.result
-    return rule.estimate(algorithm, subject, probes, *how)
+    width = max(2, call.num_matvecs // 4)
+    rest = call.num_matvecs - 2 * width
+    correction = (1 - rest / (call.operator.in_size() - width)) ** 0.5
+    return call.finish(
+        partial(_sketched, design=SamplingDesign(rest, rest, correction)),
+        *call.using(normal).draw(width + rest),
+        spent=call.num_matvecs,
+        degrees=independent_degrees_of_freedom(rest),
+        structure=subject.result,
+        subject=subject,
+    )
 
 
 def _sketched(
@@ -249,7 +262,7 @@ def hessian_diagonal(
     num_matvecs: int,
     *,
     args: PyTree = None,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
@@ -278,14 +291,23 @@ def hessian_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
     name = "hessian_diagonal"
-    x = checked_point(name, fn, x, key, num_matvecs)
+    x = differentiable_point(name, fn, x)
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
-    operator = hessian(fn, x, args)
-    chosen = sampler is None and batch_size is None and num_matvecs >= SKETCHED
-    method = HUTCHINSON_DIAGONAL._replace(name=name)
-    method = FOR_DIAGONALS.method(operator, num_matvecs) if chosen else method
-    how = sampler, batch_size, progress_meter
-    return estimate(method, operator, key, num_matvecs, *how)
+    call = begin(
+        name,
+        hessian(fn, x, args),
+        key,
+        num_matvecs,
+        sampler=sampler,
+        independent=False,
+        colours=True,
+    )
+    call = call.in_batches(batch_size, progress_meter)
+    if call.is_exact:
+        return call.exact(by_row(call.operator))
+    if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
+        return choose_diagonal(call)
+    return estimate_by_ratio(call, method=name)
 
 
 def biharmonic(
@@ -323,12 +345,13 @@ def biharmonic(
 
     **Reference**: Hu et al. (2024), arXiv:2312.14499, section 3.3.
     """
-    x = checked_point("biharmonic", fn, x, key, num_matvecs)
+    x = differentiable_point("biharmonic", fn, x)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("biharmonic", "fn", result, "real or complex numbers")
     subject = FourthDerivatives(canonical(fn, x, args), x, args)
-    how = rademacher, batch_size, progress_meter
-    return sampled_mean("biharmonic", subject, key, num_matvecs, *how)
+    call = begin("biharmonic", subject.space, key, num_matvecs)
+    call = call.in_batches(batch_size, progress_meter)
+    return sampled_mean(call.using(rademacher), subject)
 
 
 class FourthDerivatives(AlongProbes):

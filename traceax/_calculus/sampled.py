@@ -15,40 +15,23 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree, Real
 
 from traceax._calculus.taylor import second_derivatives_sum
-from traceax._core.checks import check_batch_size, check_count, check_field, check_key
+from traceax._core.checks import check_field
 from traceax._core.estimate import Estimate
 from traceax._core.operator import Operator, jacobian_operator, working_dtype
-from traceax._core.rule import Outcome, estimate
+from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, common_dtype, flatten, unflatten
-from traceax._estimators.readouts import Batches, exactly
+from traceax._estimators.call import Call
+from traceax._estimators.readouts import Batches
 from traceax._linalg.columns import mean
 from traceax._probes.draw import for_mean
-from traceax._probes.samplers import Sampler
-from traceax._probes.stream import (
-    ProgressMeter,
-    SamplingDesign,
-    Stream,
-    checked_meter,
-    design_and_draw,
-    unit_vectors,
-)
+from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, unit_vectors
 
 GivenPoint = PyTree[Real[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
 Field = Callable[[Any, Any], Any]
-
-
-def checked_point(
-    name: str, fn: object, x: PyTree, key: PRNGKeyArray, num_matvecs: object
-) -> Point:
-    """x as strongly typed arrays of floats, the arguments of an estimator checked."""
-    point = differentiable_point(name, fn, x)
-    check_key(name, key, point)
-    check_count(name, "num_matvecs", num_matvecs, 1)
-    return point
 
 
 def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
@@ -73,7 +56,7 @@ def hessian(fn: Field, x: Point, args: PyTree) -> Operator:
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
-    """Whether reverse mode works; it does not through a `jax.lax.while_loop`, say."""
+    """Whether reverse mode works. It does not through a `jax.lax.while_loop`."""
     try:
         eqx.filter_eval_shape(jax.grad(fn), x, args)
     except (TypeError, ValueError, NotImplementedError):
@@ -115,30 +98,22 @@ def along(subject: AlongProbes, block: Inexact[Array, "n k"]) -> Inexact[Array, 
     return subject.along(block)
 
 
-def sampled_mean(
-    name: str,
-    subject: AlongProbes,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    sampler: Sampler | None,
-    batch_size: int | None,
-    progress_meter: ProgressMeter | None = None,
-) -> Estimate:
-    """The mean over probes, or the sum over a basis, on behalf of the public function
-    `name`, which has checked the rest."""
-    check_batch_size(name, batch_size, 1)
-    meter = checked_meter(name, progress_meter)
-    space, basis, result = subject.space, subject.basis(batch_size), subject.result
-    spent, dtype = basis.num_probes, jnp.finfo(working_dtype(space)).dtype
-    if num_matvecs >= spent:
-        every = Batches(basis, jnp.ones((), dtype), along)
-        return exactly(subject, every, spent, result, meter)
-    chosen = for_mean(sampler, space, num_matvecs)
-    design, probes = design_and_draw(name, space, key, num_matvecs, chosen, batch_size)
-    readout = Batches(probes, jnp.asarray(design.num_probes, dtype), along)
-    algorithm = partial(_mean, design=design, meter=meter)
-    degrees, spent = design.degrees_of_freedom, design.num_probes
-    return estimate(algorithm, subject, readout, name, spent, degrees, result)
+def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
+    """Estimate the mean over probes, or sum over a basis."""
+    basis, result = subject.basis(call.batch_size), subject.result
+    if call.num_matvecs >= basis.num_probes:
+        return call.exact_by(along, result, subject=subject, units=basis)
+    streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
+    design = streamed.design
+    count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
+    return call.finish(
+        partial(_mean, design=design, meter=call.meter),
+        Batches(streamed.probes, count, along),
+        spent=design.num_probes,
+        degrees=design.degrees_of_freedom,
+        structure=result,
+        subject=subject,
+    )
 
 
 def _mean(

@@ -1,21 +1,22 @@
 """Second derivatives along many directions, summed in one sweep: collapsed Taylor mode.
 
 Along x + t v, each intermediate quantity y of a program has two Taylor coefficients, the
-first y' and the second y''. Through y = g(u) they pass as
+first y' and the second y''. They pass through an operation y = g(u) as
 
     y' = Dg u',        y'' = Dg u'' + D2g[u', u'].
 
-The second rule is linear in u''. So of the *sum* over directions v_1, ..., v_k one second
-coefficient is carried along, not k:
+The second formula is linear in u''. So for the *sum* over directions v_1, ..., v_k one
+second coefficient is carried along, not k:
 
     sum y''_i = Dg (sum u''_i) + sum D2g[u'_i, u'_i].
 
-For a network this is k + 1 products with each weight matrix, where Hessian-vector products
-(or k separate Taylor expansions) need 2k; no backward pass, so nothing is stored; and a
-gradient of it is shorter by as much. With the n unit vectors it is the Laplacian.
+For a network this takes k + 1 multiplications with each weight matrix. Hessian-vector
+products, or k separate Taylor expansions, take 2k. There is no backward pass, so nothing is
+stored, and a gradient of the sum is cheaper by the same factor. If the directions are the n
+unit vectors, the sum is the Laplacian.
 
-Every operation g of the program is taken with JAX's own derivatives of it, so whatever JAX
-differentiates forwards twice works here, loops and custom rules among it, as one g.
+Every operation g of the program is differentiated by JAX, so whatever JAX differentiates
+forwards twice works here. A loop or a custom rule counts as one operation g.
 
 Reference: Li et al. (2023), arXiv:2307.08214; Dangel et al. (2025), arXiv:2505.13644.
 """
@@ -36,16 +37,16 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Operations that are linear in all of their inexact inputs together, and those that are in
-# each alone: of these D2g vanishes, so it need not be traced and compiled.
+# D2g vanishes for these operations, so it need not be traced and compiled: the first are
+# linear in all of their inexact inputs together, the second in each input alone.
 _LINEAR = _names(
     "add add_any broadcast_in_dim concatenate convert_element_type copy cumsum"
     " dynamic_slice dynamic_update_slice gather imag neg pad real reduce_sum reshape rev"
     " scatter-add select_n slice squeeze sub transpose"
 )
 _MULTILINEAR = _names("conv_general_dilated dot_general mul")
-# Those that act on each entry alone: their D2g[u', u'] is g''(u) u'^2, and the sum of the
-# squares is taken first.
+# These operations act on each entry alone, so that D2g[u', u'] is g''(u) u'^2, and one g''
+# serves all directions.
 _ENTRYWISE = _names(
     "abs acos acosh asin asinh atan atanh cbrt cos cosh digamma div erf erf_inv erfc exp"
     " exp2 expm1 integer_pow lgamma log log1p logistic max min pow rsqrt sin sinh sqrt"
@@ -57,8 +58,8 @@ Coefficients = tuple[list[Any], list[Any]]
 
 
 class _Jet(NamedTuple):
-    """A value, its first coefficient along each direction (a leading axis), the sum of its
-    second ones; `None` where they are known to vanish."""
+    """A value, its first coefficient along each direction (a leading axis), and the sum of
+    its second coefficients. A coefficient is `None` if it is known to vanish."""
 
     value: Any
     first: Any = None
@@ -73,7 +74,7 @@ def second_derivatives_sum(
     x: PyTree[Array],
     directions: PyTree[Array],
 ) -> PyTree[Array]:
-    """The sum over i of d2/dt2 fn(x + t v_i) at t = 0, the v_i along leading axes."""
+    """Sum d2/dt2 fn(x + t v_i) at t = 0 over i. The v_i are along leading axes."""
     program, structure = jax.make_jaxpr(fn, return_shape=True)(x)
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(directions), strict=True)
     outputs = _run(program, [_Jet(leaf, first) for leaf, first in leaves])
@@ -96,21 +97,13 @@ def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
         if inside is not None:
             outputs = _run(inside, [look_up(atom) for atom in equation.invars])
         else:
-            # Each variable once, without constants.
-            atoms = equation.invars
-            variables = list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
-            apply = _operation(jaxpr, equation, variables)
-            moves = [look_up(atom).first is not None for atom in atoms]
-            inputs = [jets[variable] for variable in variables]
-            if equation.primitive.name == "stop_gradient":
-                inputs = [_Jet(jet.value) for jet in inputs]
-            outputs = _step(apply, inputs, _choose(equation, moves))
+            outputs = _step(jaxpr, equation, look_up)
         jets.update(zip(equation.outvars, outputs, strict=True))
     return [look_up(atom) for atom in jaxpr.outvars]
 
 
 def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program inside of an operation, if it has one."""
+    """Return the program inside an operation, if it has one."""
     match equation.primitive.name:
         case "jit" | "pjit":
             return equation.params["jaxpr"]
@@ -124,19 +117,23 @@ def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _fill(array: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Array:
-    """`jax.lax.pad` whose value has a tangent. JAX cannot transpose that if the array has
-    none."""
+    """Evaluate `jax.lax.pad` by a selection. If the value has a tangent and the array has
+    none, JAX cannot transpose the operation itself."""
     outside = jax.lax.pad(jnp.zeros(array.shape, bool), jnp.asarray(True), config)
     return jnp.where(outside, value, jax.lax.pad(array, jnp.zeros_like(value), config))
 
 
-def _step(apply: Callable[..., list[Any]], inputs: list[_Jet], push: _Push) -> list[_Jet]:
-    """One operation."""
-    values = apply(*(jet.value for jet in inputs))
+def _step(jaxpr: Jaxpr, equation: JaxprEqn, look_up: Callable[[Any], _Jet]) -> list[_Jet]:
+    """Pass all coefficients through one operation."""
+    # Each variable once, without constants.
+    variables = list(dict.fromkeys(v for v in equation.invars if isinstance(v, Var)))
+    apply = _operation(jaxpr, equation, variables)
+    inputs = [look_up(variable) for variable in variables]
     moving = [i for i, jet in enumerate(inputs) if jet.first is not None]
-    smooth = [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
-    outputs = [_Jet(value) for value in values]
-    if not (moving and smooth):
+    outputs = [_Jet(value) for value in apply(*(jet.value for jet in inputs))]
+    types = [jet.value.dtype for jet in outputs]
+    smooth = [i for i, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.inexact)]
+    if not (moving and smooth) or equation.primitive.name == "stop_gradient":
         return outputs
 
     def along(*moved: Array) -> list[Any]:
@@ -146,46 +143,63 @@ def _step(apply: Callable[..., list[Any]], inputs: list[_Jet], push: _Push) -> l
         results = apply(*arguments)
         return [results[i] for i in smooth]
 
-    moved = [inputs[i] for i in moving]
-    for i, first, second in zip(smooth, *push(along, moved), strict=True):
-        outputs[i] = _Jet(values[i], first, second)
+    push = _choose(equation, [look_up(atom).first is not None for atom in equation.invars])
+    coefficients = push(along, [inputs[i] for i in moving])
+    for i, first, second in zip(smooth, *coefficients, strict=True):
+        outputs[i] = _Jet(outputs[i].value, first, second)
     return outputs
 
 
+def _operation(
+    jaxpr: Jaxpr, equation: JaxprEqn, variables: list[Var]
+) -> Callable[..., list[Any]]:
+    """Return one operation of a program as a function of its variables."""
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=variables,
+        outvars=equation.outvars,
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+
 def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
-    """How coefficients pass through an operation, of whose inputs some move."""
+    """Choose how coefficients pass through an operation, some of whose inputs move."""
     name = equation.primitive.name
-    if (
-        name in _LINEAR
-        or (name in _MULTILINEAR and sum(moves) == 1)
-        or (name == "div" and not moves[1])
-    ):
+    linear = name in _LINEAR or (name in _MULTILINEAR and sum(moves) == 1)
+    if linear or (name == "div" and not moves[1]):
         return _push_linear
-    pairs = zip(equation.invars, moves, strict=True)
-    moving: list[Any] = [atom.aval for atom, moved in pairs if moved]
-    # Of complex numbers not every entrywise operation is differentiable in one direction.
-    alone = len(moving) == 1 and jnp.issubdtype(moving[0].dtype, jnp.floating)
-    results: list[Any] = [variable.aval for variable in equation.outvars]
-    alone = alone and all(result.shape == moving[0].shape for result in results)
+    inputs: list[Any] = [atom.aval for atom in equation.invars]
+    types = [aval for aval, moved in zip(inputs, moves, strict=True) if moved]
+    types += [variable.aval for variable in equation.outvars]
+    alone = sum(moves) == 1 and all(aval.shape == types[0].shape for aval in types)
+    # Not every entrywise operation on complex numbers has a derivative in one direction.
+    alone = alone and jnp.issubdtype(types[0].dtype, jnp.floating)
     return _push_entrywise if alone and name in _ENTRYWISE else _push_any
 
 
-def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
-    point = tuple(jet.value for jet in moved)
+def _slope(along: Along, moved: list[_Jet], *directions: Array) -> list[Any]:
+    return jax.jvp(along, tuple(jet.value for jet in moved), directions)[1]
 
-    def slope(*directions: Array) -> list[Any]:
-        return jax.jvp(along, point, directions)[1]
 
-    first = _for_each(slope, moved)
+def _slope_along_second(along: Along, moved: list[_Jet]) -> list[Any] | None:
+    """Return Dg u'', or `None` if all second coefficients vanish."""
     if all(jet.second is None for jet in moved):
-        return first, [None] * len(first)
-    # `jvp` needs zeros where coefficients vanish.
-    others = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
-    return first, slope(*others)
+        return None
+    # `jvp` needs zeros for the coefficients that vanish.
+    seconds = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
+    return _slope(along, moved, *seconds)
+
+
+def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
+    first = _for_each(partial(_slope, along, moved), moved)
+    return first, _slope_along_second(along, moved) or [None] * len(first)
 
 
 def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
-    """For every direction; without `vmap` for one, which would transpose."""
+    """Evaluate `push` for every direction. One direction goes without `vmap`, which would
+    transpose."""
     firsts = [jet.first for jet in moved]
     if len(firsts[0]) == 1:
         return jax.tree.map(lambda y: y[None], push(*(first[0] for first in firsts)))
@@ -196,41 +210,21 @@ def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
     point = tuple(jet.value for jet in moved)
 
     def slope_and_second(*directions: Array) -> tuple[list[Any], list[Any]]:
-        def slope_at(*near: Array) -> list[Any]:
-            return jax.jvp(along, near, directions)[1]
-
-        return jax.jvp(slope_at, point, directions)
+        return jax.jvp(lambda *x: jax.jvp(along, x, directions)[1], point, directions)
 
     first, seconds = _for_each(slope_and_second, moved)
-    linear = _push_linear(along, moved)[1]
     sums = [jnp.sum(second, axis=0) for second in seconds]
-    return first, [b if a is None else a + b for a, b in zip(linear, sums, strict=True)]
+    linear = _slope_along_second(along, moved)
+    return first, sums if linear is None else list(map(jnp.add, linear, sums))
 
 
 def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
     (jet,) = moved
-    ones = jnp.ones_like(jet.value)
-
-    def slope_at(near: Array) -> Array:
-        return jax.jvp(along, (near,), (ones,))[1][0]
-
-    slope, second = jax.jvp(slope_at, (jet.value,), (ones,))
-    # Times u' twice: the square of u' may overflow where g'' is 0.
+    ones = (jnp.ones_like(jet.value),)
+    slope_at = lambda x: jax.jvp(along, (x,), ones)[1][0]  # noqa: E731
+    slope, second = jax.jvp(slope_at, (jet.value,), ones)
+    # Multiplied by u' twice, because the square of u' may overflow although g'' is 0.
     second = jnp.sum(second[None] * jet.first * jet.first, axis=0)
     if jet.second is not None:
         second = second + slope * jet.second
     return [slope[None] * jet.first], [second]
-
-
-def _operation(
-    jaxpr: Jaxpr, equation: JaxprEqn, variables: list[Var]
-) -> Callable[..., list[Any]]:
-    """One equation of a program as a function of its variables."""
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=variables,
-        outvars=equation.outvars,
-        eqns=[equation],
-        effects=equation.effects,
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))

@@ -1,4 +1,4 @@
-"""What lives where, and where a new thing goes.
+"""A map of the package: what lives where, how a call runs, and where a new thing goes.
 
 Imports go downwards only.
 
@@ -10,19 +10,29 @@ Imports go downwards only.
     layer 1   _linalg      small dense linear algebra of tall blocks
               _core        operators, the rule, estimates, checks
 
-`traceax.xtrace` calls `_estimators.driver.estimate` with a `Method`. The driver checks the
-arguments (`checks`), answers exactly if the budget allows it, draws probes, and runs the
-method under the rule (`rule`), which compiles it and freezes what the derivative reads.
+How a call runs: a public function begins a `Call` (`_estimators.call`). This is the door
+that all of them go through: `begin` checks the arguments and makes the operator canonical,
+once. The call then draws probes, or answers exactly, and `finish` runs the algorithm under
+the derivative rule (`_core.rule`), which compiles it and freezes what the derivative reads.
+An algorithm is a plain function `(subject, probes) -> Outcome`.
 
-A new thing has one place, and one of its kind stands there to look at:
+This package, `_core`, has these modules: `operator` (all calls of lineax), `vectors`
+(pytrees as columns of blocks), `layout` (how a block goes through an operator), `canonical`
+(equal functions share one program), `rule`, `checks` (error messages), `estimate`,
+`printing` and `pooling` (what estimators return, how it prints, how several become one),
+`conversion` and `sparse` (from what people have to an operator).
 
-    an estimator; a target of estimators   _estimators: `xtrace`; `_estimators.readouts`
-    an estimator of f(A), a likelihood     _functions: `slq`
-    a differential operator                _calculus: `laplacian`
-    a sampler; its properties              `_probes.samplers`; `_probes.draw`
-    a Krylov method for f(A)               _quadrature: `block_arnoldi`
-    a factorisation, an error bar          _linalg: `nystrom`, `jackknife`
-    how estimates print and combine        `_core.estimate`
+A new thing has one place. Copy one of its kind:
+
+    an estimator of one operator           `_estimators.xtrace`
+    one that takes more than an operator   `_estimators.control_variate`
+    a way to sum the rows of a diagonal    `_estimators.readouts`
+    an estimator of f(A); a likelihood     `_functions.slq`; `_functions.inv_quad_logdet`
+    a differential operator                `_calculus.laplacian`
+    a sampler and its properties           `_probes.samplers`
+    a Krylov method for f(A)               `_quadrature.block_arnoldi`
+    a factorisation, an error bar          `_linalg.nystrom`, `_linalg.jackknife`
+    how estimates print and combine        `_core.printing`, `_core.pooling`
     layouts; constants of programs         `_core.layout`; `_core.canonical`
     a call of lineax; an error message     `_core.operator`; `_core.checks`
     a kind of matrix that people have      `_core.conversion`, `_core.sparse`
@@ -32,4 +42,9 @@ A new thing has one place, and one of its kind stands there to look at:
 
 Whatever is public is also in `traceax/__init__.py`, `tests/calls.py`, a page of the
 reference and the changelog; tests fail where one is missing.
+
+Which tests does a change run? Those that have the name of the function or the module in
+theirs, quick and slow ones: `python -m pytest -m "slow or not slow" -k NAME`. The linter
+and the type checker need extras: `pip install -e ".[test,lint,notebooks,benchmarks]"`, then
+`pre-commit run --all-files`.
 """

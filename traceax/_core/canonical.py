@@ -1,14 +1,17 @@
 """Functions in canonical form, so that equal functions share one compiled program.
 
 Users often make a function anew for every call, mostly a lambda. A cache of compiled
-programs takes it for a new one. Traced, it is a jaxpr and arrays. The arrays become leaves,
-and the first of several equal jaxprs replaces the others: equal in every operation,
-variable, type and parameter. What cannot be compared is equal only to itself. Arrays that
-compiled functions close over become leaves, too: none is hashed, copied or kept afterwards.
+programs takes it for a new one. When the function is traced, it becomes a jaxpr and arrays.
+The arrays become leaves of a pytree. The jaxpr is replaced by the first one that is equal
+to it, in every operation, variable, type and parameter (`_parts`). What cannot be compared
+is equal only to itself. Arrays that compiled functions close over become leaves, too, so
+that no array is hashed, copied or kept for later calls.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,15 +24,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, UInt32
 
 from traceax._core.layout import held_arrays, is_jaxpr
 
-_LATEST: deque[Jaxpr] = deque(maxlen=128)  # that replace those equal to them
+_LATEST: deque[Jaxpr] = deque(maxlen=128)  # each replaces the jaxprs that are equal to it
+_ARRAYS = np.ndarray | jax.Array
 
 
 class Canonical(eqx.Module):
-    """A function of arrays. What it closes over are leaves, its code is static."""
+    """A function of arrays. The arrays that it closes over are its leaves, and its code is
+    static."""
 
     arrays: list[Array]
     jaxpr: Jaxpr = eqx.field(static=True)
@@ -42,7 +47,8 @@ class Canonical(eqx.Module):
 
 
 def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
-    """`fn` for arguments with arrays of the shapes in `args`; all else in them is fixed."""
+    """Trace `fn` for arguments like `args`. Their arrays may change later, if shapes and
+    dtypes do not; everything else in `args` becomes a constant."""
     if isinstance(fn, Canonical):
         return fn
     own, rest = eqx.partition(fn, eqx.is_array)
@@ -60,20 +66,20 @@ def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
 
 
 def is_concrete(tree: PyTree) -> bool:
-    """Whether nothing in it is being traced."""
+    """Return whether no leaf of the tree is being traced."""
     return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def compiled(run: Callable[..., Any], *args: Any) -> Any:
-    """run(*args) as one compiled program, shared by calls with equal functions. If an
-    argument is being traced, it becomes a part of that program."""
+    """Evaluate run(*args) as one compiled program, shared by calls with equal functions.
+    If an argument is being traced, the call becomes a part of the traced program."""
     if not is_concrete((run, args)):
         return run(*args)
     return _program(*_shared((run, *args)))
 
 
 def _shared(tree: PyTree) -> PyTree:
-    """The same with one jaxpr for all equal ones, and with partial functions as pytrees."""
+    """Replace each jaxpr by the first that is equal, and partial functions by pytrees."""
 
     def shared(node: Any) -> Any:
         if isinstance(node, partial):
@@ -91,7 +97,7 @@ def _program(run: Callable[..., Any], *args: Any) -> Any:
 
 
 def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with compiled functions that hold arrays inlined."""
+    """Inline the compiled functions that hold arrays: then the outer jaxpr holds them."""
     if not any(True for equation in closed.eqns for _ in held_arrays(equation)):
         return closed
 
@@ -108,20 +114,40 @@ def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _first(jaxpr: Jaxpr) -> Jaxpr:
-    """The first of the latest jaxprs that is equal to this one."""
+    """Return the first of the latest jaxprs that is equal to this one."""
     for first in tuple(_LATEST):
-        if _same(first, jaxpr):
+        if all(starmap(_same, zip_longest(_parts(first), _parts(jaxpr)))):
             return first
     _LATEST.append(jaxpr)
     return jaxpr
 
 
+def program_hash(code: Canonical) -> UInt32[Array, " 8"]:
+    """Hash the parts of a program, for states that must not be used with another program.
+
+    Programs that share a compiled one have the same hash, because both questions read the
+    same parts. What cannot be compared, such as a function among the parameters of an
+    operation, counts here as it prints without its address, because the same code traced
+    again must have the same hash. Arrays that loops hold count by their entries, and not at
+    all while they are traced.
+    """
+    digest = hashlib.sha256()
+    for part in _parts(code.jaxpr):
+        if not isinstance(part, _ARRAYS):
+            digest.update(re.sub("0x[0-9a-f]+", "", repr(part)).encode())
+        elif is_concrete(part):
+            is_key = jnp.issubdtype(part.dtype, jax.dtypes.prng_key)
+            digest.update(
+                np.asarray(jax.random.key_data(part) if is_key else part).tobytes()
+            )
+    return jnp.asarray(np.frombuffer(digest.digest(), np.uint32))
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Jaxprs are compared by their parts, numbers as they print: 0.0 is not -0.0."""
-    if one is other or type(one) is not type(other):
+    """Return whether two parts are equal. An array is equal only to itself. Numbers are
+    compared as they print, because 0.0 is not -0.0 and NaN is NaN."""
+    if one is other or type(one) is not type(other) or isinstance(one, _ARRAYS):
         return one is other
-    if is_jaxpr(one):
-        return all(starmap(_same, zip_longest(_parts(one), _parts(other))))
     if isinstance(one, float | complex | np.inexact):
         return repr(one) == repr(other)
     try:
@@ -132,7 +158,12 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _parts(jaxpr: Any) -> Iterator[Any]:
-    """All parts of a jaxpr. Its variables are numbered, its arrays are compared by `id`."""
+    """List the parts of a program: two programs are the same if all their parts are.
+
+    A variable becomes its number, in the order of appearance, and its type. The arrays that
+    a jaxpr holds and the parameters of its operations are parts as they are. A jaxpr inside
+    an operation is replaced by its own parts.
+    """
     numbers: dict[Any, int] = {}
 
     def part(atom: Any) -> Any:
@@ -140,12 +171,15 @@ def _parts(jaxpr: Any) -> Iterator[Any]:
             return type(atom.val), np.asarray(atom.val).tobytes(), atom.aval
         return numbers.setdefault(atom, len(numbers)), atom.aval
 
+    yield type(jaxpr)
     yield [equation.primitive for equation in jaxpr.eqns]
-    yield [id(array) for array in getattr(jaxpr, "consts", ())]
+    yield from getattr(jaxpr, "consts", ())
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield from map(part, [*jaxpr.constvars, *jaxpr.invars])
     for equation in jaxpr.eqns:
         parameters, structure = jax.tree.flatten(equation.params, is_leaf=is_jaxpr)
-        yield from (equation.ctx, structure, *parameters)
+        yield from (equation.ctx, structure)
+        for parameter in parameters:
+            yield from _parts(parameter) if is_jaxpr(parameter) else (parameter,)
         yield from map(part, [*equation.invars, *equation.outvars])
     yield from map(part, jaxpr.outvars)

@@ -41,53 +41,32 @@ def show(structure: object) -> str:
 # Operators, keys and budgets.
 
 
-def check_request(
-    name: str,
-    operator: Operator,
-    key: object,
-    num_matvecs: object = None,
-    minimum: int = 1,
-    *,
-    square: bool = True,
-    **counts: int,
+def check_operator(
+    name: str, operator: object, *, argument: str = "operator", square: bool = True
 ) -> Operator:
-    """The canonical operator, after the checks that every estimator needs. A budget of as
-    many applications as there are columns, or rows, is always enough. Some estimators have
-    no budget, but `counts` of probes and of steps."""
-    operator = check_operator(name, operator, square=square)
-    check_key(name, key, operator)
-    for argument, count in counts.items():
-        check_count(name, argument, count, 1)
-    if not counts:
-        enough = min(operator.in_size(), operator.out_size())
-        check_count(name, "num_matvecs", num_matvecs, min(minimum, enough))
-    return operator
-
-
-def check_operator(name: str, operator: object, *, square: bool = True) -> Operator:
     """The canonical operator. The conversion comes before any other question, because
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, Operator):
         must, got = "be a lineax operator", type(operator).__name__
         what = "function, n" if callable(operator) else "a"
         cure = f"Make it one: traceax.as_operator({what})."
-        raise invalid(TypeError, name, "operator", must, got, cure)
+        raise invalid(TypeError, name, argument, must, got, cure)
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
     if square and show(into) != show(out):
         must = "be square, that is, have equal input and output structures"
         got = f"an operator from {show(into)} to {show(out)}"
         cure = "Compose it with its transpose, or make shapes and dtypes equal."
-        raise invalid(ValueError, name, "operator", must, got, cure)
+        raise invalid(ValueError, name, argument, must, got, cure)
     leaves = jax.tree.leaves((into, out))
     if len({jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves}) > 1:
         must = "have leaves that are all real or all complex, because one field is needed"
         cure = "Make the real leaves complex."
-        raise invalid(ValueError, name, "operator", must, show((into, out)), cure)
+        raise invalid(ValueError, name, argument, must, show((into, out)), cure)
     if 0 in (operator.in_size(), dimension(out)):
         must = "act on a space of at least one dimension"
         cure = "An empty operator adds nothing: leave it out."
-        raise invalid(ValueError, name, "operator", must, show(into), cure)
+        raise invalid(ValueError, name, argument, must, show(into), cure)
     return operator
 
 
@@ -97,7 +76,7 @@ def check_key(name: str, key: Any, subject: PyTree = None) -> None:
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if shape is None or not (typed or dtype == jnp.uint32):
         must = "be a JAX random key, because there is no default one"
-        cure = "Pass jax.random.key(0), say."
+        cure = "Pass jax.random.key(0), for example."
         raise invalid(TypeError, name, "key", must, type(key).__name__, cure)
     raw = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
     if shape != (() if typed else raw):
@@ -122,12 +101,12 @@ def check_count(
     count: object,
     minimum: int | None = None,
     why: str = "the fewest that the algorithm can use",
-    cure: str = "Pass 100, say.",
+    cure: str = "Pass 100, for example.",
 ) -> int:
     """A Python int of at least `minimum`, if there is one."""
     if isinstance(count, bool) or not isinstance(count, int):
         must = "be a Python int, because it sets the shapes of arrays"
-        cure = "Pass a whole number: 100, say, or convert an array with int()."
+        cure = "Pass a whole number, such as 100, or convert an array with int()."
         if isinstance(count, Tracer):
             cure = "Close over it, or mark it static with static_argnames."
         raise invalid(TypeError, name, argument, must, repr(count), cure)
@@ -210,15 +189,32 @@ def check_rtol(name: str, rtol: Any) -> None:
             "be a Python float between 0 and 1",
             ValueError if is_float else TypeError,
         )
-        raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, say.")
+        raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, for example.")
 
 
 def check_grid(name: str, grid: ArrayLike) -> None:
     if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid) or not jnp.size(grid):
         must = "be a vector of real numbers, because the eigenvalues lie on a line"
         got = f"shape {jnp.shape(grid)} of {jnp.result_type(grid)}"
-        cure = "Pass jax.numpy.linspace(low, high, 200), say."
+        cure = "Pass jax.numpy.linspace(low, high, 200), for example."
         raise invalid(ValueError, name, "grid", must, got, cure)
+
+
+def check_trace(
+    name: str, argument: str, trace: ArrayLike | None, dtype: jnp.dtype
+) -> Array:
+    """A known trace, as a number of the working dtype, complex only if that is."""
+    is_number = jnp.issubdtype(getattr(trace, "dtype", type(trace)), jnp.number)
+    if trace is None or not is_number:
+        must = "be a number, because the structure of the control does not give its trace"
+        cure = "Pass its exact trace, or a control that stores its matrix."
+        raise invalid(TypeError, name, argument, must, repr(trace), cure)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if jnp.ndim(trace) or (jnp.iscomplexobj(trace) and not is_complex):
+        must = f"be one {'' if is_complex else 'real '}number"
+        got = f"shape {jnp.shape(trace)} of {jnp.result_type(trace)}"
+        raise invalid(ValueError, name, argument, must, got, "Sum it to shape ().")
+    return jnp.asarray(trace, dtype)
 
 
 def check_shift(
@@ -386,7 +382,7 @@ def check_block(name: str, block: object, n: int) -> None:
 def check_applied(name: str, num_matvecs: int | None) -> None:
     """The number of applications, `None` if it is not known."""
     if not num_matvecs:
-        must = "apply the operator a number of times that is known before it runs, say once"
+        must = "apply the operator at least once, and how often must be known beforehand"
         got = "one that never called apply" if num_matvecs == 0 else "a jax.lax.while_loop"
         cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
         raise invalid(ValueError, name, "algorithm", must, got, cure)
@@ -397,7 +393,7 @@ def check_result(name: str, result: Any) -> None:
     is_triple = isinstance(result, tuple | list) and len(result) == 3
     if not is_triple or not isinstance(result[2], tuple | list) or len(result[2]) != 2:
         must = "return (value, standard_error, (left, right))"
-        got, cure = show(result), "Return value, error, (probes / k, probes), say."
+        got, cure = show(result), "Return value, error, (probes / k, probes), for example."
         raise invalid(TypeError, name, "algorithm", must, got, cure)
 
 

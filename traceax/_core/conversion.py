@@ -1,4 +1,4 @@
-"""From what people have to an operator."""
+"""Conversion of matrices and functions to operators: `as_operator`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.checks import invalid
 from traceax._core.operator import Operator
-from traceax._core.sparse import Pattern, SparseOperator, is_of_jax, places_of, table
+from traceax._core.sparse import SparseOperator, entries_of, is_of_jax, table
 
 NAME = "as_operator"
 
@@ -21,22 +21,26 @@ NAME = "as_operator"
 def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operator:
     """Make a lineax operator of a matrix, dense or sparse, or of a function v -> A v.
 
-    Sparse matrices are stored for blocks of vectors: traces on a CPU are 2.8 to 5 times as
-    fast as with a BCOO, 1.6 to 2.3 with gradients, also where a few rows are long. They are
-    differentiable in their data. Trace and diagonal are known without a product, `logdet`
-    and `function_trace` need no `pattern`, and lineax's `+`, `*` and `@` compose them.
+    Sparse matrices are stored for blocks of vectors. Traces on a CPU are 2.8 to 5 times as
+    fast as with a BCOO, and 1.6 to 2.3 times with gradients, even if a few rows are long.
+    Sparse operators are differentiable in their data. Their trace and diagonal are known
+    without a matvec, `logdet` and `function_trace` need no `pattern`, and lineax's `+`, `*`
+    and `@` compose them.
 
     **Arguments**
 
     - `matrix`: an n x n array of NumPy or JAX, a sparse matrix of SciPy in any format, a
-      BCOO or a BCSR; integers become floats. Where a sparse matrix has entries must be
-      concrete; its data may be traced. Or a function; or an operator, as it is.
-    - `structure`: of a function, the space of its vectors: an int n, for vectors of floats;
-      an example of a vector; or a pytree of `jax.ShapeDtypeStruct`s.
-    - `tags`: lineax's, `lx.positive_semidefinite_tag` say. They are not verified.
+      BCOO or a BCSR. Integers become floats. The places of the entries of a sparse matrix
+      must be concrete, but its data may be traced. It may also be a function, or an
+      operator, which is returned as it is.
+    - `structure`: the space of a function's vectors: an int n, for vectors of floats; an
+      example of a vector; or a pytree of `jax.ShapeDtypeStruct`s.
+    - `tags`: lineax's tags, for example `lx.positive_semidefinite_tag`. They are not
+      verified.
 
-    **Returns** an `lx.AbstractLinearOperator`. **Cost**: of a sparse matrix, a sort on the
-    host; memory of about four integers for each entry, two if it is tagged symmetric.
+    **Returns** an `lx.AbstractLinearOperator`. **Cost**: a sparse matrix takes a sort on
+    the host, and memory of about four integers for each entry, or two if it is tagged
+    symmetric.
 
     **Example**
 
@@ -45,8 +49,8 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         >>> print(operator.mv(jax.numpy.arange(9.0)))
         [1. 2. 3. 4. 5. 6. 7. 8. 0.]
 
-    **Reference**: the storage is derived in `traceax/_core/sparse.py`; Monakov, Lokhmotov
-    and Avetisyan (2010), doi:10.1007/978-3-642-11515-8_10, for tables of slices.
+    **Reference**: `traceax/_core/sparse.py` derives the storage. Tables of slices are from
+    Monakov, Lokhmotov and Avetisyan (2010), doi:10.1007/978-3-642-11515-8_10.
     """
     if isinstance(matrix, Operator):
         return lx.TaggedLinearOperator(matrix, tags) if tags else matrix
@@ -66,37 +70,27 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
 def _sparse(matrix: Any, tags: Any) -> SparseOperator:
     _check_square(matrix.shape)
-    data, rows, columns = _entries(matrix)
+    if is_of_jax(matrix) and (matrix.n_batch or matrix.n_dense):
+        must, got = "be one matrix", f"{matrix.n_batch=}, {matrix.n_dense=}"
+        cure = "Make a BCOO with n_batch = n_dense = 0, and use jax.vmap."
+        raise invalid(ValueError, NAME, "matrix", must, got, cure)
+    if is_of_jax(matrix) and isinstance(matrix.indices, Tracer):
+        must = "have concrete indices, because they are sorted on the host"
+        cure = "Make it outside of jax.jit, and trace its data alone."
+        raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
+    stored, pattern = entries_of(matrix)
+    data, rows, columns = _inexact(stored), pattern.rows, pattern.columns
     several = isinstance(tags, list | tuple | set | frozenset)
-    n, tagged = matrix.shape[0], frozenset(tags if several else [tags])
+    tagged = frozenset(tags if several else [tags])
     real = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
     same = {lx.symmetric_tag} | (set() if jnp.iscomplexobj(data) else real)
-    symmetric = not same.isdisjoint(tagged)
-    forwards = table(rows, columns, n)
-    backwards = None if symmetric else table(columns, rows, n)
-    return SparseOperator(data, forwards, backwards, Pattern(rows, columns, n), tagged)
-
-
-def _entries(matrix: Any) -> tuple[Inexact[Array, " entries"], np.ndarray, np.ndarray]:
-    """The data, and where they are. A BCOO pads with indices behind the last one."""
-    if is_of_jax(matrix):
-        if matrix.n_batch or matrix.n_dense:
-            must, got = "be one matrix", f"{matrix.n_batch=}, {matrix.n_dense=}"
-            cure = "Make a BCOO with n_batch = n_dense = 0, and use jax.vmap."
-            raise invalid(ValueError, NAME, "matrix", must, got, cure)
-        if isinstance(matrix.indices, Tracer):
-            must = "have concrete indices, because they are sorted on the host"
-            cure = "Make it outside of jax.jit, and trace its data alone."
-            raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
-    rows, columns = places_of(matrix)
-    if not is_of_jax(matrix):
-        return _inexact(matrix.tocoo().data), rows, columns
-    kept = np.flatnonzero((rows < matrix.shape[0]) & (columns < matrix.shape[1]))
-    data = matrix.data if kept.size == rows.size else matrix.data[kept]
-    return _inexact(data), rows[kept], columns[kept]
+    forwards = table(rows, columns, matrix.shape[0])
+    backwards = None if same & tagged else table(columns, rows, matrix.shape[0])
+    return SparseOperator(data, forwards, backwards, pattern, tagged)
 
 
 def _inexact(array: Any) -> Inexact[Array, "..."]:
+    """Return an array of numbers, with integers converted to floats."""
     dtype = array.dtype
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         must, cure = "have numbers as entries", "Convert it."
@@ -106,6 +100,7 @@ def _inexact(array: Any) -> Inexact[Array, "..."]:
 
 
 def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:
+    """Return the structure of the vectors that a function takes."""
     if isinstance(structure, int) and not isinstance(structure, bool) and structure > 0:
         return jax.ShapeDtypeStruct((structure,), jnp.result_type(float))
     leaves = jax.tree.leaves(structure)
@@ -117,6 +112,7 @@ def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def _check_square(shape: tuple[int, ...]) -> None:
+    """Refuse a matrix that is not square, or empty."""
     if len(shape) != 2 or shape[0] != shape[1] or 0 in shape:
         must = "be square, with a row and a column for each dimension"
         cure = "Of a rectangular B take B.T @ B; for norms, lx.MatrixLinearOperator(B)."
@@ -124,6 +120,7 @@ def _check_square(shape: tuple[int, ...]) -> None:
 
 
 def _no_matrix(matrix: Any, library: str) -> Exception:
+    """Return the exception for an object that is no matrix, with a cure."""
     cures = {
         "torch": "Pass a.numpy(force=True).",
         "pandas": "Pass a.to_numpy().",

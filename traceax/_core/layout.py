@@ -1,17 +1,19 @@
 """How a block of vectors goes through a function that is written for one vector.
 
-Blocks are columns, n x k: products of two tall blocks, which come after every application,
-take three times as long on rows. The application itself has three layouts, one of which is
-chosen when the program is traced, by the operations of one application (measured by
-`tests.benchmarks.layouts`):
+A block is n x k, and its vectors are columns. The multiplications of two tall blocks, which
+follow every matvec, take three times as long if the vectors are rows. The matvecs have
+three layouts: all columns at once, all rows at once, or a loop. When a program is traced,
+the operations of one matvec decide between them (measured by `tests.benchmarks.layouts`):
 
-- Stored matrices: as rows, 50 columns take 0.65 to 0.85 of the time, 5 columns 1.6 times.
+- Stored matrices: as rows, 50 vectors take 0.65 to 0.85 of the time that they take as
+  columns, and 5 vectors take 1.6 times as long. So many vectors are rows, few are columns.
 - Shifts (`jnp.roll`, which joins two pieces), alone or in the steps of a solver: the
   batched program asks for each entry in which piece it lies, and takes 2 to 4 times as long
-  as one row after the other. A loop over few entries saves no time.
-- Gathered and scattered entries, sparse matrices among them: the loop takes half of the
-  time if the block does not fit into the cache, and 1.5 times as long if it does.
-- All else, networks among it, as one batch of columns; a loop reads a matrix k times.
+  as one vector after the other. A loop over vectors of few entries saves no time.
+- Gathered and scattered entries, as in sparse matrices: the loop takes half of the time if
+  the block does not fit into the cache, and 1.5 times as long if it does.
+- Everything else, for example a network, takes one batch of columns, because a loop would
+  read its matrices k times.
 
 There are no loops on accelerators, where small kernels are slow, nor for sharded arrays.
 """
@@ -29,8 +31,8 @@ from jaxtyping import Array, Inexact
 
 Apply = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
 
-MANY_COLUMNS = 32  # from which a stored matrix is applied to rows
-SHIFTED, SCATTERED = 50_000, 1_000_000  # entries of a block from which its rows are looped
+MANY_COLUMNS = 32  # from so many vectors on, a stored matrix is applied to rows
+SHIFTED, SCATTERED = 50_000, 1_000_000  # from so many entries of a block on, it is a loop
 
 _PRODUCTS = {"dot_general", "conv_general_dilated", "triangular_solve", "bcsr_dot_general"}
 _SHIFTS = {"concatenate"}
@@ -38,16 +40,17 @@ _SCATTERS = {"gather", "scatter", "scatter-add", "scatter_add", "bcoo_dot_genera
 
 
 class Layout(enum.Enum):
-    """How a block of vectors goes through an operator: one of the operator's tags.
+    """The way in which a block of vectors goes through an operator, one of its tags.
 
-    Without a tag traceax chooses by what an application does, its size and the platform,
-    and is rarely wrong by much. Values do not depend on it, except for rounding.
+    Without a tag traceax chooses by the operations of a matvec, its size and the platform,
+    and the choice is rarely wrong by much. Values depend on it only by rounding errors.
 
     - `COLUMNS`: `jax.vmap` over the last axis.
-    - `ROWS`: `jax.vmap` over the first.
+    - `ROWS`: `jax.vmap` over the first axis.
     - `LOOP`: `jax.lax.map`, one vector after the other.
 
-    Transposed and composed operators do not inherit it (`lx.TaggedLinearOperator`).
+    Transposed and composed operators do not inherit it: tag them again with
+    `lx.TaggedLinearOperator`.
 
     **Example**
 
@@ -68,9 +71,9 @@ class Layout(enum.Enum):
 def through(
     apply: Apply, block: Inexact[Array, "n k"], layout: Layout | None
 ) -> Inexact[Array, "p k"]:
-    """`apply` to each column of a block, in this layout, or in the fastest one."""
+    """Apply a function of one vector to each column, in this layout or the fastest one."""
     if block.shape[1] == 1:
-        # A batch of one costs transpositions where the caller batches, too: a third of the
+        # A batch of one costs transpositions if the caller batches, too: a third of the
         # time of a flow's gradient.
         return apply(block[:, 0])[:, None]
     match layout or _fastest(apply, block):
@@ -85,7 +88,7 @@ def through(
 def through_matrix(
     apply: Apply, block: Inexact[Array, "n k"], layout: Layout | None
 ) -> Inexact[Array, "p k"]:
-    """The same for a stored matrix. The barriers keep the compiler from transposing it."""
+    """Do so for a stored matrix. The barriers keep the compiler from transposing it."""
     many = block.shape[1] >= MANY_COLUMNS
     layout = layout or (Layout.ROWS if many else Layout.COLUMNS)
     kept = jax.lax.optimization_barrier
@@ -99,19 +102,19 @@ def _fastest(apply: Apply, block: Inexact[Array, "n k"]) -> Layout:
         return Layout.COLUMNS
     program = jax.make_jaxpr(apply)(jax.ShapeDtypeStruct(block.shape[:1], block.dtype))
     operations = set(_operations(program.jaxpr))
-    if any(map(_is_sharded, program.consts)) or operations & _PRODUCTS:
+    if operations & _PRODUCTS or any(map(_is_sharded, program.consts)):
         return Layout.COLUMNS
     scatters = operations & _SCATTERS and block.size >= SCATTERED
     return Layout.LOOP if scatters or operations & _SHIFTS else Layout.COLUMNS
 
 
 def _is_sharded(array: Any) -> bool:
-    """Whether it is computed from arrays on a mesh of devices."""
+    """Return whether the array is computed from arrays on a mesh of devices."""
     return jax.typeof(jnp.asarray(array)).sharding.mesh.size > 1
 
 
 def _operations(program: Jaxpr | ClosedJaxpr) -> Iterator[str]:
-    """The names of all operations that return arrays, inner jaxprs included."""
+    """List the names of all operations that return arrays, also inside other operations."""
     for equation in program.eqns:
         if any(getattr(out.aval, "ndim", 0) for out in equation.outvars):
             yield equation.primitive.name
@@ -124,12 +127,12 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation, closed or not."""
+    """List the jaxprs among the parameters of an operation, closed or not."""
     return filter(is_jaxpr, jax.tree.leaves(equation.params, is_leaf=is_jaxpr))
 
 
 def held_arrays(equation: JaxprEqn) -> Iterator[Any]:
-    """The arrays that the jaxprs inside of an equation hold."""
+    """List the arrays that the jaxprs inside an operation hold."""
     for inner in inner_jaxprs(equation):
         yield from getattr(inner, "consts", ())
         for each in inner.eqns:

@@ -1,30 +1,32 @@
 """The derivative rule of all estimators.
 
-Notation: A the operator; t(A) what is estimated of it (its trace, diagonal, row norms); dA
-a tangent; * the conjugate transpose.
+Notation: A the operator; t(A) the quantity that is estimated (its trace, diagonal, row
+norms); dA a tangent; * the conjugate transpose.
 
-Every algorithm here makes blocks X out of the operator and its probes, and with them a
-readout r(B; X) of operators B that is unbiased whatever operator B is read:
+Every algorithm here makes blocks X out of the operator and its probes. The blocks define a
+readout r(B; X) of operators B that is unbiased for whatever operator B is read:
 
-    E r(B; X) = t(B)    for every B, in particular where X was made from another operator.
+    E r(B; X) = t(B)    for every B, in particular if X was made from another operator.
 
-For traces and diagonals the readout is linear, sums over the rows of conj(L) o (B R) with
-E[R L*] = I (`_estimators.readouts`). The estimate is r(A; X). Its derivative has two parts,
+For traces and diagonals the readout is linear in B: it consists of sums over the rows of
+conj(L) o (B R) with E[R L*] = I (`_estimators.readouts`). The estimate is r(A; X). Its
+derivative has two parts,
 
     d r(A; X) = D_B r(A; X)[dA] + D_X r(A; X)[dX].
 
-The second has mean zero: E r(A; X) = t(A) for *every* X that the algorithm could have made.
-It is noise only. It costs the derivative of a QR or an eigendecomposition, which does not
-exist where the sketch is rank-deficient. The rule drops it, by freezing X:
+The second part has mean zero, because E r(A; X) = t(A) for *every* X that the algorithm
+could have made. It is only noise. It would cost the derivative of a QR or an
+eigendecomposition, which does not exist if the sketch is rank-deficient. The rule drops it
+by freezing X:
 
     d value  :=  D_B r(A; X)[dA],    for traces and diagonals  r(dA; X).
 
 The rule is linear in dA, so JAX derives its transpose, and every operator class works. It
-is unbiased, also when differentiated twice. Applied to dA = A it returns the value, where
-value = r(A; X) and r is linear. (XNysTrace, NA-Hutch++, XNysDiag and the one-sided forms of
-Diag++ and XDiag spend fewer applications on their value than reading it would take: there
-r(A; X) is another estimate of the same thing, equal where the sketch is exact.) In reverse
-mode it costs one vector-Jacobian product of the matvec for each application of r.
+is unbiased, also when it is differentiated twice. If value = r(A; X) and r is linear, the
+rule applied to dA = A returns the value. (XNysTrace, NA-Hutch++, XNysDiag and the one-sided
+forms of Diag++ and XDiag spend fewer matvecs on their value than a readout would take. For
+them r(A; X) is another estimate of the same number, equal if the sketch is exact.) In
+reverse mode the rule costs one vector-Jacobian product of the matvec for each matvec of r.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ from traceax._core.vectors import Structure, as_result
 
 Values = Inexact[Array, "*values"]
 Readout = Callable[[Any], Values]
-Subject = eqx.Module  # what a readout reads: an operator, or a function of one
+Subject = eqx.Module  # that a readout reads: an operator, or a function of one
 Algorithm = Callable[[Any, PyTree], "Outcome"]
 
 
 class Outcome(eqx.Module):
-    """What an algorithm returns: an estimate, and the frozen blocks of its derivative."""
+    """The result of an algorithm: an estimate, and the frozen blocks of its derivative."""
 
     value: Values
     standard_error: Float[Array, "*values"]
@@ -72,8 +74,8 @@ def _evaluate_jvp(
     unperturbed = jax.tree.map(lambda _: None, outcome)
     if not jax.tree.leaves(tangent):
         return outcome, unperturbed
-    # D_B r(A; X)[dA]. `filter_jvp` takes the `None` of what is not perturbed. It returns
-    # `None` if the matvec does not depend on what is (the point of a constant Jacobian).
+    # D_B r(A; X)[dA]. In `tangent`, leaves that are not perturbed are `None`. The result is
+    # `None` if the matvec does not depend on the others (the point of a constant Jacobian).
     _, read = eqx.filter_jvp(outcome.readout, (subject,), (tangent,))
     if read is None:
         return outcome, unperturbed
@@ -91,11 +93,11 @@ def with_own_jvp(
     subject: PyTree,
     held: Callable[[Any], PyTree] | None = None,
 ) -> PyTree:
-    """`value`, which equals `function(subject)`, with the derivative of the latter. Blocks
-    that depend on the operator are so used again: neither computed twice nor frozen.
+    """Return `value`, but differentiate it as `function(subject)`, which equals it. Use it
+    to take a block that was computed before, neither computing it twice nor freezing it.
 
-    With `held` the derivative is that of `function(subject, block)` in its first argument,
-    block = `held(subject)`; only the second derivative includes that of the block."""
+    With `held`, differentiate `function(subject, block)` in its first argument, at block =
+    `held(subject)`. Then only the second derivative includes the change of the block."""
     return value
 
 
@@ -115,17 +117,18 @@ def estimate(
     algorithm: Algorithm,
     subject: Subject,
     probes: PyTree,
+    *,
     method: str,
-    num_matvecs: int,
-    degrees_of_freedom: float,
+    spent: int,
+    degrees: float,
     structure: Structure | None = None,
 ) -> Estimate:
-    """Run an algorithm under the rule. A `structure` splits its results into leaves."""
+    """Run an algorithm under the rule, and cut its results into leaves by `structure`."""
     outcome = run(algorithm, subject, probes)
     value, error = outcome.value, outcome.standard_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
-    return Estimate(value, error, num_matvecs, float(degrees_of_freedom), method=method)
+    return Estimate(value, error, spent, float(degrees), method=method)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

@@ -1,13 +1,15 @@
 """Sparse matrices that are stored for blocks of vectors.
 
-The entries of each row are cut into pieces of `width` entries, filled up with zeros. A
-table has a row for each piece: the first pieces of all n rows, then the others. With slot s
-the entries at place s of all pieces, the product with a block X is
+The entries of each row are cut into pieces of `width` entries, and the last piece of a row
+is filled up with zeros. A table has a row for each piece: first come the first pieces of
+all n rows, then the others. Slot s holds the entries at place s of all pieces. The product
+with a block X is
 
     sum over s of values_s o X[columns_s],    then the other pieces are added to their rows.
 
-One scan over the slots, each of which gathers whole rows of the block. The width is the one
-with the least work. The derivative in the entries is a scan, too, that gathers again.
+This is one scan over the slots, and each step gathers whole rows of the block. The width is
+the one with the least work. The derivative in the entries is another scan, which gathers
+the rows of the block again.
 """
 
 from __future__ import annotations
@@ -28,13 +30,17 @@ _WIDEST = 64
 
 
 class Pattern:
-    """Where a matrix has entries. Equal patterns are equal, so that programs are shared.
-    `colourings` are the samplers that were made of it."""
+    """The places where a matrix has entries, in the order of its data.
 
-    def __init__(self, rows: Places, columns: Places, n: int) -> None:
-        self.rows, self.columns, self.shape = rows, columns, (n, n)
-        self.digest = hashlib.blake2b(np.stack([rows, columns]).tobytes()).digest()
-        self.colourings: dict[Any, Any] = {}
+    Equal patterns have equal hashes, so they share compiled programs and colourings. The
+    places are copied because SciPy may sort the matrix that they come from in place.
+    """
+
+    def __init__(self, places: Any, n: int) -> None:
+        places = np.array(places, np.int32, order="C")
+        self.rows, self.columns = places
+        self.shape = n, n
+        self.digest = n, hashlib.blake2b(places.tobytes()).digest()
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -44,27 +50,37 @@ class Pattern:
 
 
 def is_of_jax(matrix: Any) -> bool:
-    """Whether it is a BCOO or a BCSR, which take long to import."""
+    """Whether a matrix is a BCOO or a BCSR. Their module takes long to import."""
     return type(matrix).__module__.startswith("jax.experimental.sparse")
 
 
-def places_of(matrix: Any) -> tuple[Places, Places]:
-    """The rows and columns of the entries of a concrete matrix, in its order."""
-    if is_of_jax(matrix) and not hasattr(matrix, "indptr"):
-        rows, columns = np.asarray(matrix.indices).T
-    elif is_of_jax(matrix):
-        columns, starts = np.asarray(matrix.indices), np.asarray(matrix.indptr)
-        rows = np.repeat(np.arange(matrix.shape[0]), np.diff(starts))
-    else:
+def entries_of(matrix: Any) -> tuple[Any, Pattern]:
+    """Return the data and the places of a square matrix, in its order.
+
+    The padding of a BCOO or a BCSR has indices behind the last row or column. It is left
+    out. The places must be concrete, the data may be traced.
+    """
+    n: int = np.shape(matrix)[0]
+    if not is_of_jax(matrix):
         import scipy.sparse  # noqa: PLC0415
 
-        rows, columns = scipy.sparse.coo_array(matrix).coords
-    return rows, columns
+        stored = scipy.sparse.coo_array(matrix)
+        return stored.data, Pattern(stored.coords, n)
+    indices, starts = np.asarray(matrix.indices), getattr(matrix, "indptr", None)
+    if starts is not None:
+        rows = np.repeat(np.arange(n), np.diff(starts))
+        indices = np.stack([rows, indices[: rows.size]], axis=1)
+    kept = np.flatnonzero(np.all(indices < n, axis=1))
+    data = matrix.data if kept.size == matrix.data.size else matrix.data[kept]
+    return data, Pattern(indices[kept].T, n)
 
 
 class Table(eqx.Module):
-    """By slot and piece, columns and places in the data, one behind them for a zero;
-    `others` are the rows of the pieces after the first n."""
+    """The column and the place in the data of each entry, as [slot, piece].
+
+    A slot that is filled up points one place behind the data, to a zero. `others` are the
+    rows of the pieces after the first n.
+    """
 
     columns: Int[Any, "w pieces"]
     places: Int[Any, "w pieces"]
@@ -72,9 +88,10 @@ class Table(eqx.Module):
 
 
 def table(rows: Places, columns: Places, n: int) -> Table:
+    """Cut the rows of a matrix into pieces of the best width."""
     order = np.lexsort((columns, rows))
     rows, columns, counts = rows[order], columns[order], np.bincount(rows, minlength=n)
-    widths = np.arange(1, min(max(counts.max(initial=1), 1), _WIDEST) + 1)
+    widths = np.arange(1, min(counts.max(initial=1), _WIDEST) + 1)
     pieces = np.stack([np.maximum(-(-counts // width), 1) for width in widths])
     total = pieces.sum(axis=1)
     best = np.argmin(widths * total + 12 * (total - n))  # adding a piece takes longer
@@ -85,15 +102,17 @@ def table(rows: Places, columns: Places, n: int) -> Table:
     piece = np.where(piece == 0, rows, first_other[rows] + piece - 1)
     others = np.repeat(np.arange(n), pieces - 1)
     own = np.concatenate([np.arange(n), others])
-    filled = np.tile(own, (width, 1)), np.full((width, total), rows.size)
-    for part, entries in zip(filled, (columns, order), strict=True):
-        part[slot, piece] = entries
-    return Table(*(jnp.asarray(part, jnp.int32) for part in (*filled, others)))
+    filled, places = np.tile(own, (width, 1)), np.full((width, total), rows.size)
+    filled[slot, piece], places[slot, piece] = columns, order
+    return Table(*(jnp.asarray(part, jnp.int32) for part in (filled, places, others)))
 
 
 class SparseOperator(lx.AbstractLinearOperator):
-    """A square sparse matrix. `data` are its entries in the order of `pattern`;
-    `transposed` is None if it is tagged symmetric."""
+    """A square sparse matrix.
+
+    `data` are its entries in the order of `pattern`. `transposed` is None if the matrix is
+    tagged symmetric, because then `rows` serves the transpose as well.
+    """
 
     data: Inexact[Array, " entries"]
     rows: Table
@@ -102,7 +121,8 @@ class SparseOperator(lx.AbstractLinearOperator):
     tags: frozenset[object] = eqx.field(static=True)
 
     def times(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        n, (columns, places) = block.shape[0], (self.rows.columns, self.rows.places)
+        """Return the product with a block of k vectors."""
+        n, places = block.shape[0], self.rows.places
         values = jnp.append(self.data, jnp.zeros((), self.data.dtype))[places]
 
         @jax.checkpoint
@@ -115,7 +135,7 @@ class SparseOperator(lx.AbstractLinearOperator):
 
         ones = jnp.ones((1, block.shape[1]), block.dtype)
         start = jnp.zeros((places.shape[1], block.shape[1]), self.data.dtype)
-        total, _ = jax.lax.scan(add, start, (values, columns))
+        total, _ = jax.lax.scan(add, start, (values, self.rows.columns))
         return total[:n].at[self.rows.others].add(total[n:])
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
@@ -129,8 +149,9 @@ class SparseOperator(lx.AbstractLinearOperator):
         if self.transposed is None:
             return self
         pattern = self.pattern
-        turned = Pattern(pattern.columns, pattern.rows, pattern.shape[0])
-        return SparseOperator(self.data, self.transposed, self.rows, turned, self.tags)
+        turned = Pattern([pattern.columns, pattern.rows], pattern.shape[0])
+        tags = lx.transpose_tags(self.tags)
+        return SparseOperator(self.data, self.transposed, self.rows, turned, tags)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.pattern.shape[:1], self.data.dtype)
@@ -156,7 +177,7 @@ _QUESTIONS = {
 
 
 def answer(kind: type, tags: Callable[[Any], Collection[object]]) -> None:
-    """Let what lineax asks of operators of a class be answered by the tags that it has."""
+    """Answer lineax's questions about the operators of a class by their tags."""
     for question, tag in _QUESTIONS.items():
         question.register(kind, lambda operator, tag=tag: tag in tags(operator))
 
@@ -164,13 +185,14 @@ def answer(kind: type, tags: Callable[[Any], Collection[object]]) -> None:
 answer(SparseOperator, lambda operator: operator.tags)
 
 
+lx.linearise.register(SparseOperator)(lambda operator: operator)
+lx.diagonal.register(SparseOperator)(SparseOperator.diagonal)
+lx.tridiagonal.register(SparseOperator)(lambda op: lx.tridiagonal(lx.materialise(op)))
+
+
 @lx.conj.register(SparseOperator)
 def _conj(operator: SparseOperator) -> SparseOperator:
     return eqx.tree_at(lambda op: op.data, operator, operator.data.conj())
-
-
-lx.linearise.register(SparseOperator)(lambda operator: operator)
-lx.diagonal.register(SparseOperator)(SparseOperator.diagonal)
 
 
 @lx.materialise.register(SparseOperator)
@@ -178,13 +200,11 @@ def _materialise(operator: SparseOperator) -> lx.MatrixLinearOperator:
     return lx.MatrixLinearOperator(operator.as_matrix(), operator.tags)
 
 
-@lx.tridiagonal.register(SparseOperator)
-def _tridiagonal(operator: SparseOperator) -> tuple[Array, Array, Array]:
-    return lx.tridiagonal(lx.materialise(operator))
-
-
 def own_pattern(operator: Any) -> Pattern | None:
-    """That of a sparse matrix, scaled, tagged, or plus a diagonal."""
+    """Return the pattern of a sparse matrix that may be scaled, tagged, or plus a diagonal.
+
+    The pattern of any other operator is not known: then return None.
+    """
     if isinstance(operator, lx.AddLinearOperator):
         parts = operator.operator1, operator.operator2
         found = [own_pattern(part) for part in parts if not lx.is_diagonal(part)]

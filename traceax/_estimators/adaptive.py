@@ -27,26 +27,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
-from traceax._core.checks import check_count, check_key, check_operator, check_tolerance
+from traceax._core.checks import check_tolerance
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    frozen,
-    is_negative,
-    is_positive,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, frozen, is_negative, working_dtype
 from traceax._core.rule import Outcome, run
-from traceax._estimators.driver import SMALL
+from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
 from traceax._estimators.readouts import leave_one_out_of
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import column_dots, dot, times
-from traceax._probes.draw import check_independent, draw, for_sketch, is_rotation_invariant
-from traceax._probes.samplers import Sampler
-from traceax._probes.stream import ProgressMeter, checked_meter
+from traceax._probes.draw import draw, for_sketch
+from traceax._probes.samplers import SamplerLike
+from traceax._probes.stream import ProgressMeter
 
 # The first sketch: the fewest probes whose jackknife can be relied on.
 FIRST = 8
@@ -59,7 +52,7 @@ def adaptive_trace(
     rtol: ArrayLike = 1e-2,
     atol: ArrayLike = 0.0,
     max_matvecs: int = 1000,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate tr A to a tolerance, with as few applications as it takes.
@@ -100,22 +93,19 @@ def adaptive_trace(
     **Reference**: Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
     """
     name = "adaptive_trace"
-    operator = check_operator(name, operator)
-    check_key(name, key, operator)
-    check_count(name, "max_matvecs", max_matvecs, min(2, operator.in_size()))
-    chosen = for_sketch(sampler, operator)
-    check_independent(name, chosen)
+    call = begin(
+        name, operator, key, max_matvecs, argument="max_matvecs", least=2, sampler=sampler
+    )
+    call = call.in_batches(None, progress_meter)
     check_tolerance(name, "rtol", rtol)
     check_tolerance(name, "atol", atol)
-    meter = checked_meter(name, progress_meter)
-    resphere, sign = is_rotation_invariant(chosen), -1 if is_negative(operator) else 1
-    growing = _Growing(is_positive(operator) or is_negative(operator), sign, resphere)
+    operator, meter = call.operator, call.meter
+    call = call.using(for_sketch(operator))
+    sign = -1 if is_negative(operator) else 1
+    growing = _Growing(call.is_semidefinite, sign, call.resphere)
     levels = _levels(operator.in_size(), max_matvecs, growing.matvecs_a_probe)
     tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
-    linear_map = LinearMap(frozen(operator))
-    search = _Search(
-        growing, linear_map, levels, max_matvecs, chosen, key, tolerances, meter
-    )
+    search = _Search(call, growing, LinearMap(frozen(operator)), levels, tolerances)
     empty = jnp.zeros((operator.in_size(), 0), working_dtype(operator))
     start = _Sketch(empty, empty, None, empty)
     reached, shown = search.from_level(0, start, meter.init())
@@ -156,16 +146,13 @@ Reached = tuple[Outcome, Any]
 
 
 class _Search(NamedTuple):
-    """From level to level. What is reached comes with the state of the meter."""
+    """The search, level by level. What is reached comes with the state of the meter."""
 
+    call: Call
     growing: _Growing
     linear_map: LinearMap
     levels: _Levels
-    max_matvecs: int
-    sampler: Sampler
-    key: PRNGKeyArray
     tolerances: tuple[Float[Array, ""], Float[Array, ""]]
-    meter: ProgressMeter
 
     def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """This level and, if need be, those above."""
@@ -180,7 +167,9 @@ class _Search(NamedTuple):
         ended = converged | jnp.isnan(error) | jnp.isnan(value)
         k = self.levels.sizes[level]
         spent = k * self.growing.matvecs_a_probe
-        shown = self.meter.step(shown, jnp.where(ended, 1.0, spent / self.max_matvecs))
+        shown = self.call.meter.step(
+            shown, jnp.where(ended, 1.0, spent / self.call.num_matvecs)
+        )
 
         def stop() -> Reached:
             pairs = compiled(_Growing.pairs, self.growing, sketch)
@@ -198,8 +187,8 @@ class _Search(NamedTuple):
 
     def enlarged(self, level: int, sketch: _Sketch) -> _Sketch:
         count = self.levels.sizes[level] - sketch.probes.shape[1]
-        key, operator = jax.random.fold_in(self.key, level), self.linear_map.operator
-        probes = draw("adaptive_trace", self.sampler, key, operator, count)
+        key = jax.random.fold_in(self.call.key, level)
+        probes = draw(self.call.name, self.call.source, key, self.call.operator, count)
         return compiled(_Growing.enlarge, self.growing, self.linear_map, sketch, probes)
 
     def complete(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
@@ -210,7 +199,7 @@ class _Search(NamedTuple):
         spent = sketch.probes.shape[1] * self.growing.matvecs_a_probe + cost
         report = _report(spent, n, ~jnp.isnan(value), error)
         outcome = Outcome(value, error, self.read_by(pairs, level), report)
-        return outcome, self.meter.step(shown, jnp.asarray(1.0))
+        return outcome, self.call.meter.step(shown, jnp.asarray(1.0))
 
     def read_by(self, pairs: _Pairs, level: int) -> _Pairs:
         """In a traced program padded to the largest level."""
@@ -300,7 +289,7 @@ class _Growing(NamedTuple):
         return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
 
     def pairs(self, sketch: _Sketch) -> _Pairs:
-        """Those of `trace_pairs`, which are wanted for the last size only."""
+        """Return the pairs of `trace_pairs`, which are wanted for the last size only."""
         basis = sketch.basis or orthonormalise(sketch.products)
         loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
         s, k = loo.directions, loo.x.shape[0]

@@ -11,38 +11,29 @@ is fast, parts of many probes matter, and the jackknife is needed (`krylov_nystr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jaxtyping import PRNGKeyArray
 
-from traceax._core.checks import check_callable, check_request
+from traceax._core.checks import check_callable
 from traceax._core.estimate import Estimate, exact_estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    is_hermitian,
-    is_negative,
-    is_positive,
-    known_diagonal,
-)
+from traceax._core.operator import Operator, is_hermitian, known_diagonal
 from traceax._core.vectors import as_result
+from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.deflated_colours import deflated_colours
-from traceax._estimators.driver import SMALL, Method, estimate
-from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL, HUTCHINSON_TRACE
-from traceax._estimators.krylov_nystrom import FEWEST, KRYLOV_NYSTROM, XNYSTRACE
-from traceax._estimators.readouts import DIAGONAL, LEAVES, TRACE, Target
+from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
+from traceax._estimators.krylov_nystrom import FEWEST, estimate_by_nystrom
+from traceax._estimators.readouts import TOTAL, Reduce, by_leaf, by_row
 from traceax._estimators.second_batch import (
-    EITHER_DIAGONAL,
-    EITHER_TRACE,
-    MIXED_DIAGONAL,
-    MIXED_LEAVES,
+    nystrom_or_hutchinson,
+    xdiag_or_hutchinson,
+    xnysdiag_or_hutchinson,
+    xtrace_or_hutchinson,
 )
-from traceax._estimators.xdiag import XDIAG, XNYSDIAG
-from traceax._estimators.xtrace import XTRACE
+from traceax._estimators.xdiag import estimate_by_xdiag, estimate_by_xnysdiag
+from traceax._estimators.xtrace import estimate_by_xtrace
 from traceax._probes.draw import check_pattern, for_pattern
-from traceax._probes.stream import SILENT
 
 
 def trace(
@@ -77,8 +68,8 @@ def trace(
       colours keep apart, deflation helps, but for semidefinite operators sketches without a
       pattern may be better still. Only 3. uses it: `method` then names colours.
 
-    **Cost**: that of the estimator chosen. A pattern is coloured at each call, or
-    when the call is compiled; for many calls make the sampler once, by `probing`.
+    **Cost**: that of the estimator chosen. A pattern is coloured on the host, once for
+    all calls with entries at the same places, of which the latest few are kept.
 
     **Example**
 
@@ -89,7 +80,20 @@ def trace(
 
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323.
     """
-    return _automatic("trace", FOR_TRACES, operator, key, num_matvecs, pattern)
+    call = begin("trace", operator, key, num_matvecs)
+    pattern = check_pattern(call.name, call.operator, pattern)
+    if (exact := exact_if_cheap(call, TOTAL)) is not None:
+        return exact
+    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
+        deflated = deflated_colours(call, sampler, pattern)
+        return deflated or estimate_by_forms(call.using(sampler))
+    if call.is_semidefinite and num_matvecs >= FEWEST:
+        return estimate_by_nystrom(call, "xnystrace + A Q")
+    if call.is_semidefinite and num_matvecs >= 3:
+        return estimate_by_nystrom(call, "xnystrace")
+    if num_matvecs >= 12:
+        return xtrace_or_hutchinson(call)
+    return estimate_by_xtrace(call) if num_matvecs >= 6 else estimate_by_forms(call)
 
 
 def diagonal(
@@ -124,7 +128,27 @@ def diagonal(
 
     **Reference**: Epperly, Tropp and Webber (2024), section 6.1, doi:10.1137/23M1548323.
     """
-    return _automatic("diagonal", FOR_DIAGONALS, operator, key, num_matvecs, pattern)
+    call = begin("diagonal", operator, key, num_matvecs)
+    pattern = check_pattern(call.name, call.operator, pattern)
+    if (exact := exact_if_cheap(call, by_row(call.operator))) is not None:
+        return exact
+    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
+        return estimate_by_ratio(call.using(sampler))
+    return choose_diagonal(call)
+
+
+def choose_diagonal(call: Call) -> Estimate:
+    """Choose an estimator of the diagonal by the operator's tags and the budget."""
+    if call.is_semidefinite and call.num_matvecs >= 6:
+        return xnysdiag_or_hutchinson(call)
+    if call.is_semidefinite and call.num_matvecs >= 3:
+        return estimate_by_xnysdiag(call)
+    reduce = by_row(call.operator)
+    if call.num_matvecs >= 12:
+        return xdiag_or_hutchinson(call, reduce)
+    if call.num_matvecs >= 6:
+        return estimate_by_xdiag(call, reduce)
+    return estimate_by_ratio(call)
 
 
 def leaf_traces(
@@ -138,15 +162,16 @@ def leaf_traces(
 
         value[leaf] = sum of diag A over the entries of the leaf
 
-    The curvature of each layer of a network, say. One sketch serves all leaves, where it
-    helps: that of `trace` for operators tagged semidefinite (signs in the place of the
-    sphere), for others that of `diagonal`; else, and for small budgets, plain probes do.
+    For example the curvature of each layer of a network. All leaves share one sketch: the
+    one that `trace` uses for operators tagged semidefinite (with signs instead of points
+    on the sphere), and the one that `diagonal` uses for others. Small budgets use plain
+    probes.
     Unbiased. Exact where `trace` is, whose error bar is that of the sum over all leaves.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: as in `trace`.
     `groups`: for sums over several leaves, a function from the path of a leaf, a tuple of
-    JAX's keys, to a name: of its layer, say. Errors of leaves are correlated, so the error
-    of a sum is not known from theirs.
+    JAX's keys, to a name, for example of its layer. Errors of leaves are correlated, so
+    the error of a sum is not known from theirs.
 
     **Returns** an `Estimate` with the operator's input structure, one number for each leaf;
     with `groups` of a dict, one for each name.
@@ -166,81 +191,35 @@ def leaf_traces(
 
     **Reference**: Epperly, Tropp and Webber (2024), section 6.1, doi:10.1137/23M1548323.
     """
-    choices = FOR_LEAVES
+    call = begin("leaf_traces", operator, key, num_matvecs)
+    names: tuple[str, ...] = ()
     if groups is not None:
-        operator = check_request("leaf_traces", operator, key, num_matvecs)
-        cure = "Pass lambda path: path[0].key, say, the first key of a dict."
+        cure = "Pass lambda path: path[0].key, the first key of a dict."
         check_callable("leaf_traces", "groups", groups, "of a path", cure)
-        paths, _ = jax.tree.flatten_with_path(operator.in_structure())
+        paths, _ = jax.tree.flatten_with_path(call.operator.in_structure())
         names = tuple(str(groups(path)) for path, _ in paths)
-        choices = choices._replace(target=replace(LEAVES, groups=names))
-    return _automatic("leaf_traces", choices, operator, key, num_matvecs, None)
+    reduce = by_leaf(call.operator, names)
+    if (exact := exact_if_cheap(call, reduce)) is not None:
+        return exact
+    if call.is_semidefinite and num_matvecs >= 3:
+        return nystrom_or_hutchinson(call, reduce)
+    if num_matvecs >= 12:
+        return xdiag_or_hutchinson(call, reduce)
+    if num_matvecs >= 6:
+        return estimate_by_xdiag(call, reduce)
+    return estimate_by_forms(call, reduce)
 
 
-class Choices(NamedTuple):
-    """Methods for operators that are semidefinite and for others, each with the fewest
-    matvecs from which it is chosen, the best one first; and one for smaller budgets."""
-
-    target: Target
-    semidefinite: tuple[tuple[int, Method], ...]
-    general: tuple[tuple[int, Method], ...]
-    few: Method
-
-    def method(self, operator: Operator, num_matvecs: int) -> Method:
-        semidefinite = is_positive(operator) or is_negative(operator)
-        methods = (self.semidefinite if semidefinite else ()) + self.general
-        affordable = (method for least, method in methods if num_matvecs >= least)
-        return next(affordable, self.few)._replace(target=self.target)
-
-
-FOR_TRACES = Choices(
-    TRACE,
-    semidefinite=((FEWEST, KRYLOV_NYSTROM), (3, XNYSTRACE)),
-    general=((12, EITHER_TRACE), (6, XTRACE)),
-    few=HUTCHINSON_TRACE,
-)
-FOR_DIAGONALS = Choices(
-    DIAGONAL,
-    semidefinite=((6, MIXED_DIAGONAL), (3, XNYSDIAG)),
-    general=((12, EITHER_DIAGONAL), (6, XDIAG)),
-    few=HUTCHINSON_DIAGONAL,
-)
-FOR_LEAVES = Choices(
-    LEAVES,
-    semidefinite=((3, MIXED_LEAVES),),
-    general=((12, EITHER_DIAGONAL), (6, XDIAG)),
-    few=HUTCHINSON_TRACE,
-)
-
-
-def _automatic(
-    name: str,
-    choices: Choices,
-    operator: Operator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    pattern: Any,
-) -> Estimate:
-    operator = check_request(name, operator, key, num_matvecs)
-    check_pattern(name, operator, pattern)
-    known = known_diagonal(operator)
+def exact_if_cheap(call: Call, reduce: Reduce) -> Estimate | None:
+    """Answer exactly, from a diagonal that the structure of the operator gives, or from n
+    matvecs if n is small or the budget reaches it."""
+    operator, known = call.operator, known_diagonal(call.operator)
     if known is not None:
-        return _known(choices.target, operator, *known)
-    if operator.in_size() <= max(num_matvecs, SMALL):
-        return choices.target.exact(operator, None, SILENT)
-    method = choices.method(operator, num_matvecs)
-    sampler = for_pattern(name, operator, num_matvecs, pattern)
-    if sampler is not None:
-        deflated = choices.target is TRACE and deflated_colours(
-            name, operator, sampler, num_matvecs, pattern
-        )
-        method = deflated or choices.few
-    return estimate(method, operator, key, num_matvecs, sampler=sampler, name=name)
-
-
-def _known(target: Target, operator: Operator, diagonal: Any, spent: int) -> Estimate:
-    """From a diagonal that structure gives, by `spent` applications."""
-    diagonal = diagonal.real if is_hermitian(operator) else diagonal
-    value, structure = target.of(diagonal, LinearMap(operator)), target.structure(operator)
-    value = value if structure is None else as_result(value, structure)
-    return exact_estimate(value, spent)
+        diagonal, spent = known
+        value = reduce.fn(diagonal.real if is_hermitian(operator) else diagonal)
+        structure = reduce.structure
+        value = value if structure is None else as_result(value, structure)
+        return exact_estimate(value, spent)
+    if operator.in_size() <= max(call.num_matvecs, SMALL):
+        return call.exact(reduce)
+    return None

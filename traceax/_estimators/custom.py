@@ -22,11 +22,11 @@ from traceax._core.canonical import Canonical, canonical
 from traceax._core.estimate import Estimate
 from traceax._core.layout import inner_jaxprs
 from traceax._core.operator import LinearMap, Operator, working_dtype
-from traceax._core.rule import Outcome, estimate
+from traceax._core.rule import Outcome
+from traceax._estimators.call import begin
 from traceax._estimators.readouts import Pairs
 from traceax._linalg.columns import promoted
-from traceax._probes.draw import draw
-from traceax._probes.samplers import Sampler, sphere
+from traceax._probes.samplers import SamplerLike, sphere
 
 Block = Inexact[Array, "n r"]
 Answer = tuple[Inexact[Array, ""], Float[Array, ""], tuple[Block, Block]]
@@ -38,7 +38,7 @@ def custom_trace(
     key: PRNGKeyArray,
     num_probes: int,
     *,
-    sampler: Sampler = sphere,
+    sampler: SamplerLike = sphere,
 ) -> Estimate:
     """Estimate tr A of any square operator by an algorithm of your own.
 
@@ -84,9 +84,17 @@ def custom_trace(
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)
-    operator = checks.check_request("custom_trace", operator, key, num_probes=num_probes)
-    probes = draw("custom_trace", sampler, key, operator, num_probes)
-    linear_map = LinearMap(operator)
+    call = begin(
+        "custom_trace",
+        operator,
+        key,
+        num_probes,
+        argument="num_probes",
+        sampler=sampler,
+        independent=False,
+    )
+    (probes,) = call.draw(num_probes)
+    operator, linear_map = call.operator, LinearMap(call.operator)
     arrays, rest = eqx.partition(linear_map, eqx.is_array)
 
     def run(arrays: Any, probes: Block) -> Outcome:
@@ -95,7 +103,9 @@ def custom_trace(
     num_matvecs = _num_matvecs(jax.make_jaxpr(run)(arrays, probes).jaxpr, operator)
     program = _Program(canonical(run, arrays, probes))
     degrees = max(num_probes - 1, 1)
-    return estimate(program, linear_map, probes, "custom_trace", num_matvecs, degrees)
+    return call.finish(
+        program, probes, method="custom_trace", spent=num_matvecs, degrees=degrees
+    )
 
 
 class _Program(eqx.Module):

@@ -26,7 +26,7 @@ times that of Q s_j - Q s_i L_ij.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -34,10 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray
 
-from traceax._core.operator import LinearMap, Operator
+from traceax._core.estimate import Estimate
+from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import Drawn, Method, Request
-from traceax._estimators.readouts import TRACE, Pairs, Target, leave_one_out, outside
+from traceax._estimators.call import Call
+from traceax._estimators.readouts import Pairs, leave_one_out, outside
 from traceax._estimators.second_batch import missed_shares
 from traceax._linalg.columns import column_dots, dot, over, squared_modulus, times
 from traceax._linalg.jackknife import length, one_minus_squared_modulus
@@ -63,47 +64,39 @@ class Coloured(eqx.Module):
     near_coarse: Neighbourhood
 
 
-class Colourings(NamedTuple):
-    """Draws probes of the sampler's colours, in an order, and of coarse ones."""
-
-    coarse: Probing
-    order: Int[np.ndarray, " c"]
-
-    def __call__(self, request: Request) -> Drawn:
-        name, operator, key = request.name, request.operator, request.key
-        fine: Any = request.sampler
-
-        def of(sampler: Probing, key: PRNGKeyArray) -> tuple[Array, Any]:
-            count, space = sampler.num_colours, operator.in_structure()
-            block = draw(name, sampler, key, operator, count, in_samples=True)
-            return block, neighbourhood_of(sampler, space)
-
-        (z, near), (few, near_few) = (
-            of(fine, key),
-            of(self.coarse, jax.random.fold_in(key, 1)),
-        )
-        near = eqx.tree_at(
-            lambda x: (x.colours, x.beyond),
-            near,
-            (jnp.argsort(self.order)[near.colours], near.beyond[:, self.order]),
-        )
-        probes = Coloured(z[:, self.order], few, near, near_few)
-        return Drawn(probes, fine.num_colours, DEGREES)
-
-
-def deflated_colours(
-    name: str, operator: Operator, fine: Probing, num_matvecs: int, pattern: Any
-) -> Method | None:
-    """The method, if half of the colours are left beside a sketch, and none is repeated."""
+def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None:
+    """Estimate the trace if half of the colours are left next to a sketch, and no colour is
+    repeated."""
     count, near = fine.num_colours, fine.neighbourhood
-    if near is None or count < 4 * SKETCH or num_matvecs >= 2 * count:
+    if near is None or count < 4 * SKETCH or call.num_matvecs >= 2 * count:
         return None
-    coarse = for_pattern(name, operator, count - 2 * SKETCH, pattern)
+    coarse = for_pattern(call.name, call.operator, count - 2 * SKETCH, pattern)
     if coarse is None:
         return None
-    draws = Colourings(coarse, _adjacent_first(fine.colours, near.neighbours))
-    either = "hutchpp_trace or hutchinson_trace"
-    return Method(either, TRACE, _deflated, draws, independent=False)
+    order = _adjacent_first(fine.colours, near.neighbours)
+    z, near = _probes_of(call, fine, call.key)
+    near = eqx.tree_at(
+        lambda x: (x.colours, x.beyond),
+        near,
+        (jnp.argsort(order)[near.colours], near.beyond[:, order]),
+    )
+    few, near_coarse = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
+    return call.using(fine).finish(
+        _deflated,
+        Coloured(z[:, order], few, near, near_coarse),
+        method="hutchpp_trace or hutchinson_trace",
+        spent=count,
+        degrees=DEGREES,
+    )
+
+
+def _probes_of(
+    call: Call, sampler: Probing, key: PRNGKeyArray
+) -> tuple[Inexact[Array, "n c"], Any]:
+    """Draw a probe of each colour; and return their neighbourhood."""
+    operator, count = call.operator, sampler.num_colours
+    block = draw(call.name, sampler, key, operator, count)
+    return block, neighbourhood_of(sampler, operator.in_structure())
 
 
 def _adjacent_first(
@@ -121,8 +114,7 @@ def _adjacent_first(
     return np.array(first + [c for c in range(len(edges)) if c not in first])
 
 
-def _deflated(linear_map: LinearMap, probes: Coloured, target: Target) -> Outcome:
-    del target
+def _deflated(linear_map: LinearMap, probes: Coloured) -> Outcome:
     tests, others = probes.fine[:, :SKETCH], probes.fine[:, SKETCH:]
     sketch = linear_map(tests)
     q, each = decide(sketch, tests, probes.near)
@@ -137,7 +129,7 @@ def _deflated(linear_map: LinearMap, probes: Coloured, target: Target) -> Outcom
     left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
     forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
     rounding = 4 * linear_map.eps * jnp.sum(sizes)
-    error = length(_errors(linear_map, probes, q, x, products, plain, some), rounding)
+    error = length(_errors(linear_map, probes, q, products, plain, some), rounding)
     return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
 
 
@@ -151,13 +143,13 @@ def _errors(
     linear_map: LinearMap,
     probes: Coloured,
     q: Inexact[Array, "n s"],
-    x: Inexact[Array, "s d"],
     products: Inexact[Array, "n c"],
     plain: Bool[Array, " n"],
     some: Bool[Array, ""],
 ) -> Float[Array, " n"]:
     """What each dimension contributes. Where v is not zero, it is read by three probes."""
     eps, real = linear_map.eps, not jnp.iscomplexobj(products)
+    x = dot(q.conj().T, probes.coarse)
 
     def parts(z: Array, products: Array, near: Neighbourhood) -> Float[Array, " n"]:
         return neighbour_residuals(z, products, near).error_in_sum(near, eps, real=real)

@@ -23,26 +23,23 @@ and what is fresh of t_j has no bias. Nor must b_i know the error of t_(j-1): wh
 eigenvalues dominate, probes that miss them show a small trace and a small v together, and
 would be trusted. So v_(j-1) is remembered as a multiple of the mean of |w|^2 that came from
 the same probes, and that mean is taken anew, as N, from the fresh ones. What is left of the
-bias is small beside the standard error, not zero. For the standard error N and the old mean
-count alike. For other probes and for operators that are not symmetric the standard error is
-too large, and b not the best.
+bias is small next to the standard error, but not zero. For the standard error N and the old
+mean count alike. For other probes and for operators that are not symmetric the standard
+error is too large, and b is not the best.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
 
-from traceax._core.canonical import Canonical, compiled, held_arrays, is_concrete
-from traceax._core.checks import check_count, check_key, check_operator, check_tracked
+from traceax._core.canonical import Canonical, compiled, program_hash
+from traceax._core.checks import check_count, check_tracked
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -52,13 +49,14 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import Outcome, run
-from traceax._estimators.hutchinson import hutchinson_trace
-from traceax._estimators.readouts import TRACE, Pairs
-from traceax._estimators.xtrace import xtrace
+from traceax._estimators.call import begin
+from traceax._estimators.hutchinson import estimate_by_forms
+from traceax._estimators.readouts import TOTAL, Pairs
+from traceax._estimators.xtrace import estimate_by_xtrace
 from traceax._linalg.columns import column_dots, column_norms_squared, largest_modulus, mean
-from traceax._probes.draw import check_independent, check_sampler
-from traceax._probes.samplers import Sampler, sphere
-from traceax._probes.stream import SILENT, stream
+from traceax._linalg.jackknife import sums_of_others
+from traceax._probes.draw import check_dependence
+from traceax._probes.samplers import SamplerLike, as_sampler, sphere
 
 
 class Tracked(NamedTuple):
@@ -87,8 +85,8 @@ class DeltaShift(NamedTuple):
     update: Callable[[Operator, Tracked, PRNGKeyArray], tuple[Estimate, Tracked]]
 
 
-def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShift:
-    """Follow the trace of a slowly changing operator: the curvature of a network, say.
+def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> DeltaShift:
+    """Follow the trace of a slowly changing operator, such as the curvature of a network.
 
     As in optax, it is a pair of pure functions and a state that `jax.lax.scan` may carry:
 
@@ -132,8 +130,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
 
     **Reference**: Dharangutte and Musco (2021), arXiv:2110.13752.
     """
-    check_independent("deltashift", sampler)
-    check_sampler("deltashift", sampler)
+    check_dependence("deltashift", as_sampler("deltashift", sampler))
     check_count("deltashift", "num_matvecs", num_matvecs)
     return DeltaShift(
         partial(_init, num_matvecs=num_matvecs, sampler=sampler),
@@ -142,12 +139,14 @@ def deltashift(num_matvecs: int = 20, *, sampler: Sampler = sphere) -> DeltaShif
 
 
 def _init(
-    operator: Operator, key: PRNGKeyArray, *, num_matvecs: int, sampler: Sampler
+    operator: Operator, key: PRNGKeyArray, *, num_matvecs: int, sampler: SamplerLike
 ) -> Tracked:
-    operator = _check("deltashift.init", operator, key, num_matvecs)
-    first = xtrace if num_matvecs >= 6 else hutchinson_trace
-    estimate = first(operator, key, num_matvecs, sampler=sampler)
-    return _state(estimate, application(operator))
+    call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
+    if call.is_exact:
+        first = call.exact(TOTAL)
+    else:
+        first = estimate_by_xtrace(call) if num_matvecs >= 6 else estimate_by_forms(call)
+    return _state(first, application(call.operator))
 
 
 def _update(
@@ -156,41 +155,36 @@ def _update(
     key: PRNGKeyArray,
     *,
     num_matvecs: int,
-    sampler: Sampler,
+    sampler: SamplerLike,
 ) -> tuple[Estimate, Tracked]:
-    operator = _check("deltashift.update", operator, key, num_matvecs)
-    code = application(operator)
-    check_tracked("deltashift.update", state, Tracked, code.arrays, _program_hash(code))
+    call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
+    operator, code = call.operator, application(call.operator)
+    check_tracked("deltashift.update", state, Tracked, code.arrays, program_hash(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
     before = by_application(operator, earlier)
     # Also of classes that are not lineax's: their functions are else compiled each time.
-    operator = operator if stores_matrix(operator) else by_application(operator, code)
-    if num_matvecs >= operator.in_size():
-        exact = TRACE.exact(operator, None, SILENT)
+    if not stores_matrix(operator):
+        call = call.on(by_application(operator, code))
+    if call.is_exact:
+        exact = call.exact(TOTAL)
         return exact, _state(exact, code)
     num_probes = num_matvecs // 2
-    probes = stream("deltashift", operator, key, num_probes, sampler, None).source
+    (probes,) = call.draw(num_probes)
     frozen = jax.lax.stop_gradient(
         (probes, compiled(LinearMap.__call__, LinearMap(before), probes), state)
     )
-    outcome = run(_correct, LinearMap(operator), frozen)
+    outcome = run(_correct, LinearMap(call.operator), frozen)
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes), method="deltashift")
     return result, _state(result, code, outcome.report)
-
-
-def _check(name: str, operator: Operator, key: PRNGKeyArray, num_matvecs: int) -> Operator:
-    operator = check_operator(name, operator)
-    check_key(name, key, operator)
-    check_count("deltashift", "num_matvecs", num_matvecs, min(4, operator.in_size()))
-    return operator
 
 
 def _correct(
     linear_map: LinearMap,
     known: tuple[Inexact[Array, "n l"], Inexact[Array, "n l"], Tracked],
 ) -> Outcome:
-    """From fresh probes and their images under the previous operator; size is reported."""
+    """Correct the trace by fresh probes, of which `known` has the images under the previous
+    operator. The new size is reported."""
     probes, before, (old, error, size, *_) = known
     w, eps = linear_map(probes), linear_map.eps
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
@@ -227,18 +221,14 @@ def _damping(
         ratio = jnp.where(known, error / jnp.where(known, size, 1), 0)
         return jnp.where(known, ratio**2 * squares, error**2)
 
-    others = _mean_of_others(squares)
+    others = sums_of_others(squares) / (squares.size - 1)
     whole = anew(others) + c * (others + grain)
-    cross = c * _mean_of_others(column_dots(z, w).real)
+    cross = c * sums_of_others(column_dots(z, w).real) / (squares.size - 1)
     b = jnp.where(whole > 0, cross / jnp.where(whole > 0, whole, 1), 0)
     before = (error**2 + anew(mean(squares))) / 2
     rest = w - b[None, :].astype(z.dtype) * z
     left = mean(b) ** 2 * before + c * mean(column_norms_squared(rest))
     return b, jnp.sqrt(left)
-
-
-def _mean_of_others(numbers: Float[Array, " l"]) -> Float[Array, " l"]:
-    return (jnp.sum(numbers) - numbers) / (numbers.shape[0] - 1)
 
 
 def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
@@ -255,16 +245,4 @@ def _state(
     arrays = [jnp.array(array, copy=True) for array in code.arrays]
     value, error = latest.value, latest.standard_error
     size = jnp.zeros_like(error) if size is None else size
-    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, _program_hash(code)))
-
-
-def _program_hash(code: Canonical) -> UInt32[Array, " 8"]:
-    """A hash of the code, and of the arrays that compiled functions in loops hold."""
-    digest = hashlib.sha256()
-    digest.update(re.sub("0x[0-9a-f]+", "", str(code.jaxpr)).encode())  # no addresses
-    for array in (a for equation in code.jaxpr.eqns for a in held_arrays(equation)):
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
-        if is_concrete(array):
-            digest.update(np.asarray(array).tobytes())
-    return jnp.asarray(np.frombuffer(digest.digest(), np.uint32))
+    return jax.lax.stop_gradient(Tracked(value, error, size, arrays, program_hash(code)))

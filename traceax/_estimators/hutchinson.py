@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +14,17 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import InBatches, Method, Streamed, estimate
-from traceax._estimators.readouts import DIAGONAL, TRACE, Batches, ByRow, Target
+from traceax._core.vectors import Structure
+from traceax._estimators.call import Call, Streamed, begin
+from traceax._estimators.readouts import (
+    TOTAL,
+    Batches,
+    Forms,
+    Reduce,
+    Rows,
+    by_row,
+    each,
+)
 from traceax._linalg.columns import (
     Moments,
     column_dots,
@@ -20,12 +32,13 @@ from traceax._linalg.columns import (
     largest_modulus,
     mean,
     moments,
+    squared_modulus,
     times,
 )
 from traceax._linalg.jackknife import error_of_sum, length, no_less_than_coupling
 from traceax._probes.probing import DEGREES, combined_error, neighbour_residuals
-from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.stream import ProgressMeter, SamplingDesign
+from traceax._probes.samplers import SamplerLike, rademacher
+from traceax._probes.stream import ProgressMeter
 
 
 def hutchinson_trace(
@@ -33,7 +46,7 @@ def hutchinson_trace(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
@@ -62,8 +75,34 @@ def hutchinson_trace(
     **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
     """
-    how = sampler, batch_size, progress_meter
-    return estimate(HUTCHINSON_TRACE, operator, key, num_matvecs, *how)
+    call = begin(
+        "hutchinson_trace",
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        independent=False,
+        colours=True,
+    )
+    call = call.in_batches(batch_size, progress_meter)
+    return call.exact(TOTAL) if call.is_exact else estimate_by_forms(call)
+
+
+def estimate_by_forms(
+    call: Call, reduce: Reduce = TOTAL, method: str = "hutchinson_trace"
+) -> Estimate:
+    """Estimate the trace, or sums over leaves."""
+    call = call.using(rademacher)
+    streamed = call.stream()
+    design = streamed.design
+    return call.finish(
+        partial(_forms, reduce=reduce.fn),
+        streamed,
+        method=method,
+        spent=design.num_probes,
+        degrees=design.degrees(streamed.neighbourhood is not None),
+        structure=reduce.structure,
+    )
 
 
 def hutchinson_diagonal(
@@ -71,7 +110,7 @@ def hutchinson_diagonal(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
@@ -101,11 +140,49 @@ def hutchinson_diagonal(
 
     **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
-    how = sampler, batch_size, progress_meter
-    return estimate(HUTCHINSON_DIAGONAL, operator, key, num_matvecs, *how)
+    call = begin(
+        "hutchinson_diagonal",
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        independent=False,
+        colours=True,
+    )
+    call = call.in_batches(batch_size, progress_meter)
+    if call.is_exact:
+        return call.exact(by_row(call.operator))
+    return estimate_by_ratio(call)
 
 
-def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
+def estimate_by_ratio(call: Call, method: str = "hutchinson_diagonal") -> Estimate:
+    """Estimate the diagonal."""
+    call = call.using(rademacher)
+    structure = call.operator.in_structure()
+    return ratio_estimate(call, DiagonalEntries(), method=method, structure=structure)
+
+
+def ratio_estimate(
+    call: Call, entries: Any, *, method: str, structure: Structure, subject: Any = None
+) -> Estimate:
+    """Estimate `entries` of the operator: its diagonal, or those on a pattern."""
+    streamed = call.stream()
+    design, has_neighbours = streamed.design, streamed.neighbourhood is not None
+    degrees = design.num_samples - 1
+    return call.finish(
+        partial(_ratio, entries=entries),
+        streamed,
+        method=method,
+        spent=design.num_probes,
+        degrees=degrees + DEGREES if has_neighbours else max(degrees, 1),
+        structure=structure,
+        subject=subject,
+    )
+
+
+def _forms(
+    linear_map: LinearMap, streamed: Streamed, *, reduce: Callable[[Rows], Any]
+) -> Outcome:
     """The trace, or sums over leaves: means of independent samples.
 
     One repeat of `probing` has an error bar from neighbour residuals."""
@@ -116,11 +193,11 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
 
     def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any, Any]:
         products = linear_map(z)
-        samples = target.of(z.conj() * products, linear_map)
-        sizes = target.of(jnp.abs(z) * jnp.abs(products), linear_map)
+        samples = reduce(z.conj() * products)
+        sizes = reduce(jnp.abs(z) * jnp.abs(products))
         residuals = None if near is None else neighbour_residuals(z, products, near)
         real_signs = few_signs and not jnp.iscomplexobj(z)
-        off = _off_identity(z, products, linear_map, target) if real_signs else None
+        off = _off_identity(z, products, reduce) if real_signs else None
         return samples, sizes, residuals, off
 
     samples, sizes, residuals, off = probes.collect(samples_of, streamed.meter)
@@ -133,24 +210,42 @@ def _sums(linear_map: LinearMap, streamed: Streamed, target: Target) -> Outcome:
         real = not jnp.iscomplexobj(probes.source)
         error = length(residuals.error_in_sum(near, eps, real=real), rounding)
     lengths = jnp.asarray(design.num_probes, rounding.dtype)
-    return Outcome(value, error, Batches(probes, lengths, target))
+    return Outcome(value, error, Batches(probes, lengths, Forms(reduce)))
 
 
 def _off_identity(
     z: Inexact[Array, "n b"],
     products: Inexact[Array, "n b"],
-    linear_map: LinearMap,
-    target: Target,
+    reduce: Callable[[Rows], Any],
 ) -> Float[Array, "*values b"]:
     """The 4-norm of A z - z (z* A z)/|z|^2."""
     lengths = column_norms_squared(z)
     forms = column_dots(z, products) / jnp.where(lengths > 0, lengths, 1)
     rest = jnp.abs(products - z * forms[None, :])
     scale = largest_modulus(rest)
-    return scale * target.of((rest / scale) ** 4, linear_map) ** 0.25
+    return scale * reduce((rest / scale) ** 4) ** 0.25
 
 
-def ratio(linear_map: LinearMap, streamed: Streamed, target: ByRow) -> Outcome:
+@dataclass(frozen=True)
+class DiagonalEntries(Forms):
+    """The entries of the diagonal, as the ratio of two sums over probes."""
+
+    reduce: Callable[[Rows], Any] = each
+
+    def ratio(
+        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
+    ) -> tuple[Inexact[Array, "n k"], Float[Array, "n k"]]:
+        """Numerators and weights of each probe; the result is the ratio of their sums."""
+        forms = z.conj() * products
+        forms = forms.real if linear_map.is_hermitian else forms
+        return forms, squared_modulus(z)
+
+    def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Float[Array, " n"]:
+        """The error of the result from that of each row of the diagonal."""
+        return rows
+
+
+def _ratio(linear_map: LinearMap, streamed: Streamed, *, entries: Any) -> Outcome:
     """The diagonal, or entries: a ratio of sums, whose error is that of the sum of
     residuals; for probes of modulus 1 it is a mean. Each repeat of `probing` also has an
     error bar from neighbour residuals."""
@@ -160,40 +255,19 @@ def ratio(linear_map: LinearMap, streamed: Streamed, target: ByRow) -> Outcome:
     def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Any]:
         products = linear_map(z)
         residuals = None if near is None else neighbour_residuals(z, products, near)
-        numerators, weights = target.ratio(z, products, linear_map)
+        numerators, weights = entries.ratio(z, products, linear_map)
         return moments(design.totals(numerators), design.totals(weights)), residuals
 
     def merged(one: Any, other: Any) -> Any:
         pairs = zip(one, other, strict=True)
         return tuple(None if a is None else a.merged(b) for a, b in pairs)
 
-    total, residuals = probes.reduce(sums_of, merged, streamed.meter)
-    spread = design.correction * error_of_sum(jnp.sqrt(total.squares), repeats)
-    unit = total.scale / total.weight
-    error, rounding = unit * spread, unit * 4 * eps * total.size
+    sums, residuals = probes.reduce(sums_of, merged, streamed.meter)
+    spread = design.correction * error_of_sum(jnp.sqrt(sums.squares), repeats)
+    unit = sums.scale / sums.weight
+    error, rounding = unit * spread, unit * 4 * eps * sums.size
     if residuals is not None:
-        indicated = target.error_by(residuals.error(near, repeats, eps), linear_map)
+        indicated = entries.error_by(residuals.error(near, repeats, eps), linear_map)
         error = combined_error(error, indicated.astype(error.dtype), repeats)
-    readout = Batches(probes, total.weight, target)
-    return Outcome(times(total.scale, total.value()), jnp.hypot(error, rounding), readout)
-
-
-def _degrees_of_ratio(design: SamplingDesign, has_neighbours: bool) -> float:
-    degrees = design.num_samples - 1
-    return degrees + DEGREES if has_neighbours else max(degrees, 1)
-
-
-HUTCHINSON_TRACE = Method(
-    "hutchinson_trace",
-    TRACE,
-    _sums,
-    InBatches(SamplingDesign.degrees),
-    sampler=rademacher,
-    independent=False,
-)
-HUTCHINSON_DIAGONAL = HUTCHINSON_TRACE._replace(
-    name="hutchinson_diagonal",
-    target=DIAGONAL,
-    run=ratio,
-    draw=InBatches(_degrees_of_ratio),
-)
+    readout = Batches(probes, sums.weight, entries)
+    return Outcome(times(sums.scale, sums.value()), jnp.hypot(error, rounding), readout)

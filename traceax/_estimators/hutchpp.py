@@ -18,14 +18,16 @@ Diag++ is Hutch++ of the diagonal: exact on the sketch, with fresh probes for th
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import InBlocks, Method, Probes, estimate
-from traceax._estimators.readouts import DIAGONAL, TRACE, Pairs, Target, TwoSided, outside
+from traceax._estimators.call import begin
+from traceax._estimators.readouts import TOTAL, Pairs, TwoSided, by_row, each, outside
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
@@ -38,7 +40,10 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
-from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.draw import for_sketch
+from traceax._probes.samplers import SamplerLike, rademacher
+
+Blocks = tuple[Inexact[Array, "n _"], ...]
 
 
 def hutchpp_trace(
@@ -46,7 +51,7 @@ def hutchpp_trace(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
 ) -> Estimate:
     """Estimate tr A of any square operator by Hutch++: sketch first, then sample the rest.
 
@@ -73,7 +78,25 @@ def hutchpp_trace(
 
     **Reference**: Meyer et al. (2021), Algorithm 1, doi:10.1137/1.9781611976496.16.
     """
-    return estimate(HUTCHPP, operator, key, num_matvecs, sampler=sampler)
+    call = begin(
+        "hutchpp_trace",
+        operator,
+        key,
+        num_matvecs,
+        least=3,
+        sampler=sampler,
+        independent=False,
+    )
+    if call.is_exact:
+        return call.exact(TOTAL)
+    call = call.using(for_sketch(call.operator)).measured()
+    k, rest = _split(call.num_matvecs)
+    return call.finish(
+        partial(_hutchpp, resphere=call.resphere),
+        call.draw(k, rest),
+        spent=2 * k + rest,
+        degrees=independent_degrees_of_freedom(rest),
+    )
 
 
 def na_hutchpp_trace(
@@ -81,7 +104,7 @@ def na_hutchpp_trace(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
 ) -> Estimate:
     """Estimate tr A by the non-adaptive Hutch++: every application can be issued at once.
 
@@ -111,14 +134,32 @@ def na_hutchpp_trace(
 
     **Reference**: Meyer et al. (2021), Algorithm 2, doi:10.1137/1.9781611976496.16.
     """
-    return estimate(NA_HUTCHPP, operator, key, num_matvecs, sampler=sampler)
+    call = begin(
+        "na_hutchpp_trace",
+        operator,
+        key,
+        num_matvecs,
+        least=4,
+        sampler=sampler,
+        independent=False,
+    )
+    if call.is_exact:
+        return call.exact(TOTAL)
+    call = call.measured()
+    r = call.num_matvecs // 4
+    rest = call.num_matvecs - 3 * r
+    return call.finish(
+        partial(_na_hutchpp, resphere=call.resphere),
+        call.draw(r, 2 * r, rest),
+        spent=call.num_matvecs,
+        degrees=independent_degrees_of_freedom(rest),
+    )
 
 
-def _hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    del target
-    test, rest = probes.blocks
+def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
+    test, rest = probes
     q = orthonormalise(linear_map(test)).columns
-    mu, resphering = _project(rest, q, probes.resphere)
+    mu, resphering = _project(rest, q, resphere)
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
@@ -131,22 +172,10 @@ def _split(num_matvecs: int) -> tuple[int, int]:
     return k, num_matvecs - 2 * k
 
 
-HUTCHPP = Method(
-    "hutchpp_trace",
-    TRACE,
-    _hutchpp,
-    InBlocks(_split, (2, 1), independent_degrees_of_freedom),
-    minimum=3,
-    independent=False,
-    measures=True,
-)
-
-
-def _na_hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
+def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
     """The oblique approximation serves the value; the weight is Hutch++'s for the same Q,
     whose two-sided projections leave less of a tangent to chance."""
-    del target
-    right, left, rest = probes.blocks
+    right, left, rest = probes
     q = orthonormalise(linear_map(right)).columns
     co_range, products = linear_map.adjoint(left), linear_map(rest)
     inverse = lapack.pinv(dot(left.conj().T, q))
@@ -155,25 +184,8 @@ def _na_hutchpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcom
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
     error = standard_error(samples, 4 * linear_map.eps * rounding)
-    weight = _pairs(q, *_project(rest, q, probes.resphere))
+    weight = _pairs(q, *_project(rest, q, resphere))
     return Outcome(low + mean(samples), error, weight)
-
-
-def _na_split(num_matvecs: int) -> tuple[int, int, int]:
-    r = num_matvecs // 4
-    return r, 2 * r, num_matvecs - 3 * r
-
-
-NA_HUTCHPP = Method(
-    "na_hutchpp_trace",
-    TRACE,
-    _na_hutchpp,
-    InBlocks(_na_split, (1, 1, 1), independent_degrees_of_freedom),
-    minimum=4,
-    sampler=rademacher,
-    independent=False,
-    measures=True,
-)
 
 
 def _project(
@@ -198,7 +210,7 @@ def diagpp(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
 ) -> Estimate:
     """Estimate diag A of any square operator by Diag++.
 
@@ -229,15 +241,28 @@ def diagpp(
 
     **Reference**: Baston and Nakatsukasa (2022), arXiv:2201.10684, for the one-sided form.
     """
-    return estimate(DIAGPP, operator, key, num_matvecs, sampler=sampler)
+    call = begin(
+        "diagpp", operator, key, num_matvecs, least=3, sampler=sampler, independent=False
+    )
+    if call.is_exact:
+        return call.exact(by_row(call.operator))
+    call = call.measured()
+    k, rest = _split(call.num_matvecs)
+    return call.finish(
+        _diagpp,
+        call.draw(k, rest),
+        spent=2 * k + rest,
+        degrees=max(rest - 1, 1),
+        structure=call.operator.in_structure(),
+    )
 
 
-def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    test, rest = probes.blocks
+def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
+    test, rest = probes
     q = orthonormalise(linear_map(test)).columns
     shares = jnp.full(rest.shape[1], 1 / rest.shape[1], rest.real.dtype)
     one, mu = jnp.ones((), shares.dtype), rest - dot(q, dot(q.conj().T, rest))
-    weight = TwoSided(target, q, None, rest, mu, shares, one, one)
+    weight = TwoSided(each, q, None, rest, mu, shares, one, one)
     image, hermitian = linear_map.adjoint(q), linear_map.is_hermitian
     remainder = outside(q, None, linear_map(mu if hermitian else rest))
     samples = remainder * rest.conj()
@@ -247,15 +272,3 @@ def _diagpp(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
     error = standard_error(samples, 4 * linear_map.eps * rounding)
     return Outcome(known + mean(samples), error, weight)
-
-
-DIAGPP = Method(
-    "diagpp",
-    DIAGONAL,
-    _diagpp,
-    InBlocks(_split, (2, 1), lambda rest: max(rest - 1, 1)),
-    minimum=3,
-    sampler=rademacher,
-    independent=False,
-    measures=True,
-)

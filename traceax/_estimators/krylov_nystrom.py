@@ -45,16 +45,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
+from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, is_negative
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
-from traceax._estimators.driver import Drawn, Method, Probes, Request, estimate
+from traceax._estimators.call import Call, begin
 from traceax._estimators.readouts import (
-    TRACE,
-    ByLeaf,
+    TOTAL,
+    LeafSums,
     Pairs,
-    Target,
     leave_one_out,
     trace_pairs,
 )
@@ -74,8 +74,8 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
-from traceax._probes.draw import draw, is_rotation_invariant
-from traceax._probes.samplers import Sampler
+from traceax._probes.draw import for_sketch
+from traceax._probes.samplers import SamplerLike
 
 # How many standard errors of the noise of matvecs an error bar has at least. The shift that
 # the noise needs leaves a bias of about one.
@@ -90,7 +90,7 @@ def xnystrace(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
 ) -> Estimate:
     """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
 
@@ -124,17 +124,44 @@ def xnystrace(
 
     **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2, doi:10.1137/23M1548323.
     """
-    return estimate(XNYSTRACE, operator, key, num_matvecs, sampler=sampler)
+    call = begin("xnystrace", operator, key, num_matvecs, sampler=sampler)
+    check_semidefinite("xnystrace", call.operator, "xtrace")
+    if call.is_exact:
+        return call.exact(TOTAL)
+    return estimate_by_nystrom(call, "xnystrace", fewest=math.inf)
 
 
-def with_second_products(request: Request, cost: int = 1, fewest: float = FEWEST) -> Drawn:
-    spent = request.num_matvecs // cost
-    again = spent // 4 if spent >= fewest else 0
-    count = spent - again
-    block = draw(request.name, request.sampler, request.key, request.operator, count)
+def estimate_by_nystrom(
+    call: Call, method: str, *, cost: int = 1, fewest: float = FEWEST
+) -> Estimate:
+    """Estimate the trace, with second products from a budget of `fewest` on. A product
+    costs `cost` matvecs."""
+    call = call.using(for_sketch(call.operator))
+    drawn = draw_for_products(call, cost, fewest)
+    algorithm = partial(_trace, resphere=call.resphere)
+    return call.finish(
+        algorithm, drawn.blocks, method=method, spent=drawn.spent, degrees=drawn.degrees
+    )
+
+
+class ProbesOfProducts(NamedTuple):
+    """Probes with second products and without, the matvecs they cost, and the degrees of
+    freedom of the error bar."""
+
+    blocks: tuple[Inexact[Array, "n a"], Inexact[Array, "n b"]]
+    spent: int
+    degrees: int
+
+
+def draw_for_products(
+    call: Call, cost: int = 1, fewest: float = FEWEST
+) -> ProbesOfProducts:
+    """Draw the probes: a quarter of the products are second ones."""
+    count = call.num_matvecs // cost
+    again = count // 4 if count >= fewest else 0
+    (block,) = call.draw(count - again)
     blocks = block[:, :again], block[:, again:]
-    probes = Probes(blocks, is_rotation_invariant(request.sampler))
-    return Drawn(probes, spent * cost, max(count - 1, 1))
+    return ProbesOfProducts(blocks, count * cost, max(count - again - 1, 1))
 
 
 class Products(NamedTuple):
@@ -172,7 +199,8 @@ class Products(NamedTuple):
 
 
 def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
-    """Of all blocks of probes; second products from the sketch of the first of two."""
+    """Apply the operator to all blocks of probes, and to a basis of the sketch of the first
+    block if there are two."""
     block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
     again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
     known = products_of_sketch(sketch, block)._replace(sign=sign)
@@ -195,9 +223,10 @@ def products_of_sketch(
     return Products(block, block, images, none, 1, scale)
 
 
-def _trace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    del target
-    known, resphere = products(linear_map, *probes.blocks), probes.resphere
+def _trace(
+    linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, resphere: bool
+) -> Outcome:
+    known = products(linear_map, *probes)
     value, error = value_and_error(known, resphere=resphere)
     if known.directions.size:
         weight = _readout(known, resphere)
@@ -205,16 +234,6 @@ def _trace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
         loo = leave_one_out(known.images, known.block, resphere=resphere)
         weight = trace_pairs(loo)
     return Outcome(known.sign * value, error, weight)
-
-
-XNYSTRACE = Method(
-    "xnystrace",
-    TRACE,
-    _trace,
-    partial(with_second_products, fewest=math.inf),
-    instead="xtrace",
-)
-KRYLOV_NYSTROM = Method("xnystrace + A Q", TRACE, _trace, with_second_products)
 
 
 def _readout(known: Products, resphere: bool) -> Pairs:
@@ -292,7 +311,7 @@ def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
 
 
 def leaf_by_leaf(
-    known: Products, weights: Float[Array, " k"], structure: Structure, target: ByLeaf
+    known: Products, weights: Float[Array, " k"], structure: Structure, leaves: LeafSums
 ) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
     """With F_L and W_L the rows of a leaf,
 
@@ -301,9 +320,8 @@ def leaf_by_leaf(
     and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed. `weights`
     are those of the t_j, beside those of the quadratic forms w_jL* (A w_j)_L."""
     (n, k), fitted = known.block.shape, known.fitted
-    sums = target.sums(structure)
     *of_leaves, counts = (
-        jax.ops.segment_sum(x, np.asarray(sums), max(sums) + 1)
+        jax.ops.segment_sum(x, np.asarray(leaves.places), leaves.count)
         for x in _of_leaves(fitted.left, known, structure)
     )
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
@@ -312,12 +330,12 @@ def leaf_by_leaf(
     def of_leaf(leaf: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         gram, tested, plain = leaf
         forms, along = dot(columns.conj().T, gram, columns), dot(tested, columns)
-        total, plain = jnp.trace(gram).real, (1 - weights) * plain
+        whole, plain = jnp.trace(gram).real, (1 - weights) * plain
         of_one = jnp.sum(diagonal(forms).real.reshape(k, 2), axis=1)
         rest = diagonal(along.reshape(k, k, 2)[..., 1]).real
-        samples = weights * (total - of_one + roots * rest) + plain
+        samples = weights * (whole - of_one + roots * rest) + plain
         rest = roots[None, :] * pairs.tested(along)
-        of_two = weights[None, :] * (total - pairs.removed(forms) + rest)
+        of_two = weights[None, :] * (whole - pairs.removed(forms) + rest)
         return mean(samples), jackknife.mean_of_others(of_two + plain[None, :])
 
     values, replicates = jax.lax.map(of_leaf, tuple(of_leaves))
@@ -330,7 +348,7 @@ def leaf_by_leaf(
 def _of_leaves(
     left: Inexact[Array, "n m"], known: Products, structure: Structure
 ) -> tuple[Array, Array, Array, Float[Array, " leaves"]]:
-    """Of each leaf F_L* F_L, W_L* F_L, the forms, and the number of its rows."""
+    """Return F_L* F_L, W_L* F_L, the forms, and the number of rows of each leaf."""
     leaves = jax.tree.leaves(structure)
     as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
     rows = [unflatten_rows(x.T, as_they_are) for x in (left, known.block, known.sketch)]

@@ -18,18 +18,18 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_operator
+from traceax._core.checks import check_count
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, gram, is_hermitian
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import Method, Probes, estimate, one_block
-from traceax._estimators.krylov_nystrom import KRYLOV_NYSTROM, with_second_products
-from traceax._estimators.readouts import NORM, ROW_NORMS, Squares, Target, leave_one_out
-from traceax._linalg import jackknife
+from traceax._estimators.call import begin
+from traceax._estimators.krylov_nystrom import estimate_by_nystrom
+from traceax._estimators.readouts import Squares, leave_one_out
+from traceax._linalg import columns, jackknife
 from traceax._linalg.columns import column_norms_squared, dot, largest_modulus, mean, over
-from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.samplers import SamplerLike, rademacher
 
 
 def row_norms_squared(
@@ -37,7 +37,7 @@ def row_norms_squared(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
 ) -> Estimate:
     """Estimate the squared norm of every row of an operator B, p x n, by XRowNorm.
 
@@ -69,9 +69,21 @@ def row_norms_squared(
 
     **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
     """
-    operator = check_operator("row_norms_squared", operator, square=False)
-    method = ROW_NORMS_OF_HERMITIAN if is_hermitian(operator) else ROW_NORMS_OF_ANY
-    return estimate(method, operator, key, num_matvecs, sampler=sampler)
+    name = "row_norms_squared"
+    call = begin(name, operator, key, num_matvecs, square=False, sampler=sampler)
+    cost, structure = 2 if is_hermitian(call.operator) else 3, call.operator.out_structure()
+    check_count(name, "num_matvecs", num_matvecs, min(cost, call.num_exact))
+    if call.is_exact:
+        return call.exact_by(_squares, structure)
+    call = call.measured()
+    k = call.num_matvecs // cost
+    return call.finish(
+        partial(_row_norms, resphere=call.resphere),
+        call.draw(k),
+        spent=cost * k,
+        degrees=jackknife.independent_degrees_of_freedom(k),
+        structure=structure,
+    )
 
 
 def frobenius_norm_squared(
@@ -79,7 +91,7 @@ def frobenius_norm_squared(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
 ) -> Estimate:
     """Estimate ||B||_F^2, the sum of the squared moduli of the entries of an operator.
 
@@ -105,18 +117,35 @@ def frobenius_norm_squared(
 
     **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2, doi:10.1137/23M1548323.
     """
-    return estimate(FROBENIUS, operator, key, num_matvecs, sampler=sampler)
+    name = "frobenius_norm_squared"
+    call = begin(name, operator, key, num_matvecs, least=2, square=False, sampler=sampler)
+    if call.is_exact:
+        return call.exact_by(_sum_of_squares)
+    return estimate_by_nystrom(call.on(gram(call.operator)), name, cost=2)
 
 
-def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    (block,), resphere = probes.blocks, probes.resphere
+def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
+    """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
+    if linear_map.operator.out_size() < linear_map.operator.in_size():
+        return dot(z.real, column_norms_squared(linear_map.adjoint(z)))
+    return columns.row_norms_squared(linear_map(z))
+
+
+def _sum_of_squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, ""]:
+    return jnp.sum(_squares(linear_map, z))
+
+
+def _row_norms(
+    linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]], *, resphere: bool
+) -> Outcome:
+    (block,) = probes
     first = sketch = linear_map(block)
     scale = largest_modulus(first)
     if not linear_map.is_hermitian:
         sketch = linear_map.adjoint(over(first, scale))
     loo = leave_one_out(sketch, block, resphere=resphere)
     q, s = loo.basis.columns, loo.directions
-    readout = Squares(target, q, s, loo.mu, loo.resphering)
+    readout = Squares(q, s, loo.mu, loo.resphering)
     image = linear_map(q)
     remainder = over(first - dot(image, loo.x), scale)
     image = over(image, scale)
@@ -133,24 +162,3 @@ def _row_norms(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome
         replicates = jackknife.row_norm_replicates(pairs, known, dot(image, s), remainder)
         error = jackknife.jackknife_error(replicates, rounding)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
-
-
-ROW_NORMS_OF_ANY = Method(
-    "row_norms_squared",
-    ROW_NORMS,
-    _row_norms,
-    one_block(3, jackknife.independent_degrees_of_freedom),
-    minimum=3,
-    sampler=rademacher,
-    measures=True,
-)
-ROW_NORMS_OF_HERMITIAN = ROW_NORMS_OF_ANY._replace(
-    draw=one_block(2, jackknife.independent_degrees_of_freedom), minimum=2
-)
-FROBENIUS = KRYLOV_NYSTROM._replace(
-    name="frobenius_norm_squared",
-    target=NORM,
-    draw=partial(with_second_products, cost=2),
-    minimum=2,
-    acts_on=gram,
-)

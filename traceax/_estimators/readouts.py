@@ -33,9 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, working_dtype
-from traceax._core.rule import Outcome, estimate
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.vectors import Structure, common_dtype, in_rows
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import (
@@ -50,7 +48,7 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.jackknife import root_design_effect, standard_error
-from traceax._probes.stream import SILENT, ProgressMeter, Stream, unit_vectors
+from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
 
 class LeaveOneOut(NamedTuple):
@@ -105,16 +103,14 @@ class Samples(eqx.Module):
     scale: Float[Array, ""]
     sharing: Float[Array, ""] | float = 2.0
 
-    def of(self, target: Any, linear_map: LinearMap) -> Samples:
-        """Those of a target, sums over leaves say."""
-        values = target.of(self.values, linear_map)
-        rounding = target.of(self.rounding, linear_map)
-        return Samples(values, rounding, self.scale, self.sharing)
+    def reduced(self, fn: Callable[[Rows], Any]) -> Samples:
+        """Reduce the rows of the diagonal, for example to sums over leaves."""
+        return Samples(fn(self.values), fn(self.rounding), self.scale, self.sharing)
 
     def value_and_error(
         self, weights: Float[Array, " k"] | None = None
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
-        """Of each entry; `weights`, of sum 1, make the mean a weighted one."""
+        """Return the mean and its error for each entry. `weights` sum to 1."""
         values, scale = self.values, self.scale
         error = standard_error(self.sharing**0.5 * values, self.rounding)
         if weights is None:
@@ -134,125 +130,80 @@ def independent(
 Rows = Inexact[Array, "n ..."]
 
 
-def _products(linear_map: LinearMap, z: Inexact[Array, "n k"]) -> Inexact[Array, " n"]:
-    return row_dots(linear_map(z), z)
+class Reduce(NamedTuple):
+    """How the entries of a diagonal become a result: `fn` of its rows, which may have more
+    axes, for example one of probes. `structure` is that of the result, None for a number.
+
+    `fn` goes into compiled programs, so it is a plain function, or can be hashed and
+    compared."""
+
+    fn: Callable[[Rows], Inexact[Array, "..."]]
+    structure: Structure | None = None
 
 
-def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
-    """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
-    if linear_map.operator.out_size() < linear_map.operator.in_size():
-        return dot(z.real, column_norms_squared(linear_map.adjoint(z)))
-    return row_norms_squared(linear_map(z))
+def total(rows: Rows) -> Inexact[Array, "..."]:
+    """Sum over all rows."""
+    return jnp.sum(rows, axis=0)
+
+
+def each(rows: Rows) -> Rows:
+    """Keep every row."""
+    return rows
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is estimated of an operator B, by default one number: the sum of the `rows`, n
-    of them, of conj(Z) o (B Z), or of |B Z|^2."""
+class LeafSums:
+    """Sums over the rows of each leaf, or of several leaves: leaf i, of `sizes[i]` rows, is
+    added to the sum `places[i]`."""
 
-    rows: Callable[[LinearMap, Inexact[Array, "n k"]], Rows] = _products
-    is_square: bool = True
-    subject: Callable[[Operator], LinearMap] = LinearMap
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
 
-    def structure(self, operator: Operator) -> Structure | None:
-        """That of the result, None if it is one number."""
-        del operator
+    def __call__(self, rows: Rows) -> Inexact[Array, "sums ..."]:
+        leaves = [jax.ShapeDtypeStruct((size,), rows.dtype) for size in self.sizes]
+        place = in_rows(np.repeat(self.places, self.sizes), leaves)
+        return jax.ops.segment_sum(rows, place, self.count)
 
-    def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, "..."]:
-        del linear_map
-        return jnp.sum(rows, axis=0)
+    @property
+    def count(self) -> int:
+        """The number of sums."""
+        return max(self.places) + 1
+
+
+TOTAL = Reduce(total)
+
+
+def by_row(operator: Operator) -> Reduce:
+    """Every entry of the diagonal is a result."""
+    return Reduce(each, operator.in_structure())
+
+
+def by_leaf(operator: Operator, names: tuple[str, ...] = ()) -> Reduce:
+    """Each leaf has a sum; or all leaves of the same name have one, in the order of the
+    sorted names."""
+    structure = operator.in_structure()
+    leaves = jax.tree.leaves(structure)
+    places = tuple(range(len(leaves)))
+    sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
+    if names:
+        distinct = sorted(set(names))
+        places = tuple(distinct.index(name) for name in names)
+        number = jax.ShapeDtypeStruct((), common_dtype(structure))
+        sums = dict.fromkeys(distinct, number)
+    return Reduce(LeafSums(tuple(leaf.size for leaf in leaves), places), sums)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """Read the diagonal of an operator by probes, conj(z) o (B z), and reduce its
+    rows, each of which is a sum over probes."""
+
+    reduce: Callable[[Rows], Inexact[Array, "..."]]
 
     def __call__(
-        self, linear_map: LinearMap, block: Inexact[Array, "n k"]
+        self, linear_map: LinearMap, z: Inexact[Array, "n k"]
     ) -> Inexact[Array, "..."]:
-        """The sum over the columns of a block of probes."""
-        return self.of(self.rows(linear_map, block), linear_map)
-
-    def exact(self, operator: Operator, batch_size: int | None, meter: Any) -> Estimate:
-        """From every unit vector: all columns of B, or the rows if these are fewer."""
-        n, dtype = cost_of_exact(operator), working_dtype(operator)
-        units = unit_vectors(n, dtype, batch_size or n)
-        readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), self)
-        structure = self.structure(operator)
-        return exactly(self.subject(operator), readout, n, structure, meter)
-
-
-class ByRow(Target):
-    """Each row is a result."""
-
-    def structure(self, operator: Operator) -> Structure:
-        return operator.in_structure() if self.is_square else operator.out_structure()
-
-    def of(self, rows: Rows, linear_map: LinearMap) -> Rows:
-        del linear_map
-        return rows
-
-    def ratio(
-        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
-    ) -> tuple[Inexact[Array, "r k"], Float[Array, "r k"]]:
-        """Numerators and weights of each probe; the result is the ratio of their sums."""
-        forms = z.conj() * products
-        forms = forms.real if linear_map.is_hermitian else forms
-        return forms, squared_modulus(z)
-
-    def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Float[Array, " r"]:
-        """The error of the result from that of each row of the diagonal."""
-        del linear_map
-        return rows
-
-
-@dataclass(frozen=True)
-class ByLeaf(Target):
-    """Sums over the rows of each leaf; with `groups`, a name for each leaf, over leaves."""
-
-    groups: tuple[str, ...] = ()
-
-    def structure(self, operator: Operator) -> Structure:
-        structure = operator.in_structure()
-        if self.groups:
-            number = jax.ShapeDtypeStruct((), common_dtype(structure))
-            return dict.fromkeys(sorted(set(self.groups)), number)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
-
-    def of(self, rows: Rows, linear_map: LinearMap) -> Inexact[Array, "sums ..."]:
-        structure = linear_map.operator.in_structure()
-        sizes = [leaf.size for leaf in jax.tree.leaves(structure)]
-        sums = self.sums(structure)
-        leaf = in_rows(np.repeat(sums, sizes), structure)
-        return jax.ops.segment_sum(rows, leaf, max(sums) + 1)
-
-    def sums(self, structure: Structure) -> list[int]:
-        """The sum that each leaf belongs to, in the order of the sorted names."""
-        if not self.groups:
-            return list(range(len(jax.tree.leaves(structure))))
-        names = sorted(set(self.groups))
-        return [names.index(name) for name in self.groups]
-
-
-def cost_of_exact(operator: Operator) -> int:
-    """How many applications an exact answer takes: by the adjoint if rows are fewer."""
-    return min(operator.in_size(), operator.out_size())
-
-
-def exactly(
-    subject: Any,
-    readout: Batches,
-    num_matvecs: int,
-    structure: Structure | None,
-    meter: ProgressMeter = SILENT,
-) -> Estimate:
-    """The sum over probes of which nothing is random."""
-    algorithm, degrees = partial(_exactly, meter=meter), float(num_matvecs)
-    return estimate(algorithm, subject, readout, "exact", num_matvecs, degrees, structure)
-
-
-def _exactly(subject: Any, readout: Batches, *, meter: ProgressMeter) -> Outcome:
-    value = readout(subject, meter)
-    return Outcome(value, jnp.zeros_like(value.real), readout)
-
-
-TRACE, LEAVES, DIAGONAL = Target(), ByLeaf(), ByRow()
-NORM, ROW_NORMS = Target(_squares, is_square=False), ByRow(_squares, is_square=False)
+        return self.reduce(row_dots(linear_map(z), z))
 
 
 class Pairs(eqx.Module):
@@ -309,7 +260,7 @@ class TwoSided(eqx.Module):
     `shares` are zero, and there is no x.
     """
 
-    target: Target = eqx.field(static=True)
+    reduce: Callable[[Rows], Any] = eqx.field(static=True)
     basis: Inexact[Array, "n k"]
     directions: Inexact[Array, "k l"] | None
     probes: Inexact[Array, "n l"]
@@ -330,7 +281,7 @@ class TwoSided(eqx.Module):
         if self.plain is not None:
             products = products if self.x is None else products + dot(image, self.x)
             rows += row_dots(products, times(self.probes, self.plain[None, :]))
-        return self.target.of(rows, linear_map)
+        return self.reduce(rows)
 
     def known(
         self, image: Inexact[Array, "n k"], coimage: Inexact[Array, "n k"]
@@ -349,14 +300,15 @@ class TwoSided(eqx.Module):
 
 
 def two_sided(
-    target: Target, loo: LeaveOneOut, shares: Float[Array, " k"] | None = None
+    loo: LeaveOneOut,
+    reduce: Callable[[Rows], Any] = each,
+    shares: Float[Array, " k"] | None = None,
 ) -> TwoSided:
-    """Of probes of which each is left out of its projector; `shares`, of sum 1, make the
-    mean a weighted one."""
+    """Each probe is left out of its own projector. `shares` are weights that sum to 1."""
     k, dtype = loo.probes.shape[1], loo.probes.real.dtype
     shares = jnp.full(k, 1 / k, dtype) if shares is None else shares.astype(dtype)
     one, q = jnp.ones((), dtype), loo.basis.columns
-    return TwoSided(target, q, loo.directions, loo.probes, loo.mu, shares, one, one)
+    return TwoSided(reduce, q, loo.directions, loo.probes, loo.mu, shares, one, one)
 
 
 class Squares(eqx.Module):
@@ -366,16 +318,14 @@ class Squares(eqx.Module):
     as in `TwoSided`, `resphering` the factors c_i.
     """
 
-    target: Target = eqx.field(static=True)
     basis: Inexact[Array, "n k"]
     directions: Inexact[Array, "k k"]
     tested: Inexact[Array, "n k"]
     resphering: Float[Array, " k"]
 
-    def __call__(self, linear_map: LinearMap) -> Float[Array, "..."]:
+    def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:
         image = linear_map(self.basis)
-        rows = mean(self.known(image) + self.remainders(linear_map(self.tested)))
-        return self.target.of(rows, linear_map)
+        return mean(self.known(image) + self.remainders(linear_map(self.tested)))
 
     def known(self, image: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
         """|b_a P_i|^2, from B Q."""

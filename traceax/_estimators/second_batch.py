@@ -42,39 +42,41 @@ In the notation of `nystrom`, with K = G* G,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
+from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
-from traceax._core.rule import Outcome
-from traceax._estimators.driver import Drawn, Method, Probes, Request
+from traceax._core.rule import Algorithm, Outcome
+from traceax._estimators.call import Call
 from traceax._estimators.krylov_nystrom import (
     Products,
+    draw_for_products,
     leaf_by_leaf,
     products,
-    with_second_products,
 )
 from traceax._estimators.readouts import (
-    DIAGONAL,
-    LEAVES,
-    TRACE,
-    ByLeaf,
+    TOTAL,
     LeaveOneOut,
     Pairs,
+    Reduce,
+    Rows,
     Samples,
-    Target,
     TwoSided,
+    each,
     independent,
     leave_one_out,
+    total,
     trace_pairs,
     two_sided,
 )
-from traceax._estimators.xdiag import XNYSDIAG, xdiag_samples, xnysdiag_samples
+from traceax._estimators.xdiag import xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
@@ -88,8 +90,11 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.nystrom import Fit
-from traceax._probes.draw import draw, is_rotation_invariant
+from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import rademacher
+
+Tree = TypeVar("Tree")
+ValueAndError = tuple[Array, Array]
 
 
 class BothBatches(eqx.Module):
@@ -98,17 +103,36 @@ class BothBatches(eqx.Module):
     first: Inexact[Array, "n k"]
     fresh: Inexact[Array, "n k"]
     uniform: Float[Array, ""]
-    resphere: bool = eqx.field(static=True)
 
 
-def _drawn(request: Request) -> Drawn:
-    k, name, operator = request.num_matvecs // 2, request.name, request.operator
-    sketch_key, fresh_key, uniform_key = jax.random.split(request.key, 3)
-    first = draw(name, request.sampler, sketch_key, operator, k)
-    fresh = draw(name, rademacher, fresh_key, operator, k)
+def xtrace_or_hutchinson(call: Call) -> Estimate:
+    """Estimate the trace."""
+    call = call.using(for_sketch(call.operator)).measured()
+    algorithm = partial(sketched_or_sampled_trace, resphere=call.resphere)
+    return _finish(call, algorithm, "xtrace or hutchinson_trace", TOTAL)
+
+
+def xdiag_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
+    """Estimate the diagonal, or sums over parts of it."""
+    call = call.using(rademacher).measured()
+    algorithm = partial(sketched_or_sampled_diagonal, reduce=reduce.fn)
+    return _finish(call, algorithm, "xdiag or hutchinson_diagonal", reduce)
+
+
+def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Estimate:
+    k = call.num_matvecs // 2
+    sketch_key, fresh_key, uniform_key = jax.random.split(call.key, 3)
+    first = draw(call.name, call.source, sketch_key, call.operator, k)
+    fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
     uniform = jax.random.uniform(uniform_key, (), first.real.dtype)
-    resphere = is_rotation_invariant(request.sampler)
-    return Drawn(BothBatches(first, fresh, uniform, resphere), 2 * k, k - 1)
+    return call.finish(
+        algorithm,
+        BothBatches(first, fresh, uniform),
+        method=method,
+        spent=2 * k,
+        degrees=k - 1,
+        structure=reduce.structure,
+    )
 
 
 class Choice(NamedTuple):
@@ -117,54 +141,64 @@ class Choice(NamedTuple):
     sketches: Bool[Array, ""]
     weights: Float[Array, " k"]
 
+    def select(self, sketched: Tree, sampled: Tree) -> Tree:
+        return jax.tree.map(partial(jnp.where, self.sketches), sketched, sampled)
 
-def sketched_or_sampled(
-    linear_map: LinearMap, probes: BothBatches, target: Target, *, of_trace: bool = False
+
+def sketched_or_sampled_trace(
+    linear_map: LinearMap, probes: BothBatches, *, resphere: bool
 ) -> Outcome:
     first, fresh = probes.first, probes.fresh
-    sketch, resphere = linear_map(first), probes.resphere and of_trace
+    sketch, eps = linear_map(first), linear_map.eps
     loo = leave_one_out(sketch, first, resphere=resphere)
-    choice = choose(sketch_weights(loo, sketch, of_trace=of_trace), probes.uniform)
-    apply = linear_map if of_trace else linear_map.adjoint
-    image = apply(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    eps, hermitian = linear_map.eps, linear_map.is_hermitian
-    if of_trace:
-        weights, uneven = choice.weights, jackknife.root_design_effect(choice.weights)
-        e, error = xtrace_of(loo, sketch, image, eps, resphere=resphere, weights=weights)
-        sketched, forms = (e, uneven * error), fresh.conj() * image
-    else:
-        every = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
-        sketched = every.of(target, linear_map).value_and_error(choice.weights)
-        forms = fresh * image.conj()
+    choice = choose(trace_weights(loo, sketch), probes.uniform)
+    weights = choice.weights
+    image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
+    value, error = xtrace_of(loo, sketch, image, eps, resphere=resphere, weights=weights)
+    sketched = value, jackknife.root_design_effect(weights) * error
 
-    def mean_of(forms: Inexact[Array, "n k"], weights: Any = None) -> tuple[Array, Array]:
+    def samples_of(forms: Inexact[Array, "n k"]) -> Samples:
         scale = loo.basis.scale
-        samples = independent(over(forms, scale), scale, eps, hermitian and not of_trace)
-        return samples.of(target, linear_map).value_and_error(weights)
+        return independent(over(forms, scale), scale, eps, False).reduced(total)
 
-    one, error = mean_of(first.conj() * sketch, choice.weights)
-    other, other_error = mean_of(forms)
-    sampled = (one + other) / 2, jnp.hypot(error, other_error) / 2
-    value, error = jax.tree.map(partial(jnp.where, choice.sketches), sketched, sampled)
-    readout = _pairs if of_trace else _either
-    return Outcome(value, error, readout(target, choice, loo, fresh))
+    sampled = half_of_each(
+        samples_of(first.conj() * sketch).value_and_error(weights),
+        samples_of(fresh.conj() * image).value_and_error(),
+    )
+    value, error = choice.select(sketched, sampled)
+    halves = fresh / (2 * fresh.shape[1]), times(first, weights[None, :] / 2)
+    plain = Pairs(jnp.hstack(halves), jnp.hstack([fresh, first]))
+    return Outcome(value, error, choice.select(trace_pairs(loo, weights), plain))
 
 
-EITHER_DIAGONAL = Method(
-    "xdiag or hutchinson_diagonal",
-    DIAGONAL,
-    sketched_or_sampled,
-    _drawn,
-    2,
-    rademacher,
-    measures=True,
-)
-EITHER_TRACE = EITHER_DIAGONAL._replace(
-    name="xtrace or hutchinson_trace",
-    target=TRACE,
-    run=partial(sketched_or_sampled, of_trace=True),
-    sampler=None,
-)
+def sketched_or_sampled_diagonal(
+    linear_map: LinearMap, probes: BothBatches, *, reduce: Callable[[Rows], Any]
+) -> Outcome:
+    first, fresh = probes.first, probes.fresh
+    sketch, eps = linear_map(first), linear_map.eps
+    hermitian = linear_map.is_hermitian
+    loo = leave_one_out(sketch, first, resphere=False)
+    choice = choose(diagonal_weights(loo, sketch), probes.uniform)
+    weights = choice.weights
+    image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
+    samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
+    sketched = samples.reduced(reduce).value_and_error(weights)
+
+    def samples_of(forms: Inexact[Array, "n k"]) -> Samples:
+        scale = loo.basis.scale
+        return independent(over(forms, scale), scale, eps, hermitian).reduced(reduce)
+
+    sampled = half_of_each(
+        samples_of(first.conj() * sketch).value_and_error(weights),
+        samples_of(fresh * image.conj()).value_and_error(),
+    )
+    value, error = choice.select(sketched, sampled)
+    return Outcome(value, error, _selected_readout(reduce, choice, loo, fresh))
+
+
+def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
+    """Return the mean of two independent estimates."""
+    return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
 
 
 def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
@@ -179,13 +213,17 @@ def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
     return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
 
 
-def sketch_weights(
-    loo: LeaveOneOut, sketch: Inexact[Array, "n k"], *, of_trace: bool
-) -> Float[Array, " k"]:
-    """The a_i."""
-    k, shares = sketch.shape[1], missed_shares(loo, sketch, of_diagonal=not of_trace)
-    least = 0.2 + 0.9 / k**0.5 if of_trace else 0.4 + 1.2 / k
-    return jnp.clip(1 - (shares - least) / (0.3 if of_trace else 0.2), 0, 1)
+def trace_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """The a_i of a trace."""
+    least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
+    return jnp.clip(1 - (missed_shares(loo, sketch) - least) / 0.3, 0, 1)
+
+
+def diagonal_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """The a_i of a diagonal."""
+    least = 0.4 + 1.2 / sketch.shape[1]
+    shares = missed_shares(loo, sketch, of_diagonal=True)
+    return jnp.clip(1 - (shares - least) / 0.2, 0, 1)
 
 
 def missed_shares(
@@ -223,25 +261,17 @@ def shares_of(
     return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
 
 
-def _pairs(
-    target: Target, choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]
-) -> Pairs:
-    """The readout of the trace, 2k columns in both cases."""
-    del target
-    halves = fresh / (2 * fresh.shape[1]), times(loo.probes, choice.weights[None, :] / 2)
-    sampled = Pairs(jnp.hstack(halves), jnp.hstack([fresh, loo.probes]))
-    sketched = trace_pairs(loo, choice.weights)
-    return jax.tree.map(partial(jnp.where, choice.sketches), sketched, sampled)
-
-
-def _either(
-    target: Target, choice: Choice, loo: LeaveOneOut, fresh: Inexact[Array, "n k"]
+def _selected_readout(
+    reduce: Callable[[Rows], Any],
+    choice: Choice,
+    loo: LeaveOneOut,
+    fresh: Inexact[Array, "n k"],
 ) -> TwoSided:
     """The readout of the diagonal: the blocks of one estimate are selected."""
     sketches, weights = choice
     forward, k = sketches.astype(weights.dtype), weights.shape[0]
     return TwoSided(
-        target,
+        reduce,
         jnp.where(sketches, loo.basis.columns, fresh),
         loo.directions,
         loo.probes,
@@ -253,23 +283,50 @@ def _either(
     )
 
 
-def mixed(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    known, operator = products(linear_map, *probes.blocks), linear_map.operator
+def xnysdiag_or_hutchinson(call: Call) -> Estimate:
+    """Estimate the diagonal of a semidefinite operator."""
+    call = call.using(rademacher)
+    k = call.num_matvecs
+    return call.finish(
+        mixed_diagonal,
+        call.draw(k),
+        method="xnysdiag or hutchinson_diagonal",
+        spent=k,
+        degrees=max(k - 1, 1),
+        structure=call.operator.in_structure(),
+    )
+
+
+def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+    known = products(linear_map, *probes)
+    fitted = known.fitted
+    weights = shared_weights(known, fitted)
+    value, error = _shared_samples(known, fitted, weights).value_and_error()
+    return Outcome(known.sign * value, error, _shared_readout(known, each, weights))
+
+
+def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
+    """Estimate the sums over leaves of a semidefinite operator, with second products."""
+    call = call.using(rademacher)
+    drawn = draw_for_products(call)
+    return call.finish(
+        partial(mixed_leaves, leaves=reduce.fn),
+        drawn.blocks,
+        method="xnystrace or hutchinson_trace",
+        spent=drawn.spent,
+        degrees=drawn.degrees,
+        structure=reduce.structure,
+    )
+
+
+def mixed_leaves(
+    linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, leaves: Any
+) -> Outcome:
+    known, structure = products(linear_map, *probes), linear_map.operator.in_structure()
     first = known.without_second
     weights = shared_weights(first, first.fitted)
-    if isinstance(target, ByLeaf):
-        value, error = leaf_by_leaf(known, weights, operator.in_structure(), target)
-    else:
-        value, error = _shared_samples(known, known.fitted, weights).value_and_error()
-    loo = leave_one_out(known.sketch, known.block, resphere=False)
-    return Outcome(known.sign * value, error, _shared_readout(target, loo, weights))
-
-
-MIXED_DIAGONAL = XNYSDIAG._replace(name="xnysdiag or hutchinson_diagonal", run=mixed)
-# With second products, from A Q.
-MIXED_LEAVES = MIXED_DIAGONAL._replace(
-    name="xnystrace or hutchinson_trace", target=LEAVES, draw=with_second_products
-)
+    value, error = leaf_by_leaf(known, weights, structure, leaves)
+    return Outcome(known.sign * value, error, _shared_readout(known, leaves, weights))
 
 
 def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
@@ -300,9 +357,10 @@ def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -
 
 
 def _shared_readout(
-    target: Target, loo: LeaveOneOut, weights: Float[Array, " k"]
+    known: Products, reduce: Callable[[Rows], Any], weights: Float[Array, " k"]
 ) -> TwoSided:
-    share, sketched = mean(weights), two_sided(target, loo, of_sum_one(weights))
+    loo = leave_one_out(known.sketch, known.block, resphere=False)
+    share, sketched = mean(weights), two_sided(loo, reduce, of_sum_one(weights))
     fields = lambda w: (w.shares, w.forward, w.adjoint, w.plain, w.x)  # noqa: E731
     rest = (1 - weights) / weights.shape[0]
     new = share * sketched.shares, share, share, rest, loo.x

@@ -8,7 +8,6 @@ such estimates, A_ba and the conjugate of A_ab, and their mean is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_request, invalid
+from traceax._core.checks import invalid
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, working_dtype
 from traceax._core.sparse import Pattern
-from traceax._core.vectors import Structure, in_rows
-from traceax._estimators.driver import estimate
-from traceax._estimators.hutchinson import HUTCHINSON_DIAGONAL
-from traceax._estimators.readouts import ByRow
-from traceax._probes.colouring import places
-from traceax._probes.draw import for_pattern
+from traceax._core.vectors import in_rows
+from traceax._estimators.call import begin
+from traceax._estimators.hutchinson import ratio_estimate
+from traceax._probes.draw import check_pattern, for_pattern
 from traceax._probes.samplers import rademacher
 
 
@@ -49,7 +46,7 @@ def selected_entries(
     `num_matvecs`: at least 1. More colours are more accurate than more repeats.
 
     **Returns** an `Estimate` of one array, in the order of the entries of the pattern
-    (of `scipy.sparse.coo_array(pattern)`, or of the indices of a BCOO).
+    (of `scipy.sparse.coo_array(pattern)`, or of the indices of a BCOO without padding).
 
     **Derivatives**: exactly those of the value. **Cost**: `num_matvecs` applications in one
     batch; a block of k numbers for each entry of the pattern.
@@ -68,33 +65,36 @@ def selected_entries(
     (2009), doi:10.1111/j.1467-9868.2008.00700.x.
     """
     name = "selected_entries"
-    operator = check_request(name, operator, key, num_matvecs)
-    sampler = for_pattern(name, operator, num_matvecs, pattern, 2) or rademacher
-    target = SelectedEntries(pattern=places(name, pattern))
-    if not target.pattern.rows.size:
+    call = begin(name, operator, key, num_matvecs)
+    operator = call.operator
+    known = check_pattern(name, operator, pattern)
+    if known is None or not known.rows.size:
         must, cure = "have entries", "Store what may be zero, too: stored zeros count."
         raise invalid(ValueError, name, "pattern", must, "none", cure)
-    method = HUTCHINSON_DIAGONAL._replace(name=name, target=target)
-    return estimate(method, operator, key, num_matvecs, sampler)
+    coloured = for_pattern(name, operator, num_matvecs, known, 2)
+    structure = jax.ShapeDtypeStruct((known.rows.size,), working_dtype(operator))
+    entries, subject = SelectedEntries(known), Entries(operator)
+    if call.is_exact:
+        return call.exact_by(entries, structure, subject=subject)
+    call = call.using(coloured or rademacher)
+    return ratio_estimate(call, entries, method=name, structure=structure, subject=subject)
 
 
 class Entries(LinearMap):
-    """Of a Hermitian operator only the diagonal is real."""
+    """An operator of which more than the diagonal is read, so that what is read of it is
+    complex, even if the operator is Hermitian."""
 
     @property
     def is_read_real(self) -> bool:
         return False
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelectedEntries(ByRow):
-    """The probes of one repeat have modulus 1 in every dimension, together."""
+@dataclass(frozen=True)
+class SelectedEntries:
+    """The entries on a pattern. Together, the probes of one repeat have modulus 1 in every
+    dimension."""
 
     pattern: Pattern
-    subject: Callable[[Operator], LinearMap] = Entries
-
-    def structure(self, operator: Operator) -> Structure:
-        return jax.ShapeDtypeStruct((self.pattern.rows.size,), working_dtype(operator))
 
     def __call__(self, linear_map: LinearMap, block: Inexact[Array, "n k"]) -> Array:
         return jnp.sum(self.ratio(block, linear_map(block), linear_map)[0], axis=1)

@@ -28,19 +28,25 @@ All differentiate by `readouts.TwoSided`: on tangents a one-sided form is first 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
+from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import Method, Probes, estimate, one_block
+from traceax._estimators.call import Call, begin
 from traceax._estimators.krylov_nystrom import NOISES, Products, products
 from traceax._estimators.readouts import (
-    DIAGONAL,
     LeaveOneOut,
+    Reduce,
+    Rows,
     Samples,
-    Target,
+    by_row,
     leave_one_out,
     outside,
     two_sided,
@@ -56,7 +62,7 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.nystrom import Fit
-from traceax._probes.samplers import Sampler, rademacher
+from traceax._probes.samplers import SamplerLike, rademacher
 
 
 def xdiag(
@@ -64,7 +70,7 @@ def xdiag(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
 ) -> Estimate:
     """Estimate diag A of any square operator by XDiag: sketch and remainder share probes.
 
@@ -97,29 +103,40 @@ def xdiag(
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
     doi:10.1137/23M1548323, for the one-sided form.
     """
-    return estimate(XDIAG, operator, key, num_matvecs, sampler=sampler)
+    call = begin("xdiag", operator, key, num_matvecs, least=2, sampler=sampler)
+    if call.is_exact:
+        return call.exact(by_row(call.operator))
+    return estimate_by_xdiag(call, by_row(call.operator))
 
 
-def _xdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    (block,) = probes.blocks
+def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
+    """Estimate the diagonal, or sums over parts of it."""
+    call = call.using(rademacher).measured()
+    k = call.num_matvecs // 2
+    return call.finish(
+        partial(_xdiag, reduce=reduce.fn),
+        call.draw(k),
+        method="xdiag",
+        spent=2 * k,
+        degrees=max(k - 1, 1),
+        structure=reduce.structure,
+    )
+
+
+def _xdiag(
+    linear_map: LinearMap,
+    probes: tuple[Inexact[Array, "n k"]],
+    *,
+    reduce: Callable[[Rows], Any],
+) -> Outcome:
+    (block,) = probes
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = linear_map.eps, linear_map.is_hermitian
     samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
-    value, error = samples.of(target, linear_map).value_and_error()
-    return Outcome(value, error, two_sided(target, loo))
-
-
-XDIAG = Method(
-    "xdiag",
-    DIAGONAL,
-    _xdiag,
-    one_block(2),
-    minimum=2,
-    sampler=rademacher,
-    measures=True,
-)
+    value, error = samples.reduced(reduce).value_and_error()
+    return Outcome(value, error, two_sided(loo, reduce))
 
 
 def xdiag_samples(
@@ -130,7 +147,7 @@ def xdiag_samples(
     *,
     hermitian: bool,
 ) -> Samples:
-    """From Y = A Omega and A* Q."""
+    """Return the samples, from Y = A Omega and A* Q."""
     q, scale = loo.basis.columns, loo.basis.scale
     image = over(image, scale)
     if hermitian:
@@ -168,7 +185,7 @@ def xnysdiag(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
 ) -> Estimate:
     """Estimate diag A of a semidefinite operator by XNysDiag: one application a probe.
 
@@ -199,19 +216,31 @@ def xnysdiag(
 
     **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
     """
-    return estimate(XNYSDIAG, operator, key, num_matvecs, sampler=sampler)
+    call = begin("xnysdiag", operator, key, num_matvecs, sampler=sampler)
+    check_semidefinite("xnysdiag", call.operator, "xdiag")
+    if call.is_exact:
+        return call.exact(by_row(call.operator))
+    return estimate_by_xnysdiag(call)
 
 
-def _xnysdiag(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    known = products(linear_map, *probes.blocks)
+def estimate_by_xnysdiag(call: Call) -> Estimate:
+    call = call.using(rademacher)
+    k = call.num_matvecs
+    return call.finish(
+        _xnysdiag,
+        call.draw(k),
+        method="xnysdiag",
+        spent=k,
+        degrees=max(k - 1, 1),
+        structure=call.operator.in_structure(),
+    )
+
+
+def _xnysdiag(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+    known = products(linear_map, *probes)
     value, error = xnysdiag_samples(known, known.fitted).value_and_error()
-    weight = two_sided(target, leave_one_out(known.sketch, known.block, resphere=False))
+    weight = two_sided(leave_one_out(known.sketch, known.block, resphere=False))
     return Outcome(known.sign * value, error, weight)
-
-
-XNYSDIAG = Method(
-    "xnysdiag", DIAGONAL, _xnysdiag, one_block(1), sampler=rademacher, instead="xdiag"
-)
 
 
 def xnysdiag_samples(known: Products, fitted: Fit) -> Samples:

@@ -20,17 +20,18 @@ times: the standard error is the jackknife's (`jackknife`).
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._estimators.driver import Method, Probes, estimate, one_block
+from traceax._estimators.call import Call, begin
 from traceax._estimators.readouts import (
-    TRACE,
+    TOTAL,
     LeaveOneOut,
-    Target,
     leave_one_out,
     outside,
     trace_pairs,
@@ -44,7 +45,8 @@ from traceax._linalg.columns import (
     over,
     times,
 )
-from traceax._probes.samplers import Sampler
+from traceax._probes.draw import for_sketch
+from traceax._probes.samplers import SamplerLike
 
 
 def xtrace(
@@ -52,7 +54,7 @@ def xtrace(
     key: PRNGKeyArray,
     num_matvecs: int,
     *,
-    sampler: Sampler | None = None,
+    sampler: SamplerLike | None = None,
 ) -> Estimate:
     """Estimate tr A of any square operator by XTrace: sketch and remainder share probes.
 
@@ -82,27 +84,29 @@ def xtrace(
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.1,
     doi:10.1137/23M1548323; compare Hallman (2025), arXiv:2512.02316.
     """
-    return estimate(XTRACE, operator, key, num_matvecs, sampler=sampler)
+    call = begin("xtrace", operator, key, num_matvecs, least=2, sampler=sampler)
+    return call.exact(TOTAL) if call.is_exact else estimate_by_xtrace(call)
 
 
-def _xtrace(linear_map: LinearMap, probes: Probes, target: Target) -> Outcome:
-    del target
-    (block,), resphere = probes.blocks, probes.resphere
+def estimate_by_xtrace(call: Call) -> Estimate:
+    call = call.using(for_sketch(call.operator)).measured()
+    k = call.num_matvecs // 2
+    algorithm = partial(_xtrace, resphere=call.resphere)
+    degrees = max(k - 1, 1)
+    return call.finish(
+        algorithm, call.draw(k), method="xtrace", spent=2 * k, degrees=degrees
+    )
+
+
+def _xtrace(
+    linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]], *, resphere: bool
+) -> Outcome:
+    (block,) = probes
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
     value, error = xtrace_of(loo, sketch, images, linear_map.eps, resphere=resphere)
     return Outcome(value, error, trace_pairs(loo))
-
-
-XTRACE = Method(
-    "xtrace",
-    TRACE,
-    _xtrace,
-    one_block(2),
-    minimum=2,
-    measures=True,
-)
 
 
 def xtrace_of(

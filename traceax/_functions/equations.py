@@ -13,13 +13,13 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Real
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_request, check_shift, check_vector, invalid
+from traceax._core.checks import check_shift, check_vector, invalid
 from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
 from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
+from traceax._estimators.call import begin
 from traceax._functions.slq import real_dtype
+from traceax._linalg.conjugate_gradients import Preconditioner, preconditioner_of, projected
 from traceax._linalg.krylov import block_krylov
-from traceax._linalg.nystrom import Preconditioner, preconditioner_of, projected
-from traceax._probes.draw import draw
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
 
@@ -127,16 +127,16 @@ def preconditioner(
         >>> bool(solve.stats["num_steps"] <= 5)
         True
 
-    **Reference**: derived in `traceax/_linalg/nystrom.py`. Compare Frangella, Tropp
-    and Udell (2023), Randomized Nyström preconditioning, doi:10.1137/21M1466244.
+    **Reference**: derived in `traceax/_linalg/conjugate_gradients.py`. Compare Frangella,
+    Tropp and Udell (2023), Randomized Nyström preconditioning, doi:10.1137/21M1466244.
     """
     name = "preconditioner"
-    operator = check_request(name, operator, key, num_matvecs, 1)
-    check_shift(name, operator, shift, several=False)
-    structure = operator.in_structure()
-    operator, shift, scale, _ = whitened(operator, shift)
+    call = begin(name, operator, key, num_matvecs)
+    check_shift(name, call.operator, shift, several=False)
+    structure = call.operator.in_structure()
+    operator, shift, scale, _ = whitened(call.operator, shift)
     shape = shape_for(min(num_matvecs, operator.in_size()))
-    probes = draw(name, sphere, key, operator, shape.width)
+    (probes,) = call.on(operator).using(sphere).draw(shape.width)
     shift, scale = jax.lax.stop_gradient((shift, scale))
     inverse = compiled(_preconditioner, frozen(operator), probes, shift, shape.depth)
     scaled = _Scaled(inverse, scale.astype(inverse.basis.dtype), structure)

@@ -25,13 +25,19 @@ from jaxtyping import Array, Inexact
 
 from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import LinearMap, Operator, known_diagonal, stores_matrix
-from traceax._core.rule import Outcome, estimate, with_own_jvp
+from traceax._core.rule import Algorithm, Outcome, Values, estimate, with_own_jvp
 from traceax._core.vectors import Structure, as_result
-from traceax._estimators.driver import SMALL
+from traceax._estimators.call import SMALL, Call
 from traceax._linalg import lapack
 from traceax._linalg.columns import dot, einsum, largest_modulus
 from traceax._quadrature.dense import Eigen, columns, decompose
-from traceax._quadrature.nodes import Nodes, Paired, at_nodes, perturbation, refuse_second
+from traceax._quadrature.nodes import (
+    Direction,
+    Nodes,
+    at_nodes,
+    perturbation,
+    refuse_second,
+)
 from traceax._quadrature.scalar import (
     Flat,
     MatrixFunction,
@@ -80,7 +86,7 @@ def entries(
 
 
 def price(operator: Operator) -> int:
-    """Of its matrix in applications."""
+    """Return the matvecs that its matrix takes."""
     return 0 if stores_matrix(operator) else operator.in_size()
 
 
@@ -97,19 +103,23 @@ def hermitian_or_nan(matrix: Array) -> Array:
 
 
 def exact_function_trace(
-    operator: Operator,
-    fn: Flat,
-    structure: Structure,
-    combine: ScalarFunction | None = None,
+    call: Call, fn: Flat, structure: Structure, combine: ScalarFunction | None = None
 ) -> Estimate:
-    known = _of_diagonal(operator)
+    known = _of_diagonal(call.operator)
     if known is None:
-        subject = MatrixFunction(LinearMap(operator), fn, combine)
-        degrees = float(operator.in_size())
-        return estimate(_exact, subject, None, "exact", price(operator), degrees, structure)
+        subject = MatrixFunction(LinearMap(call.operator), fn, combine)
+        return _from_matrix(call, _exact, subject, structure)
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
     return exact_estimate(as_result(total, structure), known.spent)
+
+
+def _from_matrix(
+    call: Call, algorithm: Algorithm, subject: MatrixFunction, structure: Structure
+) -> Estimate:
+    spent, degrees = price(call.operator), call.operator.in_size()
+    how = {"method": "exact", "spent": spent, "degrees": degrees}
+    return estimate(algorithm, subject, None, structure=structure, **how)
 
 
 def _exact(subject: MatrixFunction, _: None) -> Outcome:
@@ -120,20 +130,21 @@ def _exact(subject: MatrixFunction, _: None) -> Outcome:
     return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
 
 
-def _pairs(matrix: Inexact[Array, "n n"], eigen: Eigen, subject: MatrixFunction) -> Paired:
-    """tr(f'(A) dA)."""
+def _pairs(
+    matrix: Array, eigen: Eigen, subject: MatrixFunction, direction: Direction
+) -> Values:
+    """Return tr(f'(A) dA)."""
     matrix = with_own_jvp(matrix, LinearMap.dense, subject.linear_map)
     slopes = columns(Slope(subject.fn), matrix, eigen, count=len(matrix))
-    return None, lambda rows: einsum("pij,ij->p", slopes, rows.astype(slopes.dtype))
+    return einsum("pij,ji->p", slopes, direction.matrix().astype(slopes.dtype))
 
 
 def exact_general_trace(
-    operator: Operator, fn: Flat, structure: Structure, *, real: bool
+    call: Call, fn: Flat, structure: Structure, *, real: bool
 ) -> Estimate:
     """`real`: the value is meant to be."""
-    subject = MatrixFunction(LinearMap(operator), fn)
-    algorithm, degrees = partial(_exact_general, real=real), float(operator.in_size())
-    return estimate(algorithm, subject, None, "exact", price(operator), degrees, structure)
+    subject = MatrixFunction(LinearMap(call.operator), fn)
+    return _from_matrix(call, partial(_exact_general, real=real), subject, structure)
 
 
 def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
@@ -153,22 +164,20 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _general_pairs(matrix: Inexact[Array, "n n"], subject: MatrixFunction) -> Paired:
-    """tr(f'(A) dA)."""
+def _general_pairs(
+    matrix: Inexact[Array, "n n"], subject: MatrixFunction, direction: Direction
+) -> Values:
+    """Return tr(f'(A) dA)."""
     spectrum = with_own_jvp(_spectrum(matrix), refuse_second, subject.linear_map)
     nodes, vectors, inverse = spectrum
     slopes = at_nodes(Slope(subject.fn), nodes).astype(nodes.dtype)
-
-    def total(rows: Inexact[Array, "n n"]) -> Inexact[Array, " p"]:
-        turned = dot(inverse, rows.T.astype(nodes.dtype))
-        rates = einsum("kab,kba->ka", turned, vectors)
-        return einsum("kap,ka->p", slopes, rates) / 2
-
-    return None, total
+    turned = dot(inverse, direction.matrix().astype(nodes.dtype))
+    rates = einsum("kab,kba->ka", turned, vectors)
+    return einsum("kap,ka->p", slopes, rates) / 2
 
 
 class _Spectrum(NamedTuple):
-    """Of A twice, or of the matrices on both sides of it."""
+    """The decomposition of A, twice, or of the matrices on both sides of it."""
 
     nodes: Inexact[Array, "2 n"]
     vectors: Inexact[Array, "2 n n"]

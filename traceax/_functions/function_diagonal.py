@@ -32,6 +32,7 @@ columns would be dependent: so a small multiple of W, above rounding, is added.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,14 +43,16 @@ from equinox.internal import Static
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
 
-from traceax._core.checks import check_request, check_samples, check_scalar
+from traceax._core.checks import check_samples, check_scalar
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, frozen, is_positive
-from traceax._core.rule import Outcome, estimate
+from traceax._core.operator import LinearMap, Operator, frozen
+from traceax._core.rule import Outcome
 from traceax._core.vectors import as_result
-from traceax._estimators.hutchinson import hutchinson_diagonal
-from traceax._estimators.readouts import DIAGONAL, TwoSided, leave_one_out, two_sided
+from traceax._estimators.call import Call, begin
+from traceax._estimators.hutchinson import estimate_by_ratio
+from traceax._estimators.readouts import TwoSided, leave_one_out, two_sided
 from traceax._functions.exact_functions import entries, exact_estimate
+from traceax._functions.function_trace import zero_if_positive
 from traceax._functions.slq import Function, checked_run, real_dtype
 from traceax._linalg.columns import (
     dot,
@@ -61,25 +64,17 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.jackknife import quadrature_error, shared_error
-from traceax._linalg.krylov import BlockKrylov, Complements, block_krylov
-from traceax._probes.draw import check_independent, coloured, draw, probes_per_sample
-from traceax._probes.samplers import Sampler, rademacher
-from traceax._probes.stream import ProgressMeter, checked_meter
+from traceax._linalg.krylov import Complements, block_krylov
+from traceax._probes.draw import draw
+from traceax._probes.samplers import SamplerLike, rademacher
+from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
     Shape,
-    into_domain,
     levels_and_complements,
-    node_noise,
     shape_for,
+    spectrum_of,
 )
-from traceax._quadrature.dense import (
-    Eigen,
-    FunctionOfOperator,
-    columns,
-    decompose,
-    decompose_above,
-)
-from traceax._quadrature.nodes import at_nodes
+from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
 # How many probes see the quadrature error of colours.
@@ -94,7 +89,7 @@ def function_diagonal(
     *,
     num_probes: int | None = None,
     num_steps: int | None = None,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the diagonal of f(A), A Hermitian.
@@ -135,30 +130,31 @@ def function_diagonal(
     **Reference**: Estrada and Rodríguez-Velázquez (2005), Physical Review E 71, 056103, for
     its uses. Compare Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
     """
-    name, meter = "function_diagonal", checked_meter("function_diagonal", progress_meter)
-    operator = check_request(name, operator, key, num_matvecs, 6)
+    name = "function_diagonal"
+    call = begin(name, operator, key, num_matvecs, least=6, sampler=sampler, colours=True)
+    call = call.in_batches(None, progress_meter)
+    operator, colours = call.operator, call.group
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar(name, "fn", structure)
-    colours = probes_per_sample(sampler)
+    choose, tests = shape_for, 0
     if colours > 1:
         choose, tests = partial(_coloured, name=name, colours=colours), 3 * _TESTS // 2
-        asked = (num_matvecs, num_probes, num_steps, choose, tests)
-        shape, budget = checked_run(name, *asked)
-        check_samples(name, shape.width, colours, "num_probes")
-    else:
-        check_independent(name, sampler)
-        shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps, choose, tests)
+    check_samples(name, shape.width, colours, "num_probes")
     if (known := entries(operator, budget)) is not None:
         value = as_result(_exact(known.array, converted), operator.in_structure())
         return exact_estimate(value, known.spent)
     if colours > 1:
-        return _probed(operator, converted, key, *shape, sampler, meter)
-    probes = draw(name, sampler, key, operator, shape.width)
-    bound = jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
-    subject = MatrixFunction(LinearMap(operator), converted, bound=bound)
-    algorithm = partial(block_diagonal, depth=shape.depth, meter=meter)
-    degrees, leaves = max(shape.width - 1, 1), operator.in_structure()
-    return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, leaves)
+        return _probed(call, converted, shape)
+    bound = zero_if_positive(operator)
+    return call.finish(
+        partial(block_diagonal, depth=shape.depth, meter=call.meter),
+        *call.draw(shape.width),
+        spent=shape.num_matvecs,
+        degrees=max(shape.width - 1, 1),
+        structure=operator.in_structure(),
+        subject=MatrixFunction(LinearMap(operator), converted, bound=bound),
+    )
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
@@ -168,30 +164,22 @@ def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
     return Shape(width, max(1, num_matvecs // (width + 3 * _TESTS // 2)))
 
 
-def _probed(
-    operator: Operator,
-    fn: ScalarFunction,
-    key: PRNGKeyArray,
-    num_probes: int,
-    num_steps: int,
-    sampler: Sampler,
-    meter: ProgressMeter,
-) -> Estimate:
-    """With probes made of colours, each by itself."""
-    subject = FunctionOfOperator(operator, fn, min(num_steps, operator.in_size()))
-    key, test_key = jax.random.split(key)
-    how = {"sampler": sampler, "progress_meter": meter}
-    estimate = hutchinson_diagonal(subject, key, num_probes, **how)
-    quadrature = _quadrature_error("function_diagonal", subject, test_key)
-    quadrature = as_result(quadrature, operator.in_structure())
-    steps = subject.num_steps
+def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
+    """Estimate by probes made of colours, each by itself."""
+    steps, name = min(shape.depth, call.operator.in_size()), call.name
+    subject = FunctionOfOperator(call.operator, fn, steps)
+    key, test_key = jax.random.split(call.key)
+    of_function = replace(call, operator=subject, key=key, num_matvecs=shape.width)
+    estimate = estimate_by_ratio(of_function, method=name)
+    quadrature = _quadrature_error(name, subject, test_key)
+    quadrature = as_result(quadrature, call.operator.in_structure())
     on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
     return Estimate(
         jax.tree.map(jnp.real, estimate.value),
         jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
         estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
-        method=coloured("function_diagonal", sampler),
+        method=estimate.method,
     )
 
 
@@ -209,7 +197,7 @@ def _quadrature_error(
 
 
 def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Array, " n"]:
-    """Of the function of a diagonal, or a matrix."""
+    """Return the diagonal of the function of a diagonal, or of a matrix."""
     if array.ndim == 1:
         return jax.vmap(fn)(array)[:, 0]
     eigen = jax.lax.stop_gradient(decompose(array))
@@ -219,50 +207,77 @@ def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Arra
 def block_diagonal(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
 ) -> Outcome:
-    operator = subject.linear_map.operator
+    """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)
-    n, bound = operator.in_size(), subject.bound
-    levels, spaces = levels_and_complements(space, n, hermitian=True, bound=bound)
-    eigen, grain = decompose_above(levels, subject.bound)
-    noise = jnp.diagonal(node_noise(space, eigen, grain[0]))
-    eigen, slopes, _ = into_domain(eigen, subject, space.is_exhausted, noise)
-    values = at_nodes(subject.fn, eigen.values)[..., 0]
-    sizes = jnp.abs(values[0]) + slopes[:, 0] * noise / subject.linear_map.eps
-    eps, unresolved = subject.linear_map.eps, depth == 1 and operator.in_size() > 1
-    run = SpacesLeftOut(space.basis[:, : values.shape[1]], probes, spaces)
-    value, error, sketch = _value_error_sketch(
-        run, space, eigen, values, sizes, eps, unresolved
-    )
-    tested = probes[:, : sketch.shape[1]]
-    weight = two_sided(DIAGONAL, leave_one_out(sketch, tested, resphere=False))
-    return Outcome(value, error, Partial(_read, weight, Static(depth)))
+    levels, spaces = levels_and_complements(space, bound=subject.bound)
+    eigen, noise, values, (sizes, slopes, _) = spectrum_of(space, levels, subject)
+    run = SpacesLeftOut(space.basis, probes, spaces)
+    eps = subject.linear_map.eps
+    values = values[:, 0]
+    k, m = space.width, values.shape[1]
+    ends = m - k * jnp.arange(len(levels))
+    kept = (jnp.arange(m)[None, :] < ends[:, None]) & space.filled[None, :]
+    functions = jax.vmap(_function)(kept, eigen.values, eigen.vectors, values)
+    level = jax.vmap(run.level)(functions)
+    identity = jnp.diag(space.filled.astype(functions.dtype))
+    rest = functions - times(level[:, None, None], identity[None])
+    samples = level[0] + run.samples(rest[0])
+    changes = jax.vmap(run.mean)(rest[:-1] - rest[1:])
+    changes = jnp.abs(changes + (level[:-1] - level[1:])[:, None])
+    sizes = sizes[0] + slopes[0] * jnp.diagonal(noise) / eps
+    moved = _function(kept[0], eigen.values[0], eigen.vectors[0], sizes)
+    rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
+    error = shared_error(samples, 4 * eps * rounding)
+    # Without a shorter run to compare with, the quadrature error is unknown.
+    error = jnp.hypot(error, quadrature_error(changes, unresolved=True))
+    # The sketch of f(A) - c I has half of the probes, and a part of them above rounding.
+    tested = probes[:, : (k + 1) // 2]
+    grain = jnp.finfo(error.dtype).eps ** 0.5 * largest_modulus(functions[0])
+    sketch = dot(run.basis, dot(rest[0, :, :k], space.starts[:, : tested.shape[1]]))
+    sketch = sketch + times(grain, tested)
+    weight = two_sided(leave_one_out(sketch, tested, resphere=False))
+    return Outcome(mean(samples), error, Partial(_read, weight, Static(depth)))
 
 
 def _read(
     weight: TwoSided, num_steps: Static, subject: MatrixFunction
 ) -> Float[Array, " n"]:
-    """The diagonal of f(A), applied by Lanczos."""
+    """Read the diagonal of f(A), which Lanczos' process applies."""
     operator = subject.linear_map.operator
     applied = FunctionOfOperator(operator, subject.fn, num_steps.value)
     return weight(LinearMap(applied)).real
 
 
+def _function(
+    kept: Bool[Array, " m"],
+    nodes: Float[Array, " m"],
+    vectors: Inexact[Array, "m m"],
+    values: Float[Array, " m"],
+) -> Inexact[Array, "m m"]:
+    """Return V diag(values) V* on the coordinates that are kept. A node of no weight does
+    not count, even if its value is infinite."""
+    vectors = jnp.where(kept[:, None], vectors, 0)
+    values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
+    # LAPACK may return finite numbers for NaN input.
+    values = jnp.where(jnp.isnan(nodes), jnp.nan, values)
+    return dot(times(vectors, values[None, :]), vectors.conj().T)
+
+
 class SpacesLeftOut(eqx.Module):
-    """Z, W, and the complement of every S_i in the first blocks of Z."""
+    """Z, W, and the complement of every S_i in the first blocks of Z. F is an m x m matrix,
+    in the coordinates of Z; those of the first blocks are its first r ones."""
 
     basis: Inexact[Array, "n m"]
     probes: Inexact[Array, "n k"]
     spaces: Complements
 
     def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
-        """c, the multiple of I that is nearest to what the S_i leave of F."""
-        r = self.spaces.remainders
-        forms = jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T)).real
-        lengths = jnp.sum(squared_modulus(r))
-        return forms / jnp.where(lengths > 0, lengths, 1)
+        """Return c, for which c I is nearest to what the S_i leave of F."""
+        lengths = jnp.sum(squared_modulus(self.spaces.remainders))
+        return jnp.sum(self._forms(f)) / jnp.where(lengths > 0, lengths, 1)
 
     def samples(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
-        """The d_i of F."""
+        """Return the d_i of F."""
 
         def removed(complement: Inexact[Array, "r p"]) -> Float[Array, " n"]:
             r = len(complement)
@@ -271,44 +286,46 @@ class SpacesLeftOut(eqx.Module):
             twice = dot(self.basis, 2 * times(self._outside, image) + within)
             return row_dots(twice, dot(self.basis[:, :r], complement)).real
 
-        # One probe at a time: together they are larger than the basis.
-        known = self._form(self._inside(f))[:, None]
-        known = known - jax.lax.map(removed, self.spaces.vectors).T
-        return known + (self.probes.conj() * self._tested(f)).real
+        # One probe at a time, because together they are larger than the basis.
+        left = jax.lax.map(removed, self.spaces.vectors).T
+        return self._diagonal(self._inside(f))[:, None] - left + self._tested(f)
 
     def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
-        """The mean of the samples, in one product of the size of Z."""
+        """Return the mean of the samples, by one product of the size of Z."""
         complement = self.spaces.vectors
         k, r, _ = complement.shape
         lacks = einsum("kra,ksa->rs", complement, complement.conj()) / k
         core = einsum("kra,rs,ksb->kab", complement.conj(), f[:r, :r], complement)
         lost = einsum("kra,kab,ksb->rs", complement, core / k, complement.conj())
         lost = self._padded(lost) + 2 * times(self._outside, dot(f[:, :r], lacks))
-        tested = mean((self.probes.conj() * self._tested(f)).real)
-        return self._form(self._inside(f) - lost) + tested
+        return self._diagonal(self._inside(f) - lost) + mean(self._tested(f))
 
     def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
-        """A bound on the size of the terms of a sample, for positive F."""
-        r = self.spaces.remainders
-        forms = jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T), axis=1).real
-        known = jnp.maximum(self._form(f), 0)
-        return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(forms, 0)))
+        """Return a bound on the size of the terms of a sample, for positive F."""
+        known = jnp.maximum(self._diagonal(f), 0)
+        return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(self._forms(f), 0)))
 
-    def _tested(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "n k"]:
-        """Z G_i F r_i."""
+    def _forms(self, f: Inexact[Array, "m m"]) -> Float[Array, " k"]:
+        """Return r_i* F r_i."""
+        r = self.spaces.remainders
+        return jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T), axis=1).real
+
+    def _tested(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
+        """Return Re conj(w_i) o Z G_i F r_i."""
         complement, remainder = self.spaces.vectors, self.spaces.remainders
         r = remainder.shape[1]
         image = dot(f[:, :r], remainder.T)
         within = einsum("kra,ksa,sk->rk", complement, complement.conj(), image[:r])
-        return dot(self.basis, times(self._outside, image) + self._padded(within))
+        outside = times(self._outside, image)
+        return (self.probes.conj() * dot(self.basis, outside + self._padded(within))).real
 
     def _inside(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "m r"]:
-        """(J + 2 E) F J, J = I - E, whose form is that of F - E F E."""
+        """Return (J + 2 E) F J, where J = I - E. Its form is that of F - E F E."""
         kept = times(1 + self._outside, f[:, : self.spaces.inside.size])
         return jnp.where(self.spaces.inside[None, :], kept, 0)
 
-    def _form(self, f: Inexact[Array, "m r"]) -> Float[Array, " n"]:
-        """Re diag(Z F Z*)."""
+    def _diagonal(self, f: Inexact[Array, "m r"]) -> Float[Array, " n"]:
+        """Return Re diag(Z F Z*)."""
         return row_dots(dot(self.basis, f), self.basis[:, : f.shape[1]]).real
 
     @property
@@ -318,58 +335,5 @@ class SpacesLeftOut(eqx.Module):
         return 1 - inside.astype(self.spaces.dimensions.dtype)
 
     def _padded(self, block: Shaped[Array, "r p"]) -> Shaped[Array, "m p"]:
+        """Append rows of zeros, up to the number of columns of Z."""
         return jnp.pad(block, ((0, self.basis.shape[1] - len(block)), (0, 0)))
-
-
-def _value_error_sketch(
-    run: SpacesLeftOut,
-    space: BlockKrylov,
-    eigen: Eigen,
-    values: Float[Array, "levels m"],
-    sizes: Float[Array, " m"],
-    eps: float,
-    unresolved: bool,
-) -> tuple[Float[Array, " n"], Float[Array, " n"], Inexact[Array, "n l"]]:
-    """Value, standard error, and the sketch of f(A) - c I."""
-    k, m = run.probes.shape[1], values.shape[1]
-    ends = m - k * jnp.arange(values.shape[0])
-    kept = (jnp.arange(m)[None, :] < ends[:, None]) & space.filled[None, :m]
-    functions = jax.vmap(_function)(kept, eigen, values)
-    level = jax.vmap(run.level)(functions)
-    identity = jnp.diag(space.filled[:m].astype(functions.dtype))
-    rest = functions - times(level[:, None, None], identity[None])
-    samples = level[0] + run.samples(rest[0])
-    changes = jax.vmap(run.mean)(rest[:-1] - rest[1:])
-    changes = jnp.abs(changes + (level[:-1] - level[1:])[:, None])
-    moved = _function(kept[0], jax.tree.map(lambda x: x[0], eigen), sizes)
-    rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
-    error = shared_error(samples, 4 * eps * rounding)
-    error = jnp.hypot(error, quadrature_error(changes, unresolved))
-    sketch = _sketch(run, space, rest[0], largest_modulus(functions[0]))
-    return mean(samples), error, sketch
-
-
-def _function(
-    kept: Bool[Array, " m"], eigen: Eigen, values: Float[Array, " m"]
-) -> Inexact[Array, "m m"]:
-    """V diag(values) V* on the coordinates that are kept. A node of no weight does not
-    count, even where its value is infinite."""
-    vectors = jnp.where(kept[:, None], eigen.vectors, 0)
-    values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
-    # LAPACK may return finite numbers for NaN input.
-    values = jnp.where(jnp.isnan(eigen.values), jnp.nan, values)
-    return dot(times(vectors, values[None, :]), vectors.conj().T)
-
-
-def _sketch(
-    run: SpacesLeftOut,
-    space: BlockKrylov,
-    rest: Inexact[Array, "m m"],
-    largest: Float[Array, ""],
-) -> Inexact[Array, "n l"]:
-    """Y of the first half of the probes."""
-    k = run.probes.shape[1]
-    count = (k + 1) // 2
-    grain = jnp.finfo(largest.dtype).eps ** 0.5 * largest
-    image = dot(run.basis, dot(rest[:, :k], space.starts[:, :count]))
-    return image + times(grain, run.probes[:, :count])

@@ -16,22 +16,18 @@ import numpy as np
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import (
-    check_positive,
-    check_request,
-    check_shift,
-)
+from traceax._core.checks import check_count, check_positive, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
     gram,
-    is_negative,
     is_positive,
     stores_matrix,
     working_dtype,
 )
-from traceax._core.rule import estimate, with_own_jvp
+from traceax._core.rule import with_own_jvp
+from traceax._estimators.call import Call, begin
 from traceax._functions.equations import Shift, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
@@ -45,17 +41,12 @@ from traceax._functions.exact_functions import (
 from traceax._functions.slq import Function, Real, checked_run, quadratures, real_dtype
 from traceax._linalg.columns import dot, largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
-from traceax._probes.draw import check_independent, draw, for_pattern, is_known
-from traceax._probes.samplers import Sampler, rademacher, sphere
-from traceax._probes.stream import SILENT, ProgressMeter, checked_meter
+from traceax._probes.draw import draw, for_pattern
+from traceax._probes.samplers import SamplerLike, rademacher, sphere
+from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_arnoldi import block_arnoldi
 from traceax._quadrature.block_quadrature import Shape, block_quadrature
-from traceax._quadrature.scalar import (
-    MatrixFunction,
-    ScalarFunction,
-    combination,
-    scalar_function,
-)
+from traceax._quadrature.scalar import MatrixFunction, combination, scalar_function
 
 
 def function_trace(
@@ -94,7 +85,7 @@ def function_trace(
       in `shift` most); more probes if many eigenvalues contribute alike. Default: as many
       steps as probes.
     - `combine`: a function of the traces that returns an array or a pytree of arrays: an
-      energy tr(A e^-bA) / tr(e^-bA), say. Value, error bar (with the covariances of the
+      energy tr(A e^-bA) / tr(e^-bA). Value, error bar (with the covariances of the
       traces) and derivatives are those of the combination. Default `None`, the traces.
     - `pattern`: where A has entries, as in `colouring`. If `num_probes` colours keep two
       steps apart, it is `slq_trace` with `probing`: 2 to 100 times less error on grids.
@@ -120,41 +111,47 @@ def function_trace(
     Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257;
     FlexTrace (2026), arXiv:2603.05721; Singh, Barros and Li (2026), arXiv:2605.12801.
     """
-    operator = check_request("function_trace", operator, key, num_matvecs, 6)
-    fn, structure = scalar_function("function_trace", fn, real_dtype(operator))
-    combined, structure = combination("function_trace", combine, fn, structure)
-    shape, budget = checked_run("function_trace", num_matvecs, num_probes, num_steps)
-    if is_cheap(operator, budget):
-        return exact_function_trace(operator, fn, structure, combined)
-    run = shape, pattern, checked_meter("function_trace", progress_meter), combined
-    return block_trace("function_trace", operator, fn, structure, key, *run)
+    name = "function_trace"
+    call = begin(name, operator, key, num_matvecs, least=6)
+    call = call.in_batches(None, progress_meter)
+    fn, structure = scalar_function(name, fn, real_dtype(call.operator))
+    combined, structure = combination(name, combine, fn, structure)
+    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    if is_cheap(call.operator, budget):
+        return exact_function_trace(call, fn, structure, combined)
+    subject = MatrixFunction(
+        LinearMap(call.operator), fn, combined, zero_if_positive(call.operator)
+    )
+    return block_trace(call, subject, structure, shape, pattern)
+
+
+def zero_if_positive(operator: Operator) -> Float[Array, ""] | None:
+    """A lower bound of the spectrum, if the operator is tagged positive semidefinite."""
+    return jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
 
 
 def block_trace(
-    name: str,
-    operator: Operator,
-    fn: Callable,
+    call: Call,
+    subject: MatrixFunction,
     structure: PyTree,
-    key: PRNGKeyArray,
     shape: Shape,
     pattern: Any = None,
-    meter: ProgressMeter = SILENT,
-    combine: ScalarFunction | None = None,
-    bound: Float[Array, ""] | None = None,
 ) -> Estimate:
-    """With a pattern that is worth it, plain quadrature with probes of its colours."""
-    if bound is None and is_positive(operator):
-        bound = jnp.zeros((), real_dtype(operator))
-    subject = MatrixFunction(LinearMap(operator), fn, combine, bound)
-    coloured = for_pattern(name, operator, shape.width, pattern, 2)
+    """Estimate a trace from a block Krylov run; or, with a pattern that is worth it, by the
+    quadrature of each probe of its colours."""
+    coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
     if coloured is not None:
-        probes = shape.width // coloured.num_colours * coloured.num_colours
-        how = probes, shape.depth, coloured
-        return quadratures(name, subject, structure, key, *how, meter=meter)
-    probes = draw(name, sphere, key, operator, shape.width)
-    algorithm = partial(block_quadrature, depth=shape.depth, meter=meter)
-    degrees = shared_degrees_of_freedom(shape.width)
-    return estimate(algorithm, subject, probes, name, shape.num_matvecs, degrees, structure)
+        width = shape.width // coloured.num_colours * coloured.num_colours
+        run = Shape(width, shape.depth)
+        return quadratures(call.using(coloured), subject, structure, run)
+    return call.using(sphere).finish(
+        partial(block_quadrature, depth=shape.depth, meter=call.meter),
+        *call.using(sphere).draw(shape.width),
+        spent=shape.num_matvecs,
+        degrees=shared_degrees_of_freedom(shape.width),
+        structure=structure,
+        subject=subject,
+    )
 
 
 def logdet(
@@ -181,7 +178,7 @@ def logdet(
 
     - `shift`: real. An array of shifts gives the log-determinants of all of them from one
       run. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
-      observation say, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
+      observation, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
     - `num_matvecs`, `num_probes`, `num_steps`, `pattern`: as in `function_trace`. A pattern
       is what the log-determinant of a sparse precision matrix gains most from.
 
@@ -207,24 +204,26 @@ def logdet(
     Tropp and Webber (2024), doi:10.1137/23M1548323; Chen and Hallman (2023),
     doi:10.1137/22M1494257; Cortinovis and Toni (2026), arXiv:2601.05778.
     """
-    operator = check_request("logdet", operator, key, num_matvecs, 6)
-    check_shift("logdet", operator, shift)
-    operator, shift, _, rest = whitened(operator, shift)
-    shape, budget = checked_run("logdet", num_matvecs, num_probes, num_steps)
+    name = "logdet"
+    call = begin(name, operator, key, num_matvecs, least=6)
+    call = call.in_batches(None, progress_meter)
+    check_shift(name, call.operator, shift)
+    operator, shift, _, rest = whitened(call.operator, shift)
+    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
         logs, error = jnp.vectorize(partial(_log_determinant, known.array))(shift)
         return exact_estimate(logs + rest, known.spent, error)
-    fn, structure = scalar_function("logdet", lambda x: jnp.log(x + shift), shift.dtype)
-    run = shape, pattern, checked_meter("logdet", progress_meter)
+    fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
-    estimate = block_trace("logdet", operator, fn, structure, key, *run, bound=bound)
+    subject = MatrixFunction(LinearMap(operator), fn, bound=bound)
+    estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
 
 def _log_determinant(
     array: Inexact[Array, " *entries"], shift: Float[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Of the diagonal or matrix that is given, and a multiple of I; and its error."""
+    """Return log det of a diagonal or matrix plus a multiple of I, and its error."""
     if array.ndim == 1:
         return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
     return factorised(array, shift)[1:]
@@ -233,8 +232,8 @@ def _log_determinant(
 def factorised(
     matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
 ) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
-    """Of B = matrix + shift I a function y -> B^{-1} y, the log-determinant, and the error
-    of this: infinite if B is singular to rounding, else zero. The Cholesky factor is not
+    """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and the error of
+    this: infinite if B is singular to rounding, else zero. The Cholesky factor is not
     differentiated, which takes longer than B^{-1}: d log det B = tr B^{-1} dB."""
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shifted = matrix + shift.astype(matrix.dtype) * identity
@@ -271,7 +270,7 @@ def _along(matrix: Inexact[Array, "n n"], inverse: Inexact[Array, "n n"]) -> Arr
 def _is_singular(
     matrix: Inexact[Array, "n n"], factor: Inexact[Array, "n n"]
 ) -> Bool[Array, ""]:
-    """By two steps of inverse iteration, the first one from a vector without a pattern."""
+    """Ask two steps of inverse iteration, the first one from a vector without a pattern."""
     n, rounding = len(matrix), 4 * jnp.finfo(matrix.dtype).eps * len(matrix) ** 0.5
     largest, vector = largest_modulus(jnp.diagonal(matrix)), jnp.cos(jnp.arange(n) ** 2)
     for _ in range(2):
@@ -282,7 +281,7 @@ def _is_singular(
 
 _POWERS = (
     "Pass 1 for the nuclear norm; for the largest singular value, p = inf, use an "
-    "eigensolver: scipy.sparse.linalg.svds, say."
+    "eigensolver: scipy.sparse.linalg.svds, for example."
 )
 
 
@@ -328,22 +327,26 @@ def schatten_norm(
     **Reference**: Ubaru, Chen and Saad (2017), section 6.2, doi:10.1137/16M1104974.
     """
     name = "schatten_norm"
-    operator = check_request(name, operator, key, num_matvecs, 13, square=False)
+    call = begin(name, operator, key, num_matvecs, least=13, square=False)
     check_positive(name, "p", p, _POWERS)
+    operator = call.operator
     unit, dtype = _unit(name, operator, key)
     # XLA would make (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
     scaled = operator * (1 / unit).astype(dtype)
-    if is_positive(operator) or is_negative(operator):
+    if call.is_semidefinite:
         target, exponent, cost = scaled, p, 1
     else:
         target, exponent, cost = _square(scaled), p / 2, 2
     fn, structure = scalar_function(name, _power(exponent), real_dtype(target))
     products = max((num_matvecs - 1) // cost, 1)
     shape, budget = checked_run(name, products, num_probes, num_steps)
+    call = call.on(target)
     if is_cheap(target, budget):
-        traced = exact_function_trace(target, fn, structure)
+        traced = exact_function_trace(call, fn, structure)
     else:
-        traced = block_trace(name, target, fn, structure, key, shape)
+        bound = zero_if_positive(target)
+        subject = MatrixFunction(LinearMap(target), fn, bound=bound)
+        traced = block_trace(call, subject, structure, shape)
     unit = unit.astype(traced.value.dtype)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
@@ -391,7 +394,7 @@ def arnoldi_trace(
     *,
     num_probes: int,
     num_steps: int,
-    sampler: Sampler = rademacher,
+    sampler: SamplerLike = rademacher,
 ) -> Estimate:
     """Estimate tr f(A) of any square operator by Arnoldi's process, symmetry not needed.
 
@@ -438,20 +441,27 @@ def arnoldi_trace(
     Quarterly of Applied Mathematics 9(1); Saad (1992), doi:10.1137/0729014.
     """
     name = "arnoldi_trace"
-    counts: Any = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = check_request(name, operator, key, **counts)
-    check_independent(name, sampler)
-    dtype = working_dtype(operator)
+    check_count(name, "num_probes", num_probes, 1)
+    check_count(name, "num_steps", num_steps, 1)
+    call = begin(name, operator, key, num_probes * num_steps, sampler=sampler)
+    dtype = working_dtype(call.operator)
     _, structure = scalar_function(name, fn, dtype)
     fn, _ = scalar_function(name, fn, np.result_type(dtype, np.complex64))
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
-    spent = num_probes * num_steps
-    if spent >= operator.in_size():
-        return exact_general_trace(operator, fn, structure, real=is_real)
-    subject = MatrixFunction(LinearMap(operator), fn)
-    probes = draw(name, sampler, key, operator, num_probes)
-    resphered = is_known(sampler)
-    algorithm = partial(block_arnoldi, depth=num_steps, resphered=resphered, real=is_real)
-    # Less skewed than samples of plain quadrature, of which a third count.
-    degrees = shared_degrees_of_freedom(num_probes)
-    return estimate(algorithm, subject, probes, name, spent, degrees, structure)
+    if call.is_exact:
+        return exact_general_trace(call, fn, structure, real=is_real)
+    algorithm = partial(
+        block_arnoldi,
+        depth=num_steps,
+        resphered=call.resphere or call.sampler is rademacher,
+        real=is_real,
+    )
+    return call.finish(
+        algorithm,
+        *call.draw(num_probes),
+        spent=call.num_matvecs,
+        # Less skewed than samples of plain quadrature, of which a third count.
+        degrees=shared_degrees_of_freedom(num_probes),
+        structure=structure,
+        subject=MatrixFunction(LinearMap(call.operator), fn),
+    )

@@ -12,7 +12,7 @@ For any u, with r = y - B u,
 
 of which the first two terms are the value, second order in the error of u. The third one is
 its error, between 0 and r* P^{-1} r if P <= B. If that is not known, the largest eigenvalue
-of B^{-1} P that conjugate gradients have seen multiplies this (`_linalg.nystrom`). If they
+of B^{-1} P that `conjugate_gradients` have seen multiplies this. If they
 meet an eigenvalue that is zero to rounding, it is infinite.
 
 The derivative is that of 2 Re y* u - u* B u, which is stationary in u: 2 Re u* dy - u* dB u
@@ -29,26 +29,26 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_request, check_rtol, check_shift
+from traceax._core.checks import check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import LinearMap, Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
+from traceax._estimators.call import Call, begin
 from traceax._functions.equations import Shift, guessed, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import factorised
 from traceax._linalg.columns import column_dots, column_norms_squared, column_scales, over
-from traceax._linalg.jackknife import shared_degrees_of_freedom
-from traceax._linalg.krylov import block_krylov
-from traceax._linalg.nystrom import (
+from traceax._linalg.conjugate_gradients import (
     Solve,
     conjugate_gradients,
     galerkin,
     preconditioner_of,
     projected,
 )
-from traceax._probes.draw import draw
+from traceax._linalg.jackknife import shared_degrees_of_freedom
+from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
-from traceax._probes.stream import ProgressMeter, checked_meter
+from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import Shape, shape_for, trace_from_space
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
@@ -111,8 +111,8 @@ def inv_quad_logdet(
     - `rtol`: the relative error, in the energy norm, at which the solve stops, a Python
       float between 0 and 1. Default 1e-6. Gradients have this error, values its square.
     - `guess`: like `vector`, where the solve starts: the `solution` of the last training
-      step, say. A good one saves steps of the solve; it changes no answer by more than
-      `rtol` and is a constant for derivatives. Default `None`.
+      step, for example. A good one saves steps of the solve. It changes no answer by more
+      than `rtol` and is a constant for derivatives. Default `None`.
 
     **Returns** an `InvQuadLogdet`: two real `Estimate`s, and the solution.
     `inv_quad.standard_error` comes from the residual of the solution, so it also shows a
@@ -140,13 +140,13 @@ def inv_quad_logdet(
     (2018), arXiv:1809.11165; Wenger et al. (2022), arXiv:2107.00243, for preconditioners.
     """
     name = "inv_quad_logdet"
-    operator = check_request(name, operator, key, num_matvecs, 6)
-    check_shift(name, operator, shift, several=False)
+    call = begin(name, operator, key, num_matvecs, least=6)
+    call = call.in_batches(None, progress_meter)
+    check_shift(name, call.operator, shift, several=False)
     check_rtol(name, rtol)
-    sides = right_hand_sides(name, operator, vector)
-    meter = checked_meter(name, progress_meter)
-    start = None if guess is None else guessed(name, operator, sides, guess)
-    operator, shift, scale, rest = whitened(operator, shift)
+    sides = right_hand_sides(name, call.operator, vector)
+    start = None if guess is None else guessed(name, call.operator, sides, guess)
+    operator, shift, scale, rest = whitened(call.operator, shift)
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
@@ -160,8 +160,8 @@ def inv_quad_logdet(
         function = MatrixFunction(LinearMap(operator), fn, bound=bound)
         subject = Likelihood(function, columns, shift)
         start = None if start is None else start / scale
-        how = num_matvecs, float(rtol), rest, start, meter
-        form, logdet, solution = _estimated(subject, key, *how)
+        call = call.on(operator)
+        form, logdet, solution = _estimated(call, subject, float(rtol), rest, start)
     return InvQuadLogdet(form, logdet, sides.like(scale * solution))
 
 
@@ -179,26 +179,30 @@ def _exact(
 
 
 def _estimated(
+    call: Call,
     subject: Likelihood,
-    key: PRNGKeyArray,
-    num_matvecs: int,
     rtol: float,
     rest: Float[Array, ""],
     start: Inexact[Array, "n t"] | None,
-    meter: ProgressMeter,
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
     """The quadratic form, the log-determinant plus `rest`, and the solution."""
-    shape, t = shape_for(num_matvecs), subject.vectors.shape[1]
+    shape, t = shape_for(call.num_matvecs), subject.vectors.shape[1]
     # Right-hand sides take at most a quarter of the first block.
     kept = t if 4 * t <= shape.width else 0
-    operator, width = subject.function.linear_map.operator, shape.width - kept
-    probes = draw("inv_quad_logdet", sphere, key, operator, width)
-    how = {"rtol": rtol, "max_steps": 10 * num_matvecs}
-    algorithm = partial(likelihood, shape=shape, kept=kept, meter=meter, **how)
+    width = shape.width - kept
+    (probes,) = call.using(sphere).draw(width)
+    algorithm = partial(
+        likelihood,
+        shape=shape,
+        kept=kept,
+        meter=call.meter,
+        rtol=rtol,
+        max_steps=10 * call.num_matvecs,
+    )
     outcome = run(algorithm, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
-    degrees, method = shared_degrees_of_freedom(width), "inv_quad_logdet"
+    degrees, method = shared_degrees_of_freedom(width), call.name
     logdet = Estimate(logs + rest, error, spent, degrees, method=method)
     checks = 1 if start is None else 2
     form = Estimate(form, bound, spent + t * (report.num_steps + checks), method=method)
@@ -270,7 +274,7 @@ def likelihood(
     )
     lengths = scales * jnp.sqrt(lengths)
     rounding = 4 * float(jnp.finfo(forms.dtype).eps) * lengths
-    noise = jnp.hypot(rounding, 2 * known.form_noise(solution))
+    noise = jnp.hypot(rounding, 4 * known.form_noise(solution))
     errors = jnp.maximum(bounds, 0) + noise
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)

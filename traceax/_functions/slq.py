@@ -4,11 +4,10 @@ density, which is made of it; and how a budget becomes probes and steps.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -21,22 +20,18 @@ from traceax._core import checks
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, frozen, working_dtype
-from traceax._core.rule import Outcome, Readout, estimate
+from traceax._core.rule import Outcome, Readout
+from traceax._estimators.call import Call, begin
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
 from traceax._linalg.columns import einsum, largest_modulus, promoted
 from traceax._linalg.krylov import Krylov, by_levels, lanczos
-from traceax._probes.draw import check_independent, coloured, probes_per_sample
-from traceax._probes.probing import Neighbourhood, neighbour_residuals, neighbourhood_of
-from traceax._probes.samplers import Sampler, sphere
+from traceax._probes.probing import Neighbourhood, neighbour_residuals
+from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import (
-    SILENT,
     ProgressMeter,
     SamplingDesign,
     Stream,
-    checked_meter,
-    design_and_draw,
-    stream,
 )
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import Eigen, decompose
@@ -68,7 +63,7 @@ def slq_trace(
     *,
     num_probes: int,
     num_steps: int,
-    sampler: Sampler = sphere,
+    sampler: SamplerLike = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
@@ -112,10 +107,26 @@ def slq_trace(
     **Reference**: Ubaru, Chen and Saad (2017), doi:10.1137/16M1104974; the derivative is
     derived in `traceax/_quadrature/nodes.py`.
     """
-    run = num_probes, num_steps, combine
-    how = {"sampler": sampler, "reorthogonalise": reorthogonalise}
-    how |= {"batch_size": batch_size, "meter": checked_meter("slq_trace", progress_meter)}
-    return _slq_trace("slq_trace", operator, fn, key, *run, **how)
+    name = "slq_trace"
+    checks.check_count(name, "num_probes", num_probes, 1)
+    checks.check_count(name, "num_steps", num_steps, 1)
+    call = begin(
+        name,
+        operator,
+        key,
+        num_probes * num_steps,
+        sampler=sampler,
+        colours=True,
+    )
+    call = call.in_batches(batch_size, progress_meter)
+    checks.check_samples(name, num_probes, call.group, "num_probes")
+    shape = Shape(num_probes, num_steps)
+    fn, structure = scalar_function(name, fn, real_dtype(call.operator))
+    together, structure = combination(name, combine, fn, structure)
+    if call.num_matvecs >= call.operator.in_size() ** 2:
+        return exact_function_trace(call, fn, structure, together)
+    subject = MatrixFunction(LinearMap(call.operator), fn, together)
+    return quadratures(call, subject, structure, shape, reorthogonalise=reorthogonalise)
 
 
 def checked_run(
@@ -144,60 +155,35 @@ def checked_run(
     return Shape(num_matvecs // count - tests, count), num_matvecs
 
 
-def _slq_trace(
-    name: str,
-    operator: Operator,
-    fn: Function,
-    key: PRNGKeyArray,
-    num_probes: int,
-    num_steps: int,
-    combine: Callable | None = None,
-    **how: Any,
-) -> Estimate:
-    """By the name of whom the user called, who may have made the run already."""
-    counts: Any = {"num_probes": num_probes, "num_steps": num_steps}
-    operator = checks.check_request(name, operator, key, **counts)
-    fn, structure = scalar_function(name, fn, real_dtype(operator))
-    if (group := probes_per_sample(how["sampler"])) == 1:
-        check_independent(name, how["sampler"])
-    checks.check_samples(name, num_probes, group, "num_probes")
-    checks.check_batch_size(name, how["batch_size"], 1)
-    together, structure = combination(name, combine, fn, structure)
-    if num_probes * num_steps >= operator.in_size() ** 2:
-        return exact_function_trace(operator, fn, structure, together)
-    subject = MatrixFunction(LinearMap(operator), fn, together)
-    return quadratures(name, subject, structure, key, num_probes, num_steps, **how)
-
-
 def quadratures(
-    name: str,
+    call: Call,
     subject: MatrixFunction,
     structure: PyTree,
-    key: PRNGKeyArray,
-    num_probes: int,
-    num_steps: int,
-    sampler: Sampler,
+    shape: Shape,
+    *,
     reorthogonalise: bool = True,
-    batch_size: int | None = None,
-    meter: ProgressMeter = SILENT,
     krylov: Krylov | None = None,
 ) -> Estimate:
-    """One for each probe."""
-    operator = subject.linear_map.operator
-    num_steps = min(num_steps, operator.in_size())
-    how = {"num_steps": num_steps, "reorthogonalise": reorthogonalise}
-    algorithm = partial(_slq, meter=meter, **how)
+    """Estimate a trace by the quadrature of each probe; `krylov` is a run made earlier."""
+    num_steps = min(shape.depth, call.operator.in_size())
+    algorithm = partial(
+        _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=call.meter
+    )
     if krylov is None:
-        drawn = name, operator, key, num_probes, sampler, batch_size
-        design, probes = design_and_draw(*drawn)
+        streamed = replace(call, num_matvecs=shape.width).stream()
+        design, probes, near = streamed.design, streamed.probes, streamed.neighbourhood
+        near = near if design.num_samples == 1 else None
     else:
-        design, probes = SamplingDesign(num_probes, num_probes, 1.0), krylov
-    space = operator.in_structure()
-    near = neighbourhood_of(sampler, space) if design.num_samples == 1 else None
-    degrees = design.degrees(near is not None)
-    name, spent = coloured(name, sampler), design.num_probes * num_steps
-    run = Run(probes, near, design)
-    return estimate(algorithm, subject, run, name, spent, degrees, structure)
+        design, probes = SamplingDesign(shape.width, shape.width, 1.0), krylov
+        near = None
+    return call.finish(
+        algorithm,
+        Run(probes, near, design),
+        spent=design.num_probes * num_steps,
+        degrees=design.degrees(near is not None),
+        structure=structure,
+        subject=subject,
+    )
 
 
 class Run(eqx.Module):
@@ -271,29 +257,25 @@ class Sampled(eqx.Module):
         by_neighbours = () if self.indicator is None else (self.indicator,)
         bounds = self.sizes, self.slopes, *by_neighbours
         traces = Traces(total, samples, self.levels, bounds, readout)
-        error = partial(_error, design, jnp.max(self.moved), eps, unresolved)
-        return traces_outcome(subject.combine, traces, error, eps)
 
+        def error_of(
+            levels: Inexact[Array, "levels p N"],
+            sizes: Float[Array, "p N"],
+            slopes: Float[Array, "p N"],
+            indicator: Float[Array, "p n"] | None = None,
+        ) -> Float[Array, " p"]:
+            """The rounding error is that of f at nodes that noise has moved."""
+            terms, values = levels[0], jnp.sum(levels, axis=-1)
+            changes = jnp.abs(values[:-1] - values[1:])
+            rounding = 4 * eps * jnp.sum(sizes, axis=1)
+            rounding = rounding + jnp.max(self.moved) * jnp.sum(slopes, axis=1)
+            if indicator is None:
+                error = design.mean_and_error(terms * design.num_probes, rounding)[1]
+            else:
+                error = jackknife.length(indicator, rounding)
+            return jnp.hypot(error, jackknife.quadrature_error(changes, unresolved))
 
-def _error(
-    design: SamplingDesign,
-    moved: Float[Array, ""],
-    eps: float,
-    unresolved: bool,
-    levels: Inexact[Array, "levels p N"],
-    sizes: Float[Array, "p N"],
-    slopes: Float[Array, "p N"],
-    indicator: Float[Array, "p n"] | None = None,
-) -> Float[Array, " p"]:
-    """The rounding error is that of f at nodes that noise has moved."""
-    terms, values = levels[0], jnp.sum(levels, axis=-1)
-    quadrature = jackknife.quadrature_error(jnp.abs(values[:-1] - values[1:]), unresolved)
-    rounding = 4 * eps * jnp.sum(sizes, axis=1) + moved * jnp.sum(slopes, axis=1)
-    if indicator is None:
-        error = design.mean_and_error(terms * design.num_probes, rounding)[1]
-    else:
-        error = jackknife.length(indicator, rounding)
-    return jnp.hypot(error, quadrature)
+        return traces_outcome(subject, traces, error_of)
 
 
 def sample(
@@ -313,7 +295,7 @@ def sample(
     whole = Eigen(*(x[0] for x in eigen))
     nodes = SplitRule(krylov.basis, whole, coefficients, num_steps).nodes()
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
-    slopes = slopes_at(subject.fn, whole.values, values[0], moved[:, None])
+    slopes = slopes_at(subject.fn, whole.values, moved[:, None])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
     indicator = None
     if near is not None and not isinstance(probes, Krylov):
@@ -376,7 +358,7 @@ def spectral_density(
     num_probes: int | None = None,
     num_steps: int | None = None,
     width: Real | None = None,
-    sampler: Sampler = sphere,
+    sampler: SamplerLike = sphere,
     reorthogonalise: bool = True,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
@@ -420,40 +402,55 @@ def spectral_density(
     others (2025), arXiv:2502.18626.
     """
     name = "spectral_density"
-    operator = checks.check_request(name, operator, key, num_matvecs)
+    call = begin(
+        name,
+        operator,
+        key,
+        num_matvecs,
+        sampler=sampler,
+        colours=grid is not None,
+    )
+    call = call.in_batches(batch_size, progress_meter)
     shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
-    spent, krylov = 0, None
+    checks.check_samples(name, shape.width, call.group, "num_probes")
     checks.check_positive(name, "width", 1.0 if width is None else width, _WIDTHS)
+    n, spent, krylov = call.operator.in_size(), 0, None
+    is_exact = shape.num_matvecs >= n**2
     if grid is not None:
         checks.check_grid(name, grid)
-        points = jnp.asarray(grid, real_dtype(operator))
+        points = jnp.asarray(grid, real_dtype(call.operator))
         spread = 2 * jnp.ptp(points) / shape.depth if width is None else width
         checks.check_positive(name, "width", spread, _WIDTHS)
     elif batch_size is not None:
         must = "be given with batch_size, because no batch sees the whole spectrum"
-        cure = "Pass jax.numpy.linspace(low, high, 200), say, or no batch_size."
+        cure = "Pass jax.numpy.linspace(low, high, 200), or leave out batch_size."
         raise checks.invalid(ValueError, name, "grid", must, "None", cure)
     else:
-        check_independent(name, sampler)
-        seen, n = LinearMap(frozen(operator)), operator.in_size()
-        if shape.width * shape.depth >= n**2:
-            matrix, spent = seen.dense(), price(operator)
+        seen = LinearMap(frozen(call.operator))
+        if is_exact:
+            matrix, spent = seen.dense(), price(call.operator)
         else:  # The run that the density is of, too.
-            starts = stream(name, operator, key, shape.width, sampler, None).source.T
-            run = {"num_steps": min(shape.depth, n), "reorthogonalise": reorthogonalise}
-            krylov = compiled(partial(lanczos, **run), seen, starts)
+            (block,) = call.draw(shape.width)
+            run = partial(
+                lanczos, num_steps=min(shape.depth, n), reorthogonalise=reorthogonalise
+            )
+            krylov = compiled(run, seen, block.T)
             matrix = krylov.projection
         points, spread = _about(decompose(matrix).values, width, shape.depth)
-    scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * operator.in_size())
+    scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * n)
 
     def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
         return scale * jnp.exp(-(((points - x) / spread) ** 2) / 2)
 
-    how = {"sampler": sampler, "reorthogonalise": reorthogonalise, "krylov": krylov}
-    how |= {"batch_size": batch_size, "meter": checked_meter(name, progress_meter)}
-    density = _slq_trace(name, operator, bumps, key, *shape, **how)
+    fn, structure = scalar_function(name, bumps, real_dtype(call.operator))
+    if is_exact:
+        density = exact_function_trace(call, fn, structure)
+    else:
+        subject = MatrixFunction(LinearMap(call.operator), fn)
+        how = {"reorthogonalise": reorthogonalise, "krylov": krylov}
+        density = quadratures(call, subject, structure, shape, **how)
     spent, points = spent + density.num_matvecs, jax.lax.stop_gradient(points)
-    return dataclasses.replace(density, num_matvecs=spent, grid=points)
+    return replace(density, num_matvecs=spent, grid=points)
 
 
 def _about(

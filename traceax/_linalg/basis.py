@@ -7,9 +7,9 @@ other block, and a block in a loop, gets *randomised Cholesky QR*, which consist
 products and of factorisations of small matrices (Balabanov 2022, arXiv:2210.09953; Higgins,
 Szyld, Boman and Yamazaki 2024, arXiv:2309.05868):
 
-    S Y = U D W*       S: 3k/2 + 10 rows of random signs,
-    V = Y W D^{-1},
-    L L* = V* V,       Q = V L^{-*},       Y = Q (L* D W*).
+    S Y = U D W*       S: 3k/2 + 10 rows of random signs,            (1)
+    V = Y W D^{-1},                                                  (2)
+    L L* = V* V,       Q = V L^{-*},       Y = Q (L* D W*).          (3)
 
 S keeps the length of every vector of the range to within a factor, so V has a condition of
 about 10, and V* V loses no digits. The singular values D fall, so V D W* equals Y to
@@ -31,6 +31,7 @@ from jaxtyping import Array, Float, Inexact, UInt32
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
+    Square,
     column_norms_squared,
     diagonal,
     dot,
@@ -39,23 +40,26 @@ from traceax._linalg.columns import (
     times,
 )
 
-# With so many times more rows than columns, random signs are nearly orthogonal.
+# Random signs are nearly orthogonal if rows outnumber columns by this factor.
 TALL = 8
-# Up to so many rows and entries LAPACK is as fast as products are.
+# LAPACK is as fast as products up to this many rows and entries.
 FEW_ROWS, FEW_ENTRIES = 1024, 2**16
 
 
 class Basis(NamedTuple):
-    """block = scale * columns @ factor, columns orthonormal and `inverse` = factor^{-*}."""
+    """An orthonormal basis of a block = scale * columns @ factor.
+
+    `inverse` is factor^{-*}.
+    """
 
     columns: Inexact[Array, "n k"]
-    factor: Inexact[Array, "k k"]
-    inverse: Inexact[Array, "k k"]
+    factor: Square
+    inverse: Square
     scale: Float[Array, ""]
 
 
 def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
-    """A basis that is orthonormal whatever the rank is, and never divides by zero.
+    """Return a basis that is orthonormal whatever the rank is, and never divide by zero.
 
     Singular values below rounding are raised to it. This perturbs the block at the level of
     rounding, so that identities hold to rounding, and the inverse exists.
@@ -66,37 +70,40 @@ def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
 
 
 def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
+    """Return the level of rounding of a block's singular values."""
     return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
-def _decompose(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> tuple[Array, Array, Array]:
-    """`columns`, `factor` and `inverse` of a basis."""
+Factors = tuple[Inexact[Array, "n k"], Square, Square]
+
+
+def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+    """Return `columns`, `factor` and `inverse` of a basis."""
     n, k = block.shape
     is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES
-    return (_direct if is_small or n < TALL * k else _randomised)(block, floor)
+    return (_by_qr if is_small or n < TALL * k else _by_random_signs)(block, floor)
 
 
-def _direct(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> tuple[Array, Array, Array]:
-    """The floor is real, because the phase of a subnormal number is noise."""
+def _by_qr(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+    """Decompose by LAPACK's QR decomposition.
+
+    A diagonal entry below the floor is replaced by the floor itself, which is real, because
+    the phase of a subnormal number is noise.
+    """
     columns, triangle = lapack.qr(block)
     short = jnp.abs(diagonal(triangle)) < floor
     triangle = jnp.where(jnp.diag(short), floor.astype(block.dtype), triangle)
     return columns, triangle, _inverse(triangle.conj().T)
 
 
-def _randomised(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> tuple[Array, Array, Array]:
+def _by_random_signs(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+    """Decompose by randomised Cholesky QR, (1) to (3) of the module docstring."""
     n, k = block.shape
     sizes, right = approximate_svd(block)
     # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
     tall = dot(block, over(right.conj().T, raised[None, :]))
-    fresh = _signs(n, k, block.real.dtype).astype(block.dtype) / n**0.5
+    fresh = _hashed_signs(n, k, block.dtype) / n**0.5
     tall = jnp.where((raised > sizes)[None, :], fresh, tall)
     lower = lapack.cholesky(dot(tall.conj().T, tall))
     turn = _inverse(lower)
@@ -104,29 +111,29 @@ def _randomised(
     return dot(tall, turn.conj().T), factor, dot(turn, over(right, raised[:, None]))
 
 
-def approximate_svd(
-    block: Inexact[Array, "n k"],
-) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
-    """D and W* for which the columns of Y W D^{-1} are nearly orthonormal. The sizes D
-    fall. Of a tall block they are those of its sketch S Y."""
+def approximate_svd(block: Inexact[Array, "n k"]) -> tuple[Float[Array, " k"], Square]:
+    """Return D and W* for which the columns of Y W D^{-1} are nearly orthonormal.
+
+    D falls. A tall block Y is replaced by its sketch S Y, as in (1); the singular value
+    decomposition of any other block is exact.
+    """
     n, k = block.shape
     if n >= TALL * k:
         count = 3 * k // 2 + 10
-        signs = _signs(n, count, block.real.dtype).astype(block.dtype)
-        block = dot(signs.T, block) / count**0.5
+        block = dot(_hashed_signs(n, count, block.dtype).T, block) / count**0.5
     return lapack.svd(block)[1:]
 
 
-def square_roots(
-    gram: Inexact[Array, "k k"],
-) -> tuple[Inexact[Array, "k k"], Inexact[Array, "k k"]]:
-    """G^(1/2) and G^(-1/2) of a Hermitian G with eigenvalues from 1e-3 to 1e2, by Newton's
-    and Schulz's coupled iteration Y <- Y T, Z <- T Z, T = (3 I - Z Y)/2 (Higham 2008,
-    Functions of Matrices, section 6.7). It takes 15 steps from there to rounding. Rows and
-    columns of zeros stay zero in G^(1/2), and touch no others."""
+def square_roots(gram: Square) -> tuple[Square, Square]:
+    """Return G^(1/2) and G^(-1/2) of a Hermitian G with eigenvalues from 1e-3 to 1e2.
+
+    The coupled iteration of Newton and Schulz is Y <- Y T, Z <- T Z, T = (3 I - Z Y)/2
+    (Higham 2008, Functions of Matrices, section 6.7). It takes 15 steps from there to
+    rounding. Rows and columns of zeros stay zero in G^(1/2), and affect no others.
+    """
     unit = jnp.eye(gram.shape[0], dtype=gram.dtype)
 
-    def step(_: Array | int, roots: tuple[Array, Array]) -> tuple[Array, Array]:
+    def step(_: Array | int, roots: tuple[Square, Square]) -> tuple[Square, Square]:
         y, z = roots
         turn = (3 * unit - dot(z, y)) / 2
         return dot(y, turn), dot(turn, z)
@@ -135,23 +142,25 @@ def square_roots(
     return 16 * y, z / 16
 
 
-def _signs(n: int, k: int, dtype: jnp.dtype) -> Float[Array, "n k"]:
-    """Each sign is the highest bit of a hash of the row times a hash of the column."""
+def _hashed_signs(n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "n k"]:
+    """Return signs: the highest bit of a hash of the row times a hash of the column."""
     products = _hash(jnp.arange(n))[:, None] * _hash(-1 - np.arange(k))[None, :]
     return 1 - 2 * (products >> 31).astype(dtype)
 
 
 def _hash(index: Any) -> UInt32[Any, "..."]:
-    """An odd number, each bit of which depends on every bit of the index."""
+    """Return an odd number, each bit of which depends on every bit of the index."""
     bits = index.astype(np.uint32)
     for multiplier in (0x7FEB352D, 0x846CA68B):
         bits = (bits ^ (bits >> 16)) * np.uint32(multiplier)
     return (bits ^ (bits >> 15)) | 1
 
 
-def random_rotation(k: int, dtype: jnp.dtype) -> Inexact[Array, "k k"]:
-    """Always the same rotation, a constant of the program, which is independent of every
-    block. (Hartley's transform in its place fails on graded columns.)"""
+def random_rotation(k: int, dtype: jnp.dtype) -> Square:
+    """Return a rotation that depends on k alone, so it is independent of every block.
+
+    It is a constant of the program. (Hartley's transform fails on graded columns.)
+    """
     normal = np.random.default_rng(k).normal(size=(k, k))
     return jnp.asarray(np.linalg.qr(normal)[0], dtype)
 
@@ -159,7 +168,7 @@ def random_rotation(k: int, dtype: jnp.dtype) -> Inexact[Array, "k k"]:
 def extend(
     basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
 ) -> Basis:
-    """The basis of a block to which more columns are appended; its own columns stay.
+    """Return the basis of a block to which more columns are appended; its own columns stay.
 
     If a new column is already in the range, its projection off the range is rounding, which
     may lie in the range itself, however often it is projected. Such columns get a new
@@ -182,26 +191,24 @@ def extend(
         corner, inverse = dot(turn, corner), dot(turn_inverse, inverse)
     zeros = jnp.zeros((block.shape[1], q.shape[1]), block.dtype)
     below = dot(-inverse, inside.conj().T, basis.inverse)
-    return Basis(
-        jnp.hstack([q, columns]),
-        jnp.block([[basis.factor, inside], [zeros, corner]]),
-        jnp.block([[basis.inverse, zeros.T], [below, inverse]]),
-        basis.scale,
-    )
+    factor = jnp.block([[basis.factor, inside], [zeros, corner]])
+    inverse = jnp.block([[basis.inverse, zeros.T], [below, inverse]])
+    return Basis(jnp.hstack([q, columns]), factor, inverse, basis.scale)
 
 
-def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """L^{-1}, by inverses of diagonal blocks whose width doubles,
+def _inverse(lower: Square) -> Square:
+    """Invert a triangular L, by inverses of diagonal blocks whose width doubles:
 
         [ A  0 ]^-1     [    A^-1          0   ]
-        [ B  C ]     =  [ -C^-1 B A^-1    C^-1 ],
+        [ B  C ]     =  [ -C^-1 B A^-1    C^-1 ].
 
-    in log2(k) rounds of products, each over all blocks at once. (A batch of
-    `solve_triangular` beside LAPACK calls may hang, see `lapack`.)"""
+    This takes log2(k) rounds of products, each over all blocks at once. (A batch of
+    `solve_triangular` next to LAPACK calls may hang, see `lapack`.)
+    """
     k = lower.shape[0]
     unit, index = jnp.eye(k, dtype=lower.dtype), jnp.arange(k)
 
-    def double(log_width: Array | int, inverse: Array) -> Array:
+    def double(log_width: Array | int, inverse: Square) -> Square:
         block = index >> log_width
         below = (block[:, None] == block[None, :] + 1) & (block[:, None] & 1 == 1)
         return inverse - dot(inverse, dot(jnp.where(below, lower, 0), inverse))
@@ -211,18 +218,21 @@ def _inverse(lower: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
 
 
 class Downdate(NamedTuple):
-    """How to remove one column from a block = Q R.
+    """The vectors that remove one column from a block = Q R.
 
     Without column i the range is range(Q) less the direction Q s_i, so the projector is
     P_i = Q (I - s_i s_i*) Q*. `distances` has for each column r_i of R its distance from
     the span of the others, 1/|R^{-*} e_i| = s_i* r_i, without cancellation.
     """
 
-    directions: Inexact[Array, "k k"]
+    directions: Square
     distances: Float[Array, " k"]
 
 
 def downdate(basis: Basis) -> Downdate:
-    """s_i = R^{-*} e_i / |R^{-*} e_i| (Epperly, Tropp and Webber 2024, section 3.1)."""
+    """Return s_i = R^{-*} e_i / |R^{-*} e_i| and the distances for every column i.
+
+    The formula is in Epperly, Tropp and Webber (2024), section 3.1.
+    """
     norms = jnp.sqrt(column_norms_squared(basis.inverse))
     return Downdate(over(basis.inverse, norms[None, :]), 1 / norms)

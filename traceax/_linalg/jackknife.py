@@ -1,137 +1,157 @@
-"""Standard errors: of independent samples, and the jackknife's of shared probes.
+"""Standard errors of independent samples, and the jackknife's of shared probes.
 
-The jackknife deletes probe i, and evaluates the whole estimator T_i from the others: T_i is
-the mean over j != i of the estimates e_ij, each of which now lacks *two* probes in its
-sketch. The spread of the k values T_i gives the standard error of an estimator whose
-samples are correlated. It is conservative, by the inequality of Efron and Stein (1981);
-Epperly and Tropp (arXiv:2207.06342) use it for low-rank approximations. It takes no
-application. In a matrix indexed [i, j], probe i is removed and probe j is evaluated.
+The jackknife deletes probe i, and evaluates the whole estimator T_i from the others:
+
+    T_i = mean over j != i of e_ij,                                              (1)
+
+where the estimate e_ij has probe j to evaluate it, and lacks *two* probes in its sketch, i
+and j. The spread of the k values T_i gives the standard error of an estimator whose samples
+are correlated. It is conservative, by the inequality of Efron and Stein (1981); Epperly and
+Tropp (arXiv:2207.06342) use it for low-rank approximations. It takes no matvec. In a matrix
+indexed [i, j], probe i is removed and probe j is evaluated.
 
 **XTrace** (notation of `xtrace`). P_ij has the range Q less span{s_i, s_j}. So e_ij is e_j
-downdated by u = (s_i - s_j L_ji)/a, the normalised part of s_i that is orthogonal to s_j,
-with L = S* S and a^2 = 1 - |L_ij|^2:
+downdated by u, the normalised part of s_i that is orthogonal to s_j. With L = S* S:
 
-    tr(P_ij A) = tr(P_j A) - u* H u
-    mu_ij = mu_j + Q u (u* w_j)
-    mu_ij* A mu_ij = t_j + conj(c) (Q u)* A mu_j + c mu_j* A Q u + |c|^2 u* H u,  c = u* w_j
+    u = (s_i - s_j L_ji)/a,    a^2 = 1 - |L_ij|^2,                               (2)
+    mu_ij = mu_j + Q u (u* w_j),                                                 (3)
+    tr(P_ij A) = tr(P_j A) - u* H u,                                             (4)
+    mu_ij* A mu_ij = t_j + conj(c) (Q u)* A mu_j + c mu_j* A Q u + |c|^2 u* H u, (5)
 
-**Row norms** are like XTrace, with b Q u = (v_i - v_j L_ji)/a for each row b of B, where
-v = b Q S. With beta = u* w_j / a and c_ij the factor that restores the length of mu_ij,
+with H = Q* A Q, t_j = mu_j* A mu_j and c = u* w_j. If probes are resphered, (5) has the
+factor
 
-    e_ij = |b P_j|^2 - |b Q u|^2 + c_ij |b mu_j + beta (v_i - v_j L_ji)|^2.
+    c_ij = (n - k + 2)/|mu_ij|^2 = (n - k + 2)/(|mu_j|^2 + |u* w_j|^2).          (6)
 
-The sums over j != i are products with k x k matrices.
+**Row norms** are like XTrace. For each row b of B, with v = b Q S, (2) gives
+b Q u = (v_i - v_j L_ji)/a. With beta = u* w_j / a and c_ij of (6),
+
+    e_ij = |b P_j|^2 - |b Q u|^2 + c_ij |b mu_j + beta (v_i - v_j L_ji)|^2.      (7)
+
+The sums of (1) over j are products with k x k matrices.
 
 **Krylov spaces** (notation of `krylov`). With F the matrix that is read (f(T)), and J the
 identity on the coordinates that exist,
 
-    e_j = tr(J F) - tr(N_j* F N_j) + c r* F r,    r = N_j N_j* w_j.
+    e_j = tr(J F) - tr(N_j* F N_j) + c r* F r,    r = N_j N_j* w_j.              (8)
 
 The space S_ij without the starts i and j lies in S_i and in S_j, and lacks the dimensions
 of both. So its complement is span(N_i, N_j), and no new space has to be made. With
-B = [N_i, N_j], G = B* B, and t = B* w_j, which is zero but for N_j* w_j, as w_j is in S_i,
+B = [N_i, N_j] and G = B* B,
 
-    tr(P_ij F) = tr(J F) - tr(G^{-1} B* F B),
-    r = B b,  b = G^{-1} t,  |r|^2 = t* b,  r* F r = b* (B* F B) b.
+    tr(P_ij F) = tr(J F) - tr(G^{-1} B* F B),                                    (9)
+    b = G^{-1} t,    t = B* w_j,                                                (10)
+    r = B b,    |r|^2 = t* b,    r* F r = b* (B* F B) b.                        (11)
 
-So e_ij needs only the q x q blocks of N* F N and N* N, with all N_i side by side.
+As w_j is in S_i, t is zero but for N_j* w_j. So e_ij = (9) + c_ij (11) needs only the q x q
+blocks of N* F N and N* N, with all N_i side by side.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg.columns import (
+    Square,
     diagonal,
     dot,
     einsum,
+    largest_modulus,
     mean,
+    over,
     promoted,
     squared_modulus,
     times,
 )
 from traceax._linalg.krylov import Complements
 
+ByProbe = Inexact[Array, "*values k"]
+OfProbes = Inexact[Array, " k"]
+OfRows = Inexact[Array, "p k"]
+Errors = Float[Array, "*values"]
 
-def standard_error(
-    samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
-) -> Float[Array, "*values"]:
-    """Of the mean of independent samples; infinite for a single sample. As a sum of one
-    part, diagonals would take a third longer."""
-    k = samples.shape[-1]
-    if k == 1:
-        return jnp.full_like(rounding, jnp.inf)
-    deviations = samples - mean(samples)[..., None]
-    return length(deviations / (k * (k - 1)) ** 0.5, rounding)
+
+def standard_error(samples: ByProbe, rounding: Errors) -> Errors:
+    """Return the standard error of the mean of independent samples.
+
+    It is infinite for a single sample.
+    """
+    return _error_of_mean(samples - mean(samples)[..., None], samples.shape[-1], rounding)
 
 
 def standard_error_of_parts(
-    samples: Inexact[Array, "*values k parts"], rounding: Float[Array, "*values"]
-) -> Float[Array, "*values"]:
-    """Of the mean of k samples, each the sum of independent parts; infinite for k = 1. Each
-    part has its own mean, so its own spread, of k - 1 degrees of freedom."""
-    k = samples.shape[-2]
-    if k == 1:
+    samples: Inexact[Array, "*values k parts"], rounding: Errors
+) -> Errors:
+    """Return the standard error of the mean of k samples, each a sum of independent parts.
+
+    Each part has its own mean, so its own spread, of k - 1 degrees of freedom. The error is
+    infinite for k = 1. (As samples of one part, diagonals would take a third longer.)
+    """
+    deviations = samples - mean(jnp.moveaxis(samples, -2, -1))[..., None, :]
+    deviations = deviations.reshape(*rounding.shape, -1)
+    return _error_of_mean(deviations, samples.shape[-2], rounding)
+
+
+def _error_of_mean(deviations: ByProbe, count: int, rounding: Errors) -> Errors:
+    """Return the error of the mean of `count` samples with these deviations from it."""
+    if count == 1:
         return jnp.full_like(rounding, jnp.inf)
-    means = mean(jnp.moveaxis(samples, -2, -1))
-    deviations = (samples - means[..., None, :]) / (k * (k - 1)) ** 0.5
-    return length(deviations.reshape(*deviations.shape[:-2], -1), rounding)
+    return length(deviations / (count * (count - 1)) ** 0.5, rounding)
 
 
-def error_of_sum(length: Float[Array, "*values"], k: int) -> Float[Array, "*values"]:
-    """Of the sum of k independent samples, whose deviations have this `length`."""
+def error_of_sum(length: Errors, k: int) -> Errors:
+    """Return the error of the sum of k independent samples: deviations have this length."""
     return length * (k / (k - 1)) ** 0.5 if k > 1 else jnp.full_like(length, jnp.inf)
 
 
-def shared_error(
-    samples: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
-) -> Float[Array, "*values"]:
-    """Of the mean of leave-one-out samples of a diagonal, which share their probes.
+def shared_error(samples: ByProbe, rounding: Errors) -> Errors:
+    """Return the error of the mean of leave-one-out samples of a diagonal.
 
-    Decompose the error of sample i into parts that depend on sets of probes (Hoeffding
-    1948). A part has mean zero given the probes other than i, so its set contains i, and a
-    part of r probes occurs in at most r samples. So parts of r probes raise the error of
-    the mean at most sqrt(r) times above that of independent samples. For diagonals no part
-    of more than two probes mattered in any spectrum measured. The jackknife is up to ten
-    times too wide.
+    These samples share their probes. Decompose the error of sample i into parts that depend
+    on sets of probes (Hoeffding 1948). A part has mean zero given the probes other than i,
+    so its set contains i, and a part of r probes occurs in at most r samples. So parts of r
+    probes raise the error of the mean at most sqrt(r) times above that of independent
+    samples. For diagonals no part of more than two probes mattered in any spectrum
+    measured. The jackknife is up to ten times too wide.
     """
     return standard_error(2**0.5 * samples, rounding)
 
 
 def independent_degrees_of_freedom(k: int) -> float:
-    """For the interval of a mean of k independent quadratic forms: a third of k - 1.
+    """Return the degrees of freedom of a mean of k independent quadratic forms.
 
-    Such samples are skewed, and the errors of their mean and of their spread correlated:
-    with k - 1 degrees intervals for 95 % hold in 82 % of runs (k = 4), with a third in 90.
+    They are a third of k - 1. Such samples are skewed, and the errors of their mean and of
+    their spread are correlated: with k - 1 degrees, intervals for 95 % hold in 82 % of runs
+    (k = 4), with a third in 90 %.
     """
     return (k - 1) / 3
 
 
 def shared_degrees_of_freedom(k: int) -> float:
-    """For the interval of a mean of k leave-one-out samples of a function's trace, which
-    are less skewed than independent quadratic forms: two thirds of k - 1."""
+    """Return the degrees of freedom of a mean of k leave-one-out samples of a function's
+    trace.
+
+    They are two thirds of k - 1: these samples are less skewed than independent ones.
+    """
     return max(2 * (k - 1) / 3, 1)
 
 
 def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
-    """The error of a weighted mean over that of the mean (Kish 1965), weights of sum 1."""
+    """Return the error of a mean with weights of sum 1, over the mean's (Kish 1965)."""
     return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
 
 
-def quadrature_error(
-    changes: Float[Array, "levels ..."], unresolved: bool
-) -> Float[Array, "*values"]:
-    """The error of a quadrature, from how much its last refinements changed it, the last
-    one first. If there was no refinement it is infinite where `unresolved`, else zero.
+def quadrature_error(changes: Float[Array, "levels ..."], unresolved: bool) -> Errors:
+    """Return the error of a quadrature, from how much its last refinements changed it.
 
-    Errors that fall by a factor r at each refinement leave a change of last r/(1 - r). Many
-    fall as a power (of square roots, say), where the ratio of the last two changes is too
-    small: r is its square root. If the last change is the larger one, rules of even and odd
-    order differ, and the ratio is inverted. As rules can stagnate it is at least the last.
+    The last change comes first. Without any refinement the error is infinite if it is
+    `unresolved`, else zero. Errors that fall by a factor r at each refinement leave a
+    change of last r/(1 - r). Many fall as a power (for example for square roots). Then
+    the ratio of the last two changes is too small, so r is its square root. If the last
+    change is the larger one, rules of even and odd order differ, and the ratio is inverted.
+    As rules can stagnate, the error is at least the last change.
     """
     if changes.shape[0] == 0:
         return jnp.full(changes.shape[1:], jnp.inf if unresolved else 0.0)
@@ -143,22 +163,18 @@ def quadrature_error(
     return last * jnp.maximum(1, root / (1 - root))
 
 
-def jackknife_error(
-    replicates: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
-) -> Float[Array, "*values"]:
-    """Of an estimator whose value without probe i is `replicates[..., i]`."""
+def jackknife_error(replicates: ByProbe, rounding: Errors) -> Errors:
+    """Return the error of an estimator that is `replicates[..., i]` without probe i."""
     k = replicates.shape[-1]
     deviations = replicates - mean(replicates)[..., None]
     return length(deviations * ((k - 1) / k) ** 0.5, rounding)
 
 
-def no_less_than_theory(
-    error: Float[Array, "*values"], variances: Float[Array, "*values k"], *, real: bool
-) -> Float[Array, "*values"]:
-    """The larger one of an error from the spread of k quadratic forms, and of theory.
+def no_less_than_theory(error: Errors, variances: ByProbe, *, real: bool) -> Errors:
+    """Return the larger of an error from the spread of k quadratic forms, and of theory.
 
     If few probes have a large part in the one direction that matters, most runs have too
-    small a spread. But for a rotation-invariant w, what B w has across w shows it:
+    small a spread. But for a rotation-invariant w, the part of B w across w shows it:
 
         Var w* B w = |a| E |B w - w (w* B w)/|w|^2|^2,      a = 2 (real B = B*), 1 (complex)
 
@@ -168,11 +184,9 @@ def no_less_than_theory(
     return jnp.maximum(error, jnp.sqrt((2 if real else 1) * mean(variances) / k))
 
 
-def no_less_than_coupling(
-    error: Float[Array, "*values"], norms: Float[Array, "*values k"]
-) -> Float[Array, "*values"]:
-    """The larger one of an error from the spread of 2 to 4 quadratic forms of signs w, and
-    of a quarter of the mean of `norms`, |A w - w (w* A w)/n|_4 for each probe.
+def no_less_than_coupling(error: Errors, norms: ByProbe) -> Errors:
+    """Return the larger of an error from the spread of 2 to 4 quadratic forms of signs w,
+    and of a quarter of the mean of `norms`, |A w - w (w* A w)/n|_4 for each probe.
 
     The forms of A = c (e_1 e_2* + e_2 e_1*) are 2 c w_1 w_2. With probability 2^(1 - k) the
     product w_1 w_2 = s is the same in all k probes: then there is no spread, the error is
@@ -184,100 +198,88 @@ def no_less_than_coupling(
     return jnp.maximum(error, mean(norms) / 4)
 
 
-class Pairs(NamedTuple):
-    """What XTrace and row norms need of each pair: S, L, 1/a^2, a u* w_j, and c_ij."""
-
-    directions: Inexact[Array, "k k"]
-    overlap: Inexact[Array, "k k"]
-    inverse: Float[Array, "k k"]
-    tests: Inexact[Array, "k k"]
-    resphering: Float[Array, "k k"]
-
-    def along(self, products: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-        """a u* v_j, given s_i* v_j."""
-        return products - self.overlap * diagonal(products)[None, :]
+# What XTrace and row norms need of each pair [i, j], as in (2) to (6): S, L = `overlap`,
+# 1/a^2 = `inverse`, a u* w_j = `tests` and c_ij = `resphering`.
+EveryPair = tuple[Square, ...]
 
 
 def pairs_of_probes(
-    s: Inexact[Array, "k k"],
-    w: Inexact[Array, "k k"],
-    lengths: Float[Array, " k"],
-    residual_rank: int | None,
-) -> Pairs:
-    """`w` is Q* Omega, `lengths` are |mu_j|^2, `residual_rank` is n - k + 2, or None if the
-    probes are not resphered."""
+    s: Square, w: Square, lengths: Float[Array, " k"], residual_rank: int | None
+) -> EveryPair:
+    """Return what the replicates need of all pairs of probes.
+
+    `w` is Q* Omega, and `lengths` are |mu_j|^2. `residual_rank` is n - k + 2, or None if
+    the probes are not resphered.
+    """
     overlap = dot(s.conj().T, s)
     inverse = 1 / one_minus_squared_modulus(overlap)
-    pairs = Pairs(s, overlap, inverse, overlap, jnp.ones_like(inverse))
-    tests = pairs.along(dot(s.conj().T, w))
+    tests = _dots_with_u(overlap, dot(s.conj().T, w))
+    resphering = jnp.ones_like(inverse)
     if residual_rank is not None:
-        restored = residual_rank / (lengths[None, :] + squared_modulus(tests) * inverse)
-        pairs = pairs._replace(resphering=restored)
-    return pairs._replace(tests=tests)
+        resphering = residual_rank / (lengths[None, :] + squared_modulus(tests) * inverse)
+    return s, overlap, inverse, tests, resphering
+
+
+def _dots_with_u(overlap: Square, products: Square) -> Square:
+    """Return a u* v_j, by (2), given s_i* v_j."""
+    return products - overlap * diagonal(products)[None, :]
 
 
 def xtrace_replicates(
-    pairs: Pairs,
-    h: Inexact[Array, "k k"],
-    image: Inexact[Array, "k k"],
-    coimage: Inexact[Array, "k k"],
-    remainders: Inexact[Array, " k"],
-) -> Inexact[Array, " k"]:
-    """`image` and `coimage` are Q* A mu_j and Q* A* mu_j; `remainders` mu_j* A mu_j."""
-    s, overlap = pairs.directions, pairs.overlap
+    pairs: EveryPair, h: Square, image: Square, coimage: Square, remainders: OfProbes
+) -> OfProbes:
+    """Return XTrace's T_i, by (1) to (6).
+
+    `image` and `coimage` are Q* A mu_j and Q* A* mu_j, `remainders` are mu_j* A mu_j.
+    """
+    s, overlap, inverse, tests, resphering = pairs
     s_adjoint = s.conj().T
     shs = dot(s_adjoint, h, s)
     own = diagonal(shs)
     uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), pairs.inverse)
-    c = times(pairs.tests, pairs.inverse)
-    cross = c.conj() * pairs.along(dot(s_adjoint, image))
-    cross = cross + c * pairs.along(dot(s_adjoint, coimage)).conj()
-    second = times(squared_modulus(pairs.tests) * pairs.inverse, uhu)
-    products = times(pairs.resphering, remainders[None, :] + cross + second)
+    uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
+    # The terms of (5): `a` cancels from c times (Q u)*.
+    c = times(tests, inverse)
+    cross = c.conj() * _dots_with_u(overlap, dot(s_adjoint, image))
+    cross = cross + c * _dots_with_u(overlap, dot(s_adjoint, coimage)).conj()
+    second = times(squared_modulus(tests) * inverse, uhu)
+    products = times(resphering, remainders[None, :] + cross + second)
     return mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
 
 
 def row_norm_replicates(
-    pairs: Pairs,
-    known: Float[Array, "p k"],
-    v: Inexact[Array, "p k"],
-    remainders: Inexact[Array, "p k"],
-) -> Float[Array, "p k"]:
-    """`known` are |b P_j|^2 for all rows b; `v` is B Q S, `remainders` are B mu_j."""
-    k = known.shape[1]
+    pairs: EveryPair, known: OfRows, v: OfRows, remainders: OfRows
+) -> OfRows:
+    """Return the T_i of all rows b, by (7), multiplied out.
+
+    `known` are |b P_j|^2, `v` is B Q S, and `remainders` are B mu_j. The matrices of pairs
+    are transposed, [j, i], so that products with them are sums over j.
+    """
+    _, overlap, inverse, tests, resphering = (matrix.T for matrix in pairs)
+    k = len(overlap)
     others = (1 - jnp.eye(k, dtype=known.dtype)) / (k - 1)
-    beta, inverse = times(pairs.inverse, pairs.tests), pairs.inverse * others
-    c, cross = pairs.resphering * others, pairs.overlap.conj()  # cross is L_ji
-    tested, squares = c * squared_modulus(beta), squared_modulus(v)
-
-    def over_j(block: Inexact[Array, "p k"], weights: Inexact[Array, "k k"]) -> Array:
-        return dot(block, weights.T)
-
-    own = squares * jnp.sum(tested - inverse, axis=1)[None, :]
-    of_i = over_j(squared_modulus(remainders), c)
-    of_i = of_i + over_j(squares, (tested - inverse) * squared_modulus(cross))
-    of_i = of_i - 2 * over_j(remainders.conj() * v, times(c, beta) * cross).real
-    mixed = over_j(v, times(inverse - tested, cross))
-    mixed = mixed + over_j(remainders, times(c, beta.conj()))
-    return over_j(known, others) + own + of_i + 2 * (v.conj() * mixed).real
+    beta, c = times(inverse, tests), resphering * others
+    cross = overlap.conj()  # L_ji
+    # The factor of |v_i - v_j L_ji|^2 in (7).
+    factor = c * squared_modulus(beta) - inverse * others
+    squares = squared_modulus(v)
+    own = squares * jnp.sum(factor, axis=0)[None, :]
+    of_j = dot(squared_modulus(remainders), c)
+    of_j = of_j + dot(squares, factor * squared_modulus(cross))
+    of_j = of_j - 2 * dot(remainders.conj() * v, times(c, beta) * cross).real
+    mixed = dot(remainders, times(c, beta.conj())) - dot(v, times(factor, cross))
+    return dot(known, others) + own + of_j + 2 * (v.conj() * mixed).real
 
 
-def half_jackknife_error(
-    spaces: Complements,
-    right: Inexact[Array, "r m"],
-    values: Inexact[Array, "p m"],
-    left: Inexact[Array, "m r"],
-    samples: Inexact[Array, "p k"],
-) -> Float[Array, " p"]:
-    """Half of the jackknife's error of leave-one-out samples, in `krylov_replicates`'
-    notation. Zero if some N_i has more than q columns: then the e_ij mean nothing."""
+def half_jackknife_error(spaces: Complements, *read: Array) -> Float[Array, " p"]:
+    """Return half of the jackknife's error. The arguments are as in `krylov_replicates`.
+
+    It is zero if some N_i has more than q columns: then the e_ij mean nothing.
+    """
     k, r, _ = spaces.vectors.shape
-    needed, beyond = jnp.split(spaces.vectors, [r // k], axis=2)
-    spaces = spaces._replace(vectors=needed)
-    replicates = krylov_replicates(spaces, right, values, left, samples)
-    half = jackknife_error(replicates, jnp.zeros_like(samples[:, 0].real)) / 2
-    return jnp.where(jnp.any(beyond != 0), 0, half)
+    replicates = krylov_replicates(spaces, *read)
+    half = jackknife_error(replicates, jnp.zeros_like(replicates[:, 0].real)) / 2
+    return jnp.where(jnp.any(spaces.vectors[..., r // k :] != 0), 0, half)
 
 
 def krylov_replicates(
@@ -285,32 +287,38 @@ def krylov_replicates(
     right: Inexact[Array, "r m"],
     values: Inexact[Array, "p m"],
     left: Inexact[Array, "m r"],
-    samples: Inexact[Array, "p k"],
-) -> Inexact[Array, "p k"]:
-    """For every i the mean over j of e_ij. F is `right` diag(values) `left`, Hermitian or
-    not; the remainders of `spaces` are sqrt(c_i) r_i; `samples` are the e_i."""
+    samples: OfRows,
+) -> OfRows:
+    """Return the T_i of samples from Krylov spaces, by (1) and (8) to (11).
+
+    F is `right` diag(values) `left`, Hermitian or not, for each row of values. The
+    remainders of `spaces` are sqrt(c_i) r_i, and `samples` are the e_i. Only the first q
+    columns of every N_i are read.
+    """
     vectors, remainders, dimensions, _ = spaces
-    k, r, q = vectors.shape
+    k, r, _ = vectors.shape
+    q = r // k
+    vectors = vectors[..., :q]
     columns = jnp.moveaxis(vectors, 0, 1).reshape(r, k * q)
-    before, after, values = promoted(
-        dot(columns.conj().T, right), dot(left, columns), values
-    )
+    adjoint = columns.conj().T
+    before, after, values = promoted(dot(adjoint, right), dot(left, columns), values)
     forms = jax.vmap(lambda v: _pair_blocks(dot(before * v[None, :], after), k))(values)
-    gram = _pair_blocks(dot(columns.conj().T, columns), k)
+    gram = _pair_blocks(dot(adjoint, columns), k)
     inverse = _pseudoinverse(gram)
     tests = einsum("jra,jr->ja", vectors.conj(), remainders)
 
     # Sums of products compile faster here than matrix products.
-    b = jnp.sum(inverse[..., q:] * tests[None, :, None, :], axis=-1)
+    b = jnp.sum(inverse[..., q:] * tests[None, :, None, :], axis=-1)  # (10)
     lengths = jnp.sum(tests.conj()[None] * b[..., q:], axis=-1).real
     outer = b.conj()[..., :, None] * b[..., None, :]
-    tested = jnp.sum(times(outer[None], forms), axis=(-2, -1))
-    removed = jnp.sum(times(jnp.swapaxes(inverse, -1, -2)[None], forms), axis=(-2, -1))
-    rank = jnp.sum(jnp.swapaxes(inverse, -1, -2) * gram, axis=(-2, -1)).real
+    tested = jnp.sum(times(outer[None], forms), axis=(-2, -1))  # r* F r of (11)
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    removed = jnp.sum(times(transposed[None], forms), axis=(-2, -1))  # the trace in (9)
+    rank = jnp.sum(transposed * gram, axis=(-2, -1)).real
     dimensions = (dimensions - jnp.sum(squared_modulus(vectors), axis=(1, 2)))[:, None]
-    factors = (dimensions + rank) / jnp.where(lengths > 0, lengths, 1)
+    factors = (dimensions + rank) / jnp.where(lengths > 0, lengths, 1)  # c_ij
 
-    # tr(J F) from the first sample.
+    # tr(J F), by (8) from the first sample.
     own = forms[:, 0, 0, :q, :q]
     first = einsum("a,pab,b->p", *promoted(tests[0].conj(), own, tests[0]))
     total = samples[:, 0].astype(own.dtype) + einsum("paa->p", own) - first
@@ -319,21 +327,22 @@ def krylov_replicates(
 
 
 def _pair_blocks(square: Inexact[Array, "kq kq"], k: int) -> Inexact[Array, "{k} {k} p p"]:
-    """The principal block of each pair i, j, from a matrix of q x q blocks."""
+    """Return the principal block of each pair i, j, from a matrix of q x q blocks."""
     q = square.shape[0] // k
     blocks = jnp.transpose(square.reshape(k, q, k, q), (0, 2, 1, 3))
     own = einsum("iiab->iab", blocks)
     first, second = (jnp.broadcast_to(x, blocks.shape) for x in (own[:, None], own[None]))
-    above = jnp.concatenate([first, blocks], axis=-1)
-    below = jnp.concatenate([jnp.swapaxes(blocks, 0, 1), second], axis=-1)
-    return jnp.concatenate([above, below], axis=-2)
+    return jnp.block([[first, blocks], [jnp.swapaxes(blocks, 0, 1), second]])
 
 
 def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*batch q q"]:
-    """A generalised inverse of many small positive semidefinite matrices by Gauss-Jordan
-    elimination. It skips small pivots: their rows and columns, which depend on the others
-    (the directions that N_i and N_j share) or are zero, become zero. Pivots are squares of
-    sines, and a space knows its last directions to the root of eps only."""
+    """Invert many small positive semidefinite matrices by Gauss-Jordan elimination.
+
+    This is a generalised inverse. It skips small pivots: their rows and columns, which
+    depend on the others (the directions that N_i and N_j share) or are zero, become zero.
+    Pivots are squares of sines, and a space knows its last directions to the root of eps
+    only.
+    """
     q = matrices.shape[-1]
     least = float(jnp.finfo(matrices.dtype).eps) ** 0.5
 
@@ -350,22 +359,52 @@ def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*b
     return jax.lax.fori_loop(0, q, eliminate, matrices)
 
 
-def one_minus_squared_modulus(overlap: Inexact[Array, "k k"]) -> Float[Array, "k k"]:
-    """1 - |L_ij|^2, at least eps off the diagonal; 1 on the diagonal, which is not used."""
+def one_minus_squared_modulus(overlap: Square) -> Float[Array, "k k"]:
+    """Return 1 - |L_ij|^2, at least eps, off the diagonal, and 1 on it, to be unused."""
     floored = jnp.maximum(1 - jnp.abs(overlap) ** 2, jnp.finfo(overlap.dtype).eps)
     return jnp.where(jnp.eye(overlap.shape[0], dtype=bool), 1, floored)
 
 
-def mean_of_others(estimates: Inexact[Array, "k k"]) -> Inexact[Array, " k"]:
+def mean_of_others(estimates: Square) -> OfProbes:
+    """Return the mean over j != i of a matrix [i, j], as in (1)."""
     k = estimates.shape[0]
     others = jnp.where(jnp.eye(k, dtype=bool), 0, estimates)
     return jnp.sum(others, axis=1) / (k - 1)
 
 
-def length(
-    deviations: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
-) -> Float[Array, "*values"]:
-    """sqrt(|deviations|^2 + rounding^2), without overflow of the squares in float32."""
+def length(deviations: ByProbe, rounding: Errors) -> Errors:
+    """Return sqrt(|deviations|^2 + rounding^2), without overflow of squares in float32."""
     vector = jnp.append(jnp.abs(deviations), rounding[..., None], axis=-1)
     scale = jnp.maximum(jnp.max(vector, axis=-1), jnp.finfo(vector.dtype).tiny)
     return scale * jnp.sqrt(jnp.sum((vector / scale[..., None]) ** 2, axis=-1))
+
+
+def sums_of_others(x: Inexact[Array, " k"]) -> Inexact[Array, " k"]:
+    """Return the sum over all but each in turn, without subtracting, which would cancel
+    where one of them dominates."""
+    before, after = jnp.cumsum(x)[:-1], jnp.cumsum(x[::-1])[:-1]
+    return jnp.pad(before, (1, 0)) + jnp.pad(after, (1, 0))[::-1]
+
+
+# A slope from two points has no finite variance.
+FEWEST_OTHERS = 3
+
+
+def slopes_of_others(
+    x: Inexact[Array, " k"], y: Inexact[Array, " k"], *, floor: Float[Array, ""]
+) -> Inexact[Array, " k"]:
+    """Return, for each i, the slope of the regression of y_j on x_j over all j but i, where
+    the x_j have the mean zero. `floor` is the sum of squares that rounding gives x: below
+    it the slope is rounding, and falls to zero. With fewer than four numbers it is zero."""
+    x, y = promoted(x, y)
+    scale, others = largest_modulus(x), max(x.size - 1, 1)
+    x, y, floor = over(x, scale), y - mean(y), floor / scale / scale
+    squares, means = sums_of_others(squared_modulus(x)), sums_of_others(x) / others
+    about_mean = squares - others * squared_modulus(means)
+    # Where they are all alike but for rounding, in this sum or in x itself.
+    grain = 1e3 * float(jnp.finfo(floor.dtype).eps) * squares + 16 * floor
+    known = (about_mean > grain) & (others >= FEWEST_OTHERS)
+    # y - mean(y) sums to zero over all, so to -y_i over the others.
+    cross = sums_of_others(x.conj() * y) + means.conj() * y
+    slopes = over(over(cross, jnp.where(known, about_mean, 1)), scale)
+    return jnp.where(known, slopes, 0)

@@ -1,5 +1,5 @@
-"""Krylov spaces: Lanczos from single vectors, Lanczos and Arnoldi from a block, and block
-spaces without one of their starts.
+"""Krylov spaces: Lanczos' process from single vectors, Lanczos' and Arnoldi's from a block,
+and block spaces without one of their starts.
 
 If a space is exhausted ("breakdown"), the process divides by 1 instead of a zero residual,
 and the new basis vectors are zero. The projection T then is block diagonal, and its first
@@ -12,21 +12,28 @@ from w_1 .. w_k, T = Z* A Z and K the span of its first q blocks. The space of t
     S_i = K_q(A, all w_j but w_i),
 
 is a subspace of K with at most q dimensions less. (Starts that stay in every S_i come
-first, and do not count in this.) So its orthogonal complement in K is small: it has an
-orthonormal basis N_i with K = S_i + range(N_i), in the coordinates of Z. The N_i are
-computed block by block. With the columns s that S_i received last (in the beginning those
-of the other starts),
+first, and no i belongs to them.) So its orthogonal complement in K is small: it has an
+orthonormal basis N_i with
 
-    V = T s
+    K = S_i + range(N_i),
 
-lies in the span of S_i, N_i and the next block E of coordinates. The part of V that is new
-to S_i has the k + q coordinates [E, N_i]* V, and a complete QR decomposition of them turns
-[E, N_i] into the new s and the new N_i. Each step multiplies by another rotation, and
-orthogonalises nothing again, so the N_i are orthonormal to rounding however small the
-residuals are. Directions at the level of rounding stay in N_i, and S_i is smaller. That
-level is the one of V, which becomes smaller by orders of magnitude as a space converges,
-and not that of T (see `eigenframe`): what S_i lacks of the others' directions it lacks in
-favour of those of w_i. Directions that stay may be too many for N_i. Then K ends with the
+in the coordinates of Z. `complements` computes the N_i block by block. It remembers the
+columns s that S_i received last; at first they are the other starts. A step is
+
+    V = T s,                                  (1)
+    [E, N_i]* V = U R,                        (2)
+    [new s, new N_i] = [E, N_i] U.            (3)
+
+The V of (1) lies in the span of S_i, N_i and the next block E of coordinates. So all that
+is new to S_i in it has the k + q coordinates [E, N_i]* V. Their complete QR decomposition
+(2) puts the new directions first, and (3) hands these to S_i and leaves the others in N_i.
+Each step multiplies by another rotation, and orthogonalises nothing again, so the N_i are
+orthonormal to rounding however small the residuals are.
+
+Directions at the level of rounding stay in N_i, and S_i is smaller. This is the level of V,
+which becomes smaller by orders of magnitude as a space converges, and not the level of T
+(see `eigenframe`): what S_i lacks of the other starts' directions it would lack in favour
+of the directions of w_i. Directions that stay may be too many for N_i. Then K ends with the
 last block for which every N_i has room.
 """
 
@@ -38,8 +45,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Inexact, Int
+from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
 from traceax._linalg.basis import approximate_svd, random_rotation, square_roots
@@ -64,13 +70,22 @@ ROUNDINGS = 10
 # a smaller one, and widens error bars: solves at a tolerance of 1e-2 have about 0.05.
 ASYMMETRY = 0.1
 
-# A linear map of blocks, one application for each column.
-BlockMap = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
+# A linear map of blocks, which takes one matvec for each column.
+Matvecs = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
+
+Panel = Inexact[Array, "n b"]
+Number = Float[Array, ""]
+OnSpace = Inexact[Array, "r r"]
+Filled = Bool[Array, " r"]
 
 
 class Krylov(NamedTuple):
-    """A q_j = sum_i q_i T_ij + rest, the rows q_j of `basis` orthonormal, q_1 = v/|v|.
-    `noise` is the largest entry of Q* A Q where T has none, which only noise explains."""
+    """The result of Lanczos' process from N vectors v.
+
+    A q_j = sum_i q_i T_ij + a residual, with the orthonormal rows q_j of `basis` and
+    q_1 = v/|v|. `length` is |v|, and `projection` is T. `noise` is the largest entry of
+    Q* A Q off the three diagonals of T, which only the noise of matvecs explains.
+    """
 
     basis: Inexact[Array, "N m n"]
     projection: Float[Array, "N m m"]
@@ -79,70 +94,68 @@ class Krylov(NamedTuple):
 
 
 def lanczos(
-    linear_map: BlockMap,
+    linear_map: Matvecs,
     starts: Inexact[Array, "N n"],
     num_steps: int,
     *,
     reorthogonalise: bool = True,
     differentiable: bool = False,
 ) -> Krylov:
-    """Lanczos' process from each of N vectors, in one batch; NaN if A is found not
-    Hermitian.
+    """Run Lanczos' process from each of N vectors, in one batch.
 
-    `differentiable` is for derivatives of the recurrence itself. Where the space is
-    exhausted, the residual is zero, but its derivative has a direction, which second
-    derivatives need (for a multiple of I already after the first step). So the recurrence
-    continues in a new direction, with a negligible coupling sqrt(eps).
+    T is NaN if A is found not to be Hermitian. Set `differentiable` to differentiate the
+    recurrence itself. If the space is exhausted, the residual is zero, but its derivative
+    has a direction, which second derivatives need (for a multiple of I already after the
+    first step). So the recurrence then continues in a new direction, with a negligible
+    coupling sqrt(eps).
     """
-    reorthogonalise = reorthogonalise or differentiable
-    advance = jax.vmap(partial(_advance, differentiable), in_axes=(None, 0, 0))
 
     def step(state: _State, j: Array) -> tuple[_State, tuple[Array, ...]]:
-        # All vectors in one block, as columns: for a stored matrix half the time of rows.
-        if state.basis is not None:
-            basis = jax.lax.dynamic_update_index_in_dim(state.basis, state.q, j, axis=1)
-            state = state._replace(basis=basis)
-        return advance(j, state, linear_map(state.q.T).T)
+        # A stored matrix multiplies the columns of a block in half the time of its rows.
+        product = linear_map(state[1].T).T
+        return jax.vmap(partial(_advance, differentiable, j))(state, product)
 
-    basis_shape = (starts.shape[0], num_steps, starts.shape[1])
-    basis = jnp.zeros(basis_shape, starts.dtype) if reorthogonalise else None
+    count, n = starts.shape
     length = jax.vmap(norm)(starts)
     q = over(starts, jnp.where(length > 0, length, 1)[:, None])
+    keeps_basis = reorthogonalise or differentiable
+    basis = jnp.zeros((count, num_steps, n), q.dtype) if keeps_basis else None
     zero = jnp.zeros_like(length)
-    state = _State(basis, q, jnp.zeros_like(q), zero, zero, zero)
-    state, outputs = jax.lax.scan(step, state, jnp.arange(num_steps))
+    start = basis, q, jnp.zeros_like(q), zero, zero, zero
+    (basis, *_, scale, skew), outputs = jax.lax.scan(step, start, jnp.arange(num_steps))
     alphas, betas, live, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
     alphas = jnp.where(live, alphas, alphas[:, :1])
-    skewed = state.skew > ASYMMETRY * state.scale
-    alphas = jnp.where(skewed[:, None], jnp.nan, alphas)
-    basis = rows if state.basis is None else state.basis
-    projection = jax.vmap(tridiagonal)(alphas, betas[:, :-1])
-    return Krylov(basis, projection, length, state.skew)
+    alphas = jnp.where((skew > ASYMMETRY * scale)[:, None], jnp.nan, alphas)
+    # Selections and products compile faster than `jnp.diag`.
+    above = jnp.where(jnp.eye(num_steps, k=1, dtype=bool)[None], betas[:, :, None], 0)
+    projection = jnp.eye(num_steps, dtype=alphas.dtype)[None] * alphas[:, :, None]
+    projection = projection + above + jnp.swapaxes(above, 1, 2)
+    return Krylov(rows if basis is None else basis, projection, length, skew)
 
 
-class _State(NamedTuple):
-    """`scale` is the largest |A q|; `skew` is the largest entry of Q* A Q outside of the
-    three diagonals."""
-
-    basis: Inexact[Array, "N m n"] | None
-    q: Inexact[Array, "N n"]
-    previous: Inexact[Array, "N n"]
-    beta: Float[Array, " N"]
-    scale: Float[Array, " N"]
-    skew: Float[Array, " N"]
+# The state of Lanczos' process: `basis`, which is None if nothing is orthogonalised again;
+# `q` and its predecessor; `beta`, the size of the last residual; the largest |A q| so far;
+# and `skew`, the largest entry of Q* A Q off the three diagonals.
+_State = tuple[Array | None, Array, Array, Array, Array, Array]
 
 
 def _advance(
     differentiable: bool, j: Array, state: _State, product: Inexact[Array, " n"]
 ) -> tuple[_State, tuple[Array, ...]]:
-    """One step from one vector, given A q."""
+    """Take step j from one vector q, given the product A q.
+
+    The output is alpha, beta, whether q is not zero, and q. If q is zero, the caller
+    fills the diagonal of T.
+    """
     basis, q, previous, beta, scale, skew = state
+    if basis is not None:
+        basis = jax.lax.dynamic_update_index_in_dim(basis, q, j, axis=0)
     eps = float(jnp.finfo(q.dtype).eps)
     scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
     alpha = dot(q.conj(), product).real
     residual = product - times(alpha, q) - times(beta, previous)
-    known = jnp.stack([previous, q]) if basis is None else basis
-    overlaps = dot(known.conj(), residual)
+    against = jnp.stack([previous, q]) if basis is None else basis
+    overlaps = dot(against.conj(), residual)
     skew = jnp.maximum(skew, jnp.max(jnp.abs(jax.lax.stop_gradient(overlaps))))
     if basis is not None:
         residual = residual - dot(overlaps, basis)
@@ -152,16 +165,14 @@ def _advance(
         added = times(eps**0.5 * jnp.where(scale > 0, scale, 1), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
         size = norm(residual)
-        alive = size > 0  # false only where the basis spans the whole space
+        alive = size > 0  # false only if the basis spans the whole space
     beta = jnp.where(alive, size, 0)
     new = jnp.where(alive, over(residual, jnp.where(alive, size, 1)), 0)
-    # Where q itself is zero, the diagonal of T is filled later.
-    output = alpha, beta, jnp.any(q != 0), q
-    return _State(basis, new, q, beta, scale, skew), output
+    return (basis, new, q, beta, scale, skew), (alpha, beta, jnp.any(q != 0), q)
 
 
-def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
-    """Without overflow of the squares, and with derivative 0 at 0."""
+def norm(vector: Inexact[Array, " n"]) -> Number:
+    """Return |v|: its squares do not overflow, and its derivative at 0 is 0."""
     scale = jax.lax.stop_gradient(largest_modulus(vector))
     squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
@@ -169,43 +180,32 @@ def norm(vector: Inexact[Array, " n"]) -> Float[Array, ""]:
 
 
 def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
-    """A unit vector orthogonal to the basis, from a quasi-random sequence of step j."""
+    """Return a unit vector orthogonal to the basis, from a quasi-random sequence."""
     steps = jnp.arange(1, basis.shape[1] + 1, dtype=basis.real.dtype)
     turn = 0.6180339887 * (j + 1).astype(steps.dtype)
-    vector = jnp.modf(steps * turn)[0] - 0.5
-    vector = vector.astype(basis.dtype)
+    vector = (jnp.modf(steps * turn)[0] - 0.5).astype(basis.dtype)
     for _ in range(2):
         vector = vector - dot(basis.conj(), vector, basis)
     length = norm(vector)
     return over(vector, jnp.where(length > 0, length, 1))
 
 
-def tridiagonal(
-    alphas: Float[Array, " m"], betas: Float[Array, " m-1"]
-) -> Float[Array, "m m"]:
-    """By products with unit matrices, which compile faster than `jnp.diag`."""
-    m = alphas.size
-    above = jnp.eye(m, k=1, dtype=alphas.dtype) * jnp.append(betas, 0)[:, None]
-    return jnp.eye(m, dtype=alphas.dtype) * alphas[:, None] + above + above.T
+def truncated(projection: OnSpace, sizes: list[int]) -> Inexact[Array, "levels r r"]:
+    """Restrict T to its first `size` rows and columns, for each of the sizes.
 
-
-def truncated(
-    projection: Inexact[Array, "m m"], sizes: list[int]
-) -> Inexact[Array, "levels m m"]:
-    """T restricted to its first `size` rows and columns for each of the sizes, with the
-    rest of the diagonal filled as after a breakdown."""
-
-    def one(size: Int[Array, ""]) -> Inexact[Array, "m m"]:
-        kept = jnp.arange(projection.shape[0]) < size
-        inside = jnp.where(kept[:, None] & kept[None, :], projection, 0)
-        return jnp.where(jnp.diag(~kept), projection[0, 0], inside)
-
-    return jax.vmap(one)(jnp.array(sizes))
+    The rest of the diagonal is filled as after a breakdown.
+    """
+    kept = jnp.arange(len(projection))[None, :] < jnp.array(sizes)[:, None]
+    inside = jnp.where(kept[:, :, None] & kept[:, None, :], projection[None], 0)
+    is_filled = jnp.eye(len(projection), dtype=bool)[None] & ~kept[:, :, None]
+    return jnp.where(is_filled, projection[0, 0], inside)
 
 
 def by_levels(projections: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m m"]:
-    """Each T as it is, and as it was a quarter and two quarters of its steps earlier, if
-    there are so many."""
+    """Return each T, and what it was a quarter and two quarters of its steps earlier.
+
+    A level that would have no step left is omitted.
+    """
     num_steps = projections.shape[1]
     stride = max(1, num_steps // 4)
     sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
@@ -213,27 +213,34 @@ def by_levels(projections: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N 
 
 
 class Residual(NamedTuple):
-    """`scale` times `block` is the part of A times the last block that is orthogonal to the
-    basis. Each column is exact to a length of `noise`, in units of `scale`."""
+    """The part of A times the last block that is orthogonal to the basis.
 
-    block: Inexact[Array, "n b"]
-    scale: Float[Array, ""]
+    It is `scale` times `block`. Each column is exact to a length of `noise`, in units of
+    `scale`.
+    """
+
+    block: Panel
+    scale: Number
     noise: Float[Array, " b"]
 
 
 class BlockKrylov(NamedTuple):
-    """The orthonormal columns Z of `basis` span K(A, block). T = Z* A Z is the projection,
-    and A Z = Z T + (0 .. 0, residual). Columns that breakdown leaves empty are zero, and
-    not `filled`. The block itself is `starts` in the first columns of Z."""
+    """A block Krylov space K(A, block), spanned by the orthonormal columns Z of `basis`.
+
+    T = Z* A Z is the projection, and A Z = Z T + (0 .. 0, residual). Columns that breakdown
+    leaves empty are zero, and not `filled`. The block itself is `starts` in the first
+    columns of Z.
+    """
 
     basis: Inexact[Array, "n r"]
-    projection: Inexact[Array, "r r"]
-    filled: Bool[Array, " r"]
+    projection: OnSpace
+    filled: Filled
     starts: Inexact[Array, "b b"]
     residual: Residual
 
     @property
     def width(self) -> int:
+        """The number of columns of a block."""
         return self.starts.shape[0]
 
     @property
@@ -243,71 +250,68 @@ class BlockKrylov(NamedTuple):
 
     @property
     def is_exhausted(self) -> Bool[Array, ""]:
-        """Whether its last block is empty: then T has all that there is."""
+        """Tell whether the last block is empty, so that more blocks would add nothing."""
         return ~jnp.any(self.filled[-self.width :])
 
 
 def block_krylov(
-    linear_map: BlockMap,
-    block: Inexact[Array, "n b"],
-    depth: int,
-    hermitian: bool = True,
-    meter: Any = None,
+    linear_map: Matvecs, block: Panel, depth: int, hermitian: bool = True, meter: Any = None
 ) -> BlockKrylov:
-    """By depth * b applications, which a progress meter shows, with full
-    reorthogonalisation. The block has entries of the size of 1. If `hermitian` this is
-    Lanczos' process, with NaN if the operator is found not to be Hermitian; else it is
-    Arnoldi's."""
-    n, width = block.shape
-    eps = float(jnp.finfo(block.dtype).eps)
-    # Eigenvectors of a matrix that is not symmetric do not bear columns of noise.
-    least = 0 if hermitian else ROUNDINGS * eps * n**0.5
+    """Make a block Krylov space by depth * b matvecs, which a progress meter shows.
 
-    def step(carry: tuple, places: Array) -> tuple[tuple, None]:
-        (basis, projection, residual, shown), (here, before) = carry, places
+    Every block is orthogonalised against all others. The entries of `block` should be of
+    the size of 1. If `hermitian`, this is Lanczos' process, and T is NaN if the operator is
+    found not to be Hermitian; else it is Arnoldi's process.
+    """
+    n, width = block.shape
+    rank, eps = depth * width, float(jnp.finfo(block.dtype).eps)
+
+    def step(carry: tuple, here: Array) -> tuple[tuple, None]:
+        basis, projection, residual, shown = carry
         new, factor = next_block(basis, residual)
         basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
         # The first step writes this into the last columns, which the last step overwrites.
+        before = (here - width) % rank
         projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
         product = linear_map(new)
         scale = jnp.maximum(residual.scale, largest_modulus(product))
         product = over(product, scale)
-        rest, inside = _project_out(basis, product)
-        rest, again = _project_out(basis, rest)
-        inside = inside + again
-        column = times(scale, inside)
+        inside = dot(basis.conj().T, product)
+        rest = product - dot(basis, inside)
+        again = dot(basis.conj().T, rest)
+        column = times(scale, inside + again)
         projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
         lengths = jnp.sqrt(column_norms_squared(product))
-        noise = ROUNDINGS * eps * lengths
-        if not hermitian:
-            noise = jnp.maximum(noise, least + eps**0.75 * jnp.max(lengths))
+        # Entries of T near the least number of the dtype are noise, too.
+        least = 1e3 * float(jnp.finfo(lengths.dtype).tiny) / scale
+        noise = jnp.maximum(ROUNDINGS * eps * lengths, least)
+        if not hermitian:  # eigenvectors of such a matrix do not bear columns of noise
+            least = ROUNDINGS * eps * n**0.5 + eps**0.75 * jnp.max(lengths)
+            noise = jnp.maximum(noise, least)
         if meter is not None:
-            shown = meter.step(shown, (here + width) / (depth * width))
-        return (basis, projection, Residual(rest, scale, noise), shown), None
+            shown = meter.step(shown, (here + width) / rank)
+        residual = Residual(rest - dot(basis, again), scale, noise)
+        return (basis, projection, residual, shown), None
 
-    empty = (jnp.zeros((rows, depth * width), block.dtype) for rows in (n, depth * width))
-    shown = None if meter is None else meter.init()
     lengths = jnp.sqrt(column_norms_squared(block))
     start = Residual(block, jnp.zeros_like(lengths[0]), ROUNDINGS * eps * lengths)
-    carry = (*empty, start, shown)
-    places = width * np.arange(depth)
-    places = jnp.array([places, np.roll(places, 1)]).T
-    (basis, projection, residual, shown), _ = jax.lax.scan(step, carry, places)
+    shown = None if meter is None else meter.init()
+    basis, projection = (jnp.zeros((rows, rank), block.dtype) for rows in (n, rank))
+    carry = basis, projection, start, shown
+    carry, _ = jax.lax.scan(step, carry, width * jnp.arange(depth))
+    basis, projection, residual, shown = carry
     if meter is not None:
         meter.close(shown)
     if hermitian:
         scaled = over(projection, largest_modulus(projection))
         skew, size = map(jnp.linalg.norm, (scaled - scaled.conj().T, scaled))
         projection = jnp.where(skew > ASYMMETRY * size, jnp.nan, projection)
-    filled = column_norms_squared(basis) > 0
     starts = dot(basis[:, :width].conj().T, block)
-    return BlockKrylov(basis, projection, filled, starts, residual)
+    return BlockKrylov(basis, projection, column_norms_squared(basis) > 0, starts, residual)
 
 
-def next_block(
-    basis: Inexact[Array, "n r"], residual: Residual
-) -> tuple[Inexact[Array, "n b"], Inexact[Array, "b b"]]:
-    """The next columns of the basis, and the coordinates of the residual in them.
+def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel, Array]:
+    """Return the next columns of the basis, and the coordinates of the residual in them.
 
     Columns are measured by their own noise: as a space converges they become smaller by
     orders of magnitude, and what is noise in one may be all that another has. A direction
@@ -321,74 +325,54 @@ def next_block(
     eps = float(jnp.finfo(sizes.dtype).eps)
     sizes = jnp.where(sizes > jnp.maximum(1, ROUNDINGS * eps * sizes[0]), sizes, 0)
     tall = dot(block, over(right.conj().T, jnp.where(sizes > 0, sizes, jnp.inf)[None, :]))
-    tall, _ = _project_out(basis, tall)
+    tall = tall - dot(basis, dot(basis.conj().T, tall))
     root, inverse = square_roots(dot(tall.conj().T, tall))
     factor = dot(root, times(sizes[:, None], times(right, noise)))
     return dot(tall, inverse), times(scale, factor)
 
 
-def _project_out(
-    basis: Inexact[Array, "n r"], block: Inexact[Array, "n b"]
-) -> tuple[Inexact[Array, "n b"], Inexact[Array, "r b"]]:
-    inside = dot(basis.conj().T, block)
-    return block - dot(basis, inside), inside
-
-
-class Complements(NamedTuple):
-    """For every start i: N_i, with zero for columns that are not needed; `remainders`
-    r_i = N_i N_i* w_i, the part of w_i outside of S_i; and n - dim S_i. And which
-    coordinates of Z are in K."""
-
-    vectors: Inexact[Array, "k r p"]
-    remainders: Inexact[Array, "k r"]
-    dimensions: Float[Array, " k"]
-    inside: Bool[Array, " r"]
-
-    def resphered(self) -> Complements:
-        """The remainders times sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
-        squares = jnp.sum(squared_modulus(self.remainders), axis=1)
-        factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
-        return self._replace(remainders=times(factor[:, None], self.remainders))
-
-
 class Frame(NamedTuple):
-    """Coordinates in which T is applied. The rows of `axes` are the coordinates of the
-    columns of Z. T is a matrix in them, or a vector if it is diagonal, divided by its
-    largest entry."""
+    """The coordinates in which T is applied.
 
-    axes: Inexact[Array, "r r"]
+    The rows of `axes` are the coordinates of the columns of Z. `square` is T in them,
+    divided by its largest entry: a matrix, or a vector if it is diagonal.
+    """
+
+    axes: OnSpace
     square: Inexact[Array, "..."]
 
-    def apply(self, block: Inexact[Array, "r k"]) -> tuple[Array, Float[Array, " k"]]:
-        """T times a block, and the size at which each column of it is noise. No terms
-        cancel in eigenvectors, so rounding errors are as small as the image."""
-        eps, r = float(jnp.finfo(block.dtype).eps), len(block)
+    def apply(self, block: Inexact[Array, "r k"]) -> Inexact[Array, "r k"]:
+        """Return T times a block, each column in units of the size at which it is noise.
+
+        No terms cancel in eigenvectors, so rounding errors are as small as the image there.
+        The columns may differ by orders of magnitude.
+        """
+        eps = float(jnp.finfo(block.dtype).eps)
         if self.square.ndim == 1:
             image = times(self.square[:, None], block)
-            return image, ROUNDINGS * eps * jnp.sqrt(column_norms_squared(image))
-        image = dot(self.square, block)
-        longest = jnp.sqrt(jnp.max(column_norms_squared(image)))
-        noise = eps**0.5 * longest + 100 * eps * r**0.5
-        return image, jnp.full(image.shape[1], noise)
+            noise = ROUNDINGS * eps * jnp.sqrt(column_norms_squared(image))[None, :]
+        else:
+            image = dot(self.square, block)
+            longest = jnp.sqrt(jnp.max(column_norms_squared(image)))
+            noise = eps**0.5 * longest + 100 * eps * len(block) ** 0.5
+        return over(image, jnp.where(noise > 0, noise, 1))
 
 
-def plain_frame(projection: Inexact[Array, "r r"], filled: Bool[Array, " r"]) -> Frame:
-    """The coordinates of Z itself."""
+def plain_frame(projection: OnSpace, filled: Filled) -> Frame:
+    """Return the coordinates of Z itself."""
     square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
     return Frame(jnp.eye(len(square), dtype=square.dtype), square)
 
 
-def eigenframe(
-    projection: Inexact[Array, "r r"],
-    filled: Bool[Array, " r"],
-    bound: Float[Array, ""] | None = None,
-) -> Frame:
-    """The eigenvectors of T in single precision, and the coordinates of Z in double.
+def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None) -> Frame:
+    """Return the eigenvectors of T in single precision, the coordinates of Z in double.
 
     The columns s that S_i received last are short of the dominant directions, but only to
     rounding. What this leaves of them is multiplied by the largest eigenvalues. In the
     coordinates of Z it would spread over all starts, and S_i would no longer be independent
-    of w_i. In eigenvectors it stays in the dominant directions, which are in S_i."""
+    of w_i. In eigenvectors it stays in the dominant directions, which are in S_i. `bound`
+    is a lower bound of the spectrum; it makes small eigenvalues more accurate.
+    """
     identity, square = plain = plain_frame(projection, filled)
     if float(jnp.finfo(square.dtype).eps) < DOUBLE:
         return plain
@@ -399,92 +383,105 @@ def eigenframe(
     return Frame(axes, (values + shift).astype(square.dtype))
 
 
+class Complements(NamedTuple):
+    """The complements of the spaces S_i, for every start i, in the coordinates of Z.
+
+    `vectors` are N_i, in which columns that are not needed are zero. `remainders` are
+    r_i = N_i N_i* w_i, the part of w_i outside S_i. `dimensions` are n - dim S_i. `inside`
+    says which coordinates of Z are in K; it is the same for all i.
+    """
+
+    vectors: Inexact[Array, "k r p"]
+    remainders: Inexact[Array, "k r"]
+    dimensions: Float[Array, " k"]
+    inside: Filled
+
+    def resphered(self) -> Complements:
+        """Multiply the remainders by sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
+        squares = jnp.sum(squared_modulus(self.remainders), axis=1)
+        factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
+        return self._replace(remainders=times(factor[:, None], self.remainders))
+
+
 def complements(
-    frame: Frame,
-    filled: Bool[Array, " r"],
-    starts: Inexact[Array, "k k"],
-    n: int,
-    kept: int = 0,
+    frame: Frame, filled: Filled, starts: Inexact[Array, "k k"], n: int, kept: int = 0
 ) -> Complements:
-    """`frame` has T, r = q k. `starts` has the w_i in the coordinates of the first block;
-    the first `kept` of them stay in every S_i. Only `filled` coordinates exist."""
+    """Compute what every S_i lacks of K, by (1) to (3) of the module docstring.
+
+    `frame` has T on K, and r = q k. `starts` has the w_i in the coordinates of the first
+    block; the first `kept` of them stay in every S_i. Only `filled` coordinates exist.
+
+    These lines of NumPy compute the same, up to a rotation of the columns of N_i, from a
+    dense matrix A and the starts W. They make a new space for each i:
+
+        def complement(A, W, Z, q, i):  # Z: the orthonormal basis of K, n x r
+            block, blocks = np.delete(W, i, axis=1), []
+            for _ in range(q):
+                blocks.append(block / np.linalg.norm(block))
+                block = A @ block
+            S, sizes, _ = np.linalg.svd(np.hstack(blocks), full_matrices=False)
+            S = S[:, sizes > 1e-10 * sizes[0]]
+            outside = Z - S @ (S.conj().T @ Z)
+            columns, sines, _ = np.linalg.svd(outside, full_matrices=False)
+            N = Z.conj().T @ columns[:, sines > 0.5]  # every sine is 0 or 1
+            return N, N @ (N.conj().T @ (Z.conj().T @ W[:, i])), len(A) - S.shape[1]
+
+    Powers of A lose digits at every step, so the lines serve small q only.
+    `tests/linalg/test_left_out.py` compares with such spaces.
+    """
     r, k = len(filled), starts.shape[0]
+    depth, dtype = r // k, starts.real.dtype
+    capacity = depth + k  # N_i has more than q columns only if ranks are exhausted
+
+    def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
+        (*states, limit), (number, exists, rows) = carry, block
+        after = jax.lax.map(partial(_add_block, frame, exists, rows), states)
+        # K ends with the last block for which every N_i has room.
+        goes_on = (limit == number) & jnp.all(after[1] <= capacity)
+        return jax.tree.map(partial(jnp.where, goes_on), (*after, limit + 1), carry), None
+
+    zero = jnp.zeros(k - kept, dtype)
+    is_left_out = jnp.eye(k, dtype=bool)[kept:, None, :]
     scaled = dot(frame.axes[:k].conj().T, starts / n**0.5)
-    # In each block the coordinates that exist come first.
-    exists = filled.reshape(r // k, k).astype(starts.real.dtype)
-    places = exists * jnp.arange(1, k + 1, dtype=exists.dtype)[None, :]
-    numbers = jnp.sum(exists, axis=1)
-    depth = jnp.asarray(r // k, numbers.dtype)
-
-    def attempt(state: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
-        _, limit, _ = state
-        one = partial(_complement, frame, scaled, places, numbers, limit)
-        *found, ends = jax.lax.map(one, jnp.arange(kept, k))
-        return found, jnp.min(ends), limit
-
-    empty = (
-        jnp.zeros((k - kept, r, r // k + k), starts.dtype),
-        jnp.zeros(k - kept, depth.dtype),
-    )
-    (vectors, count), limit, _ = jax.lax.while_loop(
-        lambda state: state[1] < state[2], attempt, ([*empty], depth, depth + 1)
-    )
-    vectors = dot(frame.axes, vectors)
-    own = einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
-    remainders = einsum("krp,kp->kr", vectors, own)
-    inside = filled & (jnp.repeat(jnp.arange(r // k, dtype=limit.dtype), k) < limit)
-    dimensions = n - jnp.sum(inside, dtype=count.dtype) + count
+    # The noise of the starts is taken for sqrt(eps).
+    others = jnp.where(is_left_out, 0, scaled[None] / float(jnp.finfo(dtype).eps) ** 0.5)
+    extended = jnp.zeros((k - kept, r, capacity + k), starts.dtype)
+    # Counts are of a floating type, whose reductions compile faster.
+    numbers = jnp.arange(depth, dtype=dtype)
+    blocks = numbers, filled.reshape(depth, k), frame.axes.reshape(depth, k, r)
+    carry = extended, zero, others, numbers[0]
+    (extended, count, _, limit), _ = jax.lax.scan(step, carry, blocks)
+    vectors = dot(frame.axes, extended[:, :, :capacity])
+    tested = einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
+    remainders = einsum("krp,kp->kr", vectors, tested)
+    inside = filled & (jnp.repeat(numbers, k) < limit)
+    dimensions = n - jnp.sum(inside, dtype=dtype) + count
     return Complements(vectors, remainders, dimensions, inside)
 
 
-def _complement(
-    frame: Frame,
-    starts: Inexact[Array, "r k"],
-    places: Float[Array, "q k"],
-    numbers: Float[Array, " q"],
-    limit: Float[Array, ""],
-    i: Int[Array, ""],
-) -> tuple[Inexact[Array, "r p"], Float[Array, ""], Float[Array, ""]]:
-    """N_i in the first `limit` blocks, its number of columns that are not zero, and in how
-    many of these blocks there is room for it. Row b of `places` has the place of each
-    coordinate of block b, from 1 on, or zero, and `numbers` counts them."""
-    (depth, k), r = places.shape, len(starts)
-    capacity = depth + k  # N_i has more than q columns only where ranks are exhausted
-    eps = float(jnp.finfo(starts.dtype).eps)
-    mixed = random_rotation(k, starts.dtype)
-    # Counts are of a floating type, whose reductions compile faster.
-    index = jnp.arange(capacity + k, dtype=numbers.dtype)
+def _add_block(
+    frame: Frame, exists: Array, rows: Array, state: list[Array]
+) -> tuple[Array, ...]:
+    """Add a block E to K for one start, by (1) to (3) of the module docstring.
 
-    def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
-        # `extended` is [E, N_i], of which the first `count` columns exist. The reflections
-        # of QR do not change the others.
-        (extended, count, new, noise, end), (number, here, size, rows) = carry, block
-        target = jnp.where(here > 0, count + here - 1, -1)
-        added = (target[:, None] == index[None, :]).astype(new.dtype)
-        extended = extended + dot(rows.conj().T, added)
-        count = count + size
-        # In units of their noise; some may be larger by orders of magnitude.
-        new = over(new, jnp.where(noise > 0, noise, 1)[None, :])
-        turn, triangle = lapack.complete_qr(dot(extended.conj().T, dot(new, mixed)))
-        sizes = jnp.sqrt(row_norms_squared(triangle))
-        # S_i is never all of K, so the last column stays in N_i.
-        inside = (sizes > 1) & (index < count - 1)
-        taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
-        latest = dot(extended, jnp.where(index[None, :] < taken, turn, 0)[:, :k])
-        count = count - taken
-        source = jnp.where(index < count, index + taken, -1)
-        left = (index[:, None] == source[None, :]).astype(turn.dtype)
-        extended = dot(extended, dot(turn, left))
-        image, noise = frame.apply(latest)
-        after = extended, count, image, noise, end + 1
-        goes_on = (end == number) & (number < limit) & (count <= capacity)
-        return jax.tree.map(partial(jnp.where, goes_on), after, carry), None
-
-    extended = jnp.zeros((r, capacity + k), starts.dtype)
-    new = jnp.where((jnp.arange(k) == i)[None, :], 0, starts)
-    none = jnp.zeros_like(index[0])
-    carry = extended, none, new, jnp.full(k, eps**0.5, none.dtype), none
-    rows = frame.axes.reshape(depth, k, r)
-    blocks = jnp.arange(depth, dtype=index.dtype), places, numbers, rows
-    (extended, count, *_, end), _ = jax.lax.scan(step, carry, blocks)
-    return extended[:, :capacity], count, end
+    `exists` says which of the coordinates E exist, and `rows` are these coordinates in the
+    frame. The state is the matrix [E, N_i], of which the first `count` columns exist; this
+    count; and V of (1), whose columns are in units of their noise.
+    """
+    extended, count, new = state
+    k, index = len(exists), jnp.arange(extended.shape[1], dtype=count.dtype)
+    # In a block, the coordinates that exist come first.
+    added = exists[:, None] & (count + index[:k, None] == index[None, :])
+    extended = extended + dot(rows.conj().T, added.astype(new.dtype))
+    count = count + jnp.sum(exists, dtype=count.dtype)
+    new = dot(new, random_rotation(k, new.dtype))
+    # The reflections of QR do not change columns that do not exist.
+    turn, triangle = lapack.complete_qr(dot(extended.conj().T, new))
+    # S_i is never all of K, so the last column stays in N_i.
+    inside = (row_norms_squared(triangle) > 1) & (index < count - 1)
+    taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
+    latest = dot(extended, jnp.where(index[None, :] < taken, turn, 0)[:, :k])
+    count = count - taken
+    stays = (index[:, None] == index[None, :] + taken) & (index[None, :] < count)
+    extended = dot(extended, dot(turn, stays.astype(turn.dtype)))
+    return extended, count, frame.apply(latest)

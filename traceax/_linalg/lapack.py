@@ -2,7 +2,7 @@
 
 The CPU runtime of jax 0.10 runs independent operations of a program side by side. On few
 cores it sometimes never starts one of them, and the program hangs. Batches of LAPACK calls
-beside each other cause this, within one estimator or in two independent ones, so no order
+next to each other cause this, within one estimator or in two independent ones, so no order
 inside an estimator prevents it. A loop over the batch does, and takes no longer, since
 LAPACK decomposes the members one by one anyway. On other devices a batch stays a batch.
 """
@@ -15,13 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
 Decomposition = Callable[[Any], Any]
 
 
 def _one_by_one(decompose: Decomposition) -> Decomposition:
-    """`decompose` of one array, or of a tuple of arrays that have the same batches."""
+    """Make `vmap` of a decomposition a loop on the CPU.
+
+    `decompose` takes one array, or a tuple of arrays that have the same batches.
+    """
     single = custom_vmap(decompose)
 
     @single.def_vmap
@@ -36,7 +39,7 @@ def _one_by_one(decompose: Decomposition) -> Decomposition:
         return result, jax.tree.map(lambda _: True, result)
 
     # JAX does not transpose a function with its own batching rule. So the derivative is
-    # that of `decompose`.
+    # taken of `decompose` itself.
     differentiable = jax.custom_jvp(lambda argument: single(argument))
     differentiable.defjvp(lambda primals, tangents: jax.jvp(decompose, primals, tangents))
     return differentiable
@@ -50,29 +53,30 @@ eigh = _one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
 eig = _one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
 eigvals = _one_by_one(jnp.linalg.eigvals)
 solve = _one_by_one(lambda equations: jnp.linalg.solve(*equations))
+# It reads the lower triangle, and returns NaN if the matrix is not positive definite.
+cholesky = _one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_input=False))
 
 
 @_one_by_one
-def cholesky(matrix: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """It reads the lower triangle, and gives NaN if that is not positive definite."""
-    return jnp.linalg.cholesky(matrix, symmetrize_input=False)
+def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
+    """Return the pseudoinverse. Singular values at the level of rounding count as zero."""
+    return jnp.linalg.pinv(matrix, rtol=jnp.finfo(matrix.dtype).eps * matrix.shape[0])
 
 
 @_one_by_one
-def eigh_above(
-    shifted: Inexact[Array, "k k"],
-) -> tuple[Float[Array, " k"], Inexact[Array, "k k"], Float[Array, " k"]]:
-    """Eigenvalues and eigenvectors of a matrix that should be positive definite, and how
-    far rounding may have moved each eigenvalue.
+def eigh_above(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
+    """Decompose a matrix that should be positive definite.
 
-    `eigh` moves each one by eps times the largest. The squares of the singular values of a
-    Cholesky factor are moved by eps times the geometric mean of the largest and themselves,
-    so small ones keep twice as many digits. `eigh` serves matrices without such a factor.
+    Return its eigenvalues, its eigenvectors, and how far rounding may have moved each
+    eigenvalue. `eigh` moves each one by eps times the largest. The squares of the singular
+    values of a Cholesky factor are moved by eps times the geometric mean of the largest and
+    themselves, so small ones keep twice as many digits. A matrix that has no Cholesky
+    factor is left to `eigh`.
     """
     eps = float(jnp.finfo(shifted.dtype).eps)
     factor = jnp.linalg.cholesky(shifted, symmetrize_input=False)
     exists = jnp.all(jnp.isfinite(factor))
-    # A batch on a GPU takes both ways.
+    # A batch on a GPU computes both branches, so the factor must be finite.
     factor = jnp.where(exists, factor, jnp.eye(len(factor), dtype=factor.dtype))
 
     def from_factor() -> tuple[Array, Array, Array]:
@@ -86,9 +90,3 @@ def eigh_above(
         return values, vectors, jnp.full_like(values, eps * largest)
 
     return jax.lax.cond(exists, from_factor, from_matrix)
-
-
-@_one_by_one
-def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
-    """Singular values at the level of rounding count as zero."""
-    return jnp.linalg.pinv(matrix, rtol=jnp.finfo(matrix.dtype).eps * matrix.shape[0])

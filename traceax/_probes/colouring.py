@@ -1,28 +1,34 @@
 """Colourings: which dimensions may share a probe.
 
 Colours are computed on the host, and nothing is random. The graph of a pattern has an edge
-wherever the pattern has an entry. Dimensions within so many steps get different colours.
+wherever the pattern has an entry. Dimensions within a given number of steps of each other
+get different colours.
 
-*Grids* are coloured by lattices (Korobov's, who used them for quadrature): dimension
-(i, j, k) has the colour (i + s j + s^2 k) mod c. A grid is recognised by its pattern alone:
-its strides are offsets of diagonals, and each step between neighbours occurs as often as in
-a grid, where each axis is open or closed (a torus).
+*Grids* are coloured by lattices, which Korobov used for quadrature: dimension (i, j, k) has
+the colour (i + s j + s^2 k) mod c. A grid is recognised by its pattern alone. Its strides
+are offsets of diagonals, and each step between neighbours occurs as often as in a grid,
+where each axis is open or closed (a torus).
 
-*Any graph* is coloured greedily. `improved` then uses colours to spare: it moves one
-dimension at a time to the colour that disturbs it least. Two dimensions disturb each other
-by the square of an entry of
+*Any graph* is coloured greedily. If there are colours to spare, `improved` uses them: it
+moves one dimension at a time to the colour that disturbs it least. Two dimensions disturb
+each other by the square of an entry of
 
     sum over k <= depth of (d T)^k,    T_ab = 1 / sqrt(degree of a, degree of b),
 
 a truncated resolvent of the graph. Pairs that must not share a colour have a larger weight
 than all others together.
+
+*Each pattern is coloured once.* Graphs, colourings and samplers depend on the set of edges
+alone, so matrices of other formats, of other orders and with other data share them. Each
+function here that is decorated with `memo` keeps its latest results.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -31,60 +37,98 @@ from jax.core import Tracer
 from jaxtyping import Int
 
 from traceax._core.checks import check_count, invalid
-from traceax._core.sparse import Pattern, own_pattern, places_of
+from traceax._core.sparse import Pattern, entries_of, own_pattern
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
 # takes longer than importing all of traceax.
 Sparse = Any
 Colours = Int[np.ndarray, " n"]
+Apart = tuple[Colours, int]  # and how many steps they keep apart
+
+# Keeps the latest results of a function. The largest are samplers: they take two bytes for
+# each dimension and colour.
+memo = lru_cache(maxsize=8)
 
 _MOST_PRODUCTS = 100_000_000  # for the entries of one power of a pattern: seconds
 _MOST_OFFSETS = 130  # of diagonals: a stencil that reaches five steps in a plane
 _MOST_IN_BOX, _MOST_WORK = 40_000, 400_000_000
 _ROUNDS, _SWEEPS, _DAMPING = 6, 8, 0.9
-_FURTHER = 2  # steps beyond the last that is kept apart, for which spare colours are used
 
 # From so many dimensions on, moves at the edges of a lattice gain too little, and a lower
 # bound for the number of colours is enough for the message, because it is less work.
 _MANY = 20_000
 
 
+@dataclass(frozen=True, eq=False)
+class Coloured:
+    """The edges of a graph, its colours, and how many steps they keep apart."""
+
+    edges: Pattern
+    colours: Colours
+    power: int
+
+
+class Grid(NamedTuple):
+    """The sides of a grid, slowest first, and the steps to the neighbours of a place."""
+
+    sides: tuple[int, ...]
+    stencil: Int[np.ndarray, "steps axes"]
+
+
+# Patterns and their graphs.
+
+
 def places(name: str, pattern: Any) -> Pattern:
-    """Where it has entries, in its order."""
-    if isinstance(pattern, Pattern):
-        return pattern
-    if (own := own_pattern(pattern)) is not None:
-        return own
+    """Return the places where a pattern has entries, in its order.
+
+    This is the only function that reads the pattern that a user gives. A `Pattern` is
+    returned as it is.
+    """
+    known = pattern if isinstance(pattern, Pattern) else own_pattern(pattern)
+    if known is not None:
+        return known
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(pattern)):
         must = "be concrete, because it is coloured on the host"
         cure = "Colour it outside of jax.jit."
         raise invalid(TypeError, name, "pattern", must, "a traced array", cure)
-    shape = tuple(pattern.shape)
+    shape = np.shape(pattern)
     batched = getattr(pattern, "n_batch", 0) or getattr(pattern, "n_dense", 0)
     if len(shape) != 2 or shape[0] != shape[1] or batched:
         must = "be a square matrix, a row and a column for each dimension"
-        cure = (
-            "Of a rectangular B take B.T @ B or B @ B.T, of a BCOO n_batch = n_dense = 0."
-        )
+        cure = "Take B.T @ B or B @ B.T of a rectangular B, and a BCOO without batches."
         raise invalid(ValueError, name, "pattern", must, f"shape {shape}", cure)
-    return Pattern(*places_of(pattern), shape[0])
+    return entries_of(pattern)[1]
 
 
-def graph(name: str, pattern: Any) -> Sparse:
-    """Symmetric, boolean, with a full diagonal, so that powers include shorter walks."""
+@memo
+def undirected(pattern: Pattern) -> Pattern:
+    """Return the edges of a pattern's graph, each once and sorted, without loops.
+
+    All that is kept of a pattern is found by them. So patterns share it if their graphs are
+    equal, whatever the order of their entries and their data.
+    """
+    n, ends = pattern.shape[0], np.sort([pattern.rows, pattern.columns], axis=0)
+    low, high = ends[:, ends[0] < ends[1]].astype(np.int64)
+    return Pattern(np.divmod(np.unique(low * n + high), n), n)
+
+
+@memo
+def graph(edges: Pattern) -> Sparse:
+    """Return a symmetric boolean matrix with a full diagonal.
+
+    With the diagonal, its powers include shorter walks.
+    """
     import scipy.sparse  # noqa: PLC0415
 
-    known = places(name, pattern)
-    n, kept = known.shape[0], np.maximum(known.rows, known.columns) < known.shape[0]
-    one, other = known.rows[kept], known.columns[kept]  # a BCOO pads behind the last
-    rows = np.concatenate([one, other, np.arange(n)])
-    columns = np.concatenate([other, one, np.arange(n)])
+    own = np.arange(edges.shape[0])
+    rows = np.concatenate([edges.rows, edges.columns, own])
+    columns = np.concatenate([edges.columns, edges.rows, own])
     ones = np.ones(rows.size, bool)
-    return scipy.sparse.csr_array((ones, (rows, columns)), shape=(n, n))
+    return scipy.sparse.csr_array((ones, (rows, columns)), shape=edges.shape)
 
 
 def within(step: Sparse, power: int) -> Sparse:
-    """The pairs within so many steps of each other."""
+    """Return the pairs within `power` steps of each other."""
     reached = step
     for _ in range(power - 1):
         further = reached @ step
@@ -94,8 +138,10 @@ def within(step: Sparse, power: int) -> Sparse:
     return reached
 
 
-def one_further(reached: Sparse, step: Sparse) -> Sparse | None:
-    """The pairs within one step more; `None` if they are too many to compute."""
+def one_further(reached: Sparse | None, step: Sparse) -> Sparse | None:
+    """Return the pairs within one step more, or None if they are too many to compute."""
+    if reached is None:
+        return None
     products = np.sum(np.diff(step.indptr)[reached.indices], dtype=float)
     return None if products > _MOST_PRODUCTS else reached @ step
 
@@ -106,15 +152,11 @@ def keeps_apart(colours: Colours, reached: Sparse) -> bool:
     return bool(np.count_nonzero(colours[rows] == colours[columns]) == colours.size)
 
 
-class Grid(NamedTuple):
-    """Its sides, slowest first, and the steps from a dimension to its neighbours."""
-
-    sides: tuple[int, ...]
-    stencil: Int[np.ndarray, "steps axes"]
+# Grids.
 
 
 def as_grid(step: Sparse) -> Grid | None:
-    """The grid of a pattern, if it is one of at most three axes."""
+    """Return the grid of at most three axes that a graph is, or None."""
     n, edges = step.shape[0], np.stack(step.tocoo().coords)
     edges = edges[:, edges[0] != edges[1]]
     offsets = np.unique(np.abs(edges[1] - edges[0]))
@@ -124,16 +166,15 @@ def as_grid(step: Sparse) -> Grid | None:
     strides = [s for s in near if 1 < s < n and n % s == 0]
     for chosen in (c for axes in range(3) for c in itertools.combinations(strides, axes)):
         pairs = list(itertools.pairwise((1, *chosen, n)))
-        if all(b % a == 0 for a, b in pairs):
-            sides = tuple(b // a for a, b in pairs)[::-1]
-            stencil = _stencil(sides, edges)
-            if stencil is not None:
-                return Grid(sides, stencil)
+        sides = tuple(b // a for a, b in pairs)[::-1]
+        nested = all(b % a == 0 for a, b in pairs)
+        if nested and (stencil := _stencil(sides, edges)) is not None:
+            return Grid(sides, stencil)
     return None
 
 
 def _stencil(sides: tuple[int, ...], edges: Int[np.ndarray, "2 e"]) -> Any:
-    """The steps of all edges, if they are short and each occurs wherever it can."""
+    """Return the steps of all edges, if they are short and each occurs wherever it can."""
     side, (rows, columns) = np.array(sides)[:, None], edges
     steps = np.stack(np.unravel_index(columns, sides)) - np.unravel_index(rows, sides)
     closed = np.max(np.abs(steps), axis=1, keepdims=True) > side / 2
@@ -144,10 +185,13 @@ def _stencil(sides: tuple[int, ...], edges: Int[np.ndarray, "2 e"]) -> Any:
     return kinds.T if fits else None
 
 
-def best_lattice(grid: Grid, counts: range, power: int) -> tuple[Any, int] | None:
-    """Colours, and how many steps they keep apart. Candidates are the lattices of so many
-    colours that keep `power` steps apart, and at most one less than any other. The best one
-    has the least sum of the box's weights over pairs of one colour."""
+def best_lattice(grid: Grid, counts: range, power: int) -> Apart | None:
+    """Return the colours of the best lattice, or None if none keeps `power` steps apart.
+
+    Candidates are the lattices of so many colours that keep `power` steps apart, and at
+    most one less than any other. The best one has the least sum of the box's weights over
+    pairs of one colour.
+    """
     differences, distances, weights = _box(grid, counts[0])
     axes, most, found = len(grid.sides), counts[0] // 2 if len(grid.sides) > 1 else 1, []
     for count in counts[: max(1, _MOST_WORK // (weights.size * max(1, most)))]:
@@ -165,9 +209,11 @@ def best_lattice(grid: Grid, counts: range, power: int) -> tuple[Any, int] | Non
 
 
 def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
-    """Differences of places in an infinite grid, within twice the distance of neighbours in
-    a lattice; the number of steps of each; its weight, the square of a resolvent that
-    reaches a third of that distance."""
+    """Return differences of places in an infinite grid, their steps and their weights.
+
+    They reach twice the distance of neighbours in a lattice. The weight is the square of a
+    resolvent that reaches a third of that distance.
+    """
     axes, spacing = len(grid.sides), num_colours ** (1 / len(grid.sides))
     most = int((_MOST_IN_BOX ** (1 / axes) - 1) / 2)
     side = 2 * max(2, min(math.ceil(2.2 * spacing), most)) + 1
@@ -187,14 +233,20 @@ def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
     return differences[1:], steps.ravel()[1:], green[1:] ** 2
 
 
+# Any graph.
+
+
 def fewest(reached: Sparse) -> Colours:
-    """The best of some greedy colourings: in the order of the dimensions, those with many
-    neighbours first, and again by the classes of the best so far, which never takes more
-    (Culberson 1992, Iterated greedy graph colouring and the difficulty landscape)."""
-    best = _first_fit(reached, range(reached.shape[0]))
-    other = _first_fit(reached, np.argsort(-np.diff(reached.indptr), kind="stable"))
-    best = min(best, other, key=np.max)
-    found = best
+    """Return the best of some greedy colourings.
+
+    The first takes the dimensions in their order, the second takes those with many
+    neighbours first. The others take the classes of the latest colouring one by one, which
+    never needs more colours (Culberson 1992, Iterated greedy graph colouring and the
+    difficulty landscape).
+    """
+    degrees = np.diff(reached.indptr)
+    orders = np.arange(degrees.size), np.argsort(-degrees, kind="stable")
+    found = best = min((_first_fit(reached, order) for order in orders), key=np.max)
     for i in range(_ROUNDS):
         sizes = np.bincount(best)[best]
         first = (-best, -sizes, sizes)[i % 3]
@@ -203,8 +255,8 @@ def fewest(reached: Sparse) -> Colours:
     return found
 
 
-def _first_fit(reached: Sparse, order: Iterable[int] | Colours) -> Colours:
-    """Each dimension gets the first colour that no dimension within reach has."""
+def _first_fit(reached: Sparse, order: Int[np.ndarray, " n"]) -> Colours:
+    """Give each dimension the first colour that no dimension within reach has."""
     colours = np.full(reached.shape[0], -1)
     for node in order:
         near = reached.indices[reached.indptr[node] : reached.indptr[node + 1]]
@@ -214,19 +266,19 @@ def _first_fit(reached: Sparse, order: Iterable[int] | Colours) -> Colours:
 
 
 def disturbance(step: Sparse, forbidden: Sparse, reached: Sparse) -> Sparse:
-    """How much two dimensions of one colour disturb each other: a sparse matrix of the
-    pattern `reached`."""
+    """Return how much two dimensions of one colour disturb each other.
+
+    It is a sparse matrix of the pattern `reached`.
+    """
     import scipy.sparse  # noqa: PLC0415
 
     n, degrees = step.shape[0], np.maximum(np.diff(step.indptr) - 1.0, 1)
     identity = scipy.sparse.eye_array(n, format="csr")
     scale = scipy.sparse.diags_array(np.sqrt(_DAMPING / degrees))
     hop, total = (scale @ (step.astype(float) - identity) @ scale).tocsr(), identity
-    while total.nnz < reached.nnz:
-        before = total.nnz
-        total = (hop @ total + identity).tocsr()
-        if total.nnz == before:
-            break
+    before = 0
+    while before < total.nnz < reached.nnz:
+        before, total = total.nnz, (hop @ total + identity).tocsr()
     weights = total.multiply(total).tocsr()
     weights.setdiag(0)
     most = 1 + np.max(weights.sum(axis=1))
@@ -235,27 +287,33 @@ def disturbance(step: Sparse, forbidden: Sparse, reached: Sparse) -> Sparse:
     return weights
 
 
-def improved(colours: Colours, weights: Sparse, count: int) -> Colours:
-    """Colours out of `count`, after moves that each reduce the disturbance."""
+def members(colours: Colours, count: int) -> Sparse:
+    """Return the n x count matrix of ones where a dimension has a colour."""
     import scipy.sparse  # noqa: PLC0415
 
-    n, colours = colours.size, colours.copy()
-    members = (np.ones(n), (np.arange(n), colours))
-    cost = (weights @ scipy.sparse.csr_array(members, shape=(n, count))).toarray()
+    n = colours.size
+    return scipy.sparse.csr_array((np.ones(n), (np.arange(n), colours)), shape=(n, count))
+
+
+def improved(colours: Colours, weights: Sparse, count: int) -> Colours:
+    """Return colours out of `count`, after moves that each reduce the disturbance."""
+    colours, nodes = colours.copy(), np.arange(colours.size)
+    cost = (weights @ members(colours, count)).toarray()
     for _ in range(_SWEEPS):
-        moved = False
-        own = np.take_along_axis(cost, colours[:, None], axis=1)[:, 0]
-        for node in np.argsort(-own, kind="stable"):
+        before = colours.copy()
+        for node in np.argsort(-cost[nodes, colours], kind="stable"):
             best, now = int(np.argmin(cost[node])), colours[node]
-            if cost[node, best] >= cost[node, now] * (1 - 1e-9):
-                continue
-            row = slice(weights.indptr[node], weights.indptr[node + 1])
-            cost[weights.indices[row], now] -= weights.data[row]
-            cost[weights.indices[row], best] += weights.data[row]
-            colours[node], moved = best, True
-        if not moved:
+            if cost[node, best] < cost[node, now] * (1 - 1e-9):
+                row = slice(weights.indptr[node], weights.indptr[node + 1])
+                cost[weights.indices[row], now] -= weights.data[row]
+                cost[weights.indices[row], best] += weights.data[row]
+                colours[node] = best
+        if np.array_equal(before, colours):
             break
     return colours
+
+
+# The choice.
 
 
 def colouring(
@@ -264,13 +322,15 @@ def colouring(
     """Colour the dimensions of a sparse operator so that neighbours differ.
 
     Dimensions at most `power` steps apart in the graph of the pattern get different
-    colours: power 1 makes `probing` exact for A itself, power p for A^p, and nearly exact
-    for inverses and functions of A whose entries decay within p steps. It runs on the host.
+    colours. Power 1 makes `probing` exact for A itself. Power p makes it exact for A^p, and
+    nearly exact for inverses and functions of A whose entries decay within p steps. The
+    colouring runs on the host.
 
-    As few colours as are found: greedily, in several orders; on grids of up to three axes,
-    which are recognised, by lattices, colours (i + s j + s^2 k) mod c. With `num_colours`,
-    the best colouring found with at most so many: that of the largest power that fits (or
-    one less, if a lattice is better spread); colours to spare separate more pairs.
+    It uses as few colours as it finds, greedily in several orders. It recognises grids of
+    up to three axes and colours them by lattices, with colours (i + s j + s^2 k) mod c.
+    With `num_colours`, it is the best colouring found with at most so many colours: the one
+    of the largest power that fits, or of one less if a lattice is better spread. Colours to
+    spare separate more pairs.
 
     **Arguments**
 
@@ -282,10 +342,11 @@ def colouring(
     - `num_colours`: at most how many colours, a Python int of at least 1. Default `None`,
       as few as the power needs.
 
-    **Returns** n integers from 0, the colours, as a NumPy array: without `num_colours` at
-    most one more than the greatest number of dimensions within `power` steps of one.
-    **Cost**: no applications; time and memory of the pattern of the power, of each power up
-    to two beyond the largest that fits with `num_colours`.
+    **Returns** the colours as a NumPy array of n integers from 0. Without `num_colours` it
+    is at most one colour more than the most dimensions that one has within `power` steps.
+    **Cost**: no matvecs, but time and memory of the pattern of the power; with
+    `num_colours`, of each power up to two beyond the largest that fits. The colourings of
+    the latest few patterns are kept, and those of equal patterns are shared.
 
     **Example**
 
@@ -297,110 +358,113 @@ def colouring(
     **Reference**: Tang and Saad (2012), A probing method, doi:10.1002/nla.779, section 3;
     Korobov (1959), Doklady Akademii Nauk SSSR 124, for lattices of one parameter.
     """
-    return colour_pattern("colouring", pattern, power, num_colours)[1].colours
+    return colour_pattern("colouring", pattern, power, num_colours).colours.copy()
 
 
-class Best(NamedTuple):
-    """Colours, and how many steps they keep apart."""
+def colour_pattern(name: str, pattern: Any, power: int, num_colours: Any) -> Coloured:
+    """Return the colouring that `colouring` and `probing` are asked for.
 
-    colours: Colours
-    power: int
-
-
-def colour_pattern(
-    name: str, pattern: Any, power: int, num_colours: int | None
-) -> tuple[Sparse, Best]:
-    """The graph of a pattern, and its colouring."""
+    The message for too few colours says how many suffice.
+    """
     check_count(name, "power", power, 1, "a step", "Pass 1 for the pattern itself.")
-    step = graph(name, pattern)
+    edges = undirected(places(name, pattern))
     if num_colours is None:
-        return step, Best(_of_power(step, power), power)
+        return _of_power(edges, power)
     cure = "Pass as many as there are matvecs to spend."
     check_count(name, "num_colours", num_colours, 1, "one for all dimensions", cure)
-    found = best_colouring(step, power, num_colours)
-    if found is None:
-        needed = _clique(step, power)
-        if needed <= num_colours or step.shape[0] <= _MANY:
-            needed = int(_of_power(step, power).max()) + 1
-        must = f"be at least {needed}, the fewest found for a colouring that keeps {power} "
-        must += "step apart" if power == 1 else "steps apart"
-        cure = "Raise it, or lower the power." if power > 1 else "Raise it."
-        raise invalid(ValueError, name, "num_colours", must, num_colours, cure)
-    return step, found
+    found = best_colouring(edges, power, num_colours)
+    if found is not None:
+        return found
+    needed = _clique(graph(edges), power)
+    if needed <= num_colours or edges.shape[0] <= _MANY:
+        needed = int(_of_power(edges, power).colours.max()) + 1
+    must = f"be at least {needed}, the fewest found for a colouring that keeps {power} "
+    must += "step apart" if power == 1 else "steps apart"
+    cure = "Raise it, or lower the power." if power > 1 else "Raise it."
+    raise invalid(ValueError, name, "num_colours", must, num_colours, cure)
 
 
-def best_colouring(step: Sparse, power: int, num_colours: int) -> Best | None:
-    """With at most so many colours, the colouring of the largest power, then improved;
-    `None` if that power is less than `power`."""
-    if num_colours >= step.shape[0]:
-        return Best(np.arange(step.shape[0]), step.shape[0])
+@memo
+def best_colouring(edges: Pattern, power: int, num_colours: int) -> Coloured | None:
+    """Return the colouring of the largest power with at most so many colours, improved.
+
+    Return None if that power is less than `power`.
+    """
+    step, n = graph(edges), edges.shape[0]
+    if num_colours >= n:
+        return Coloured(edges, np.arange(n), n)
     lattice = _by_lattice(step, power, num_colours)
-    best = lattice or _greedily(step, power, num_colours)
-    if best is None and _clique(step, power) <= num_colours:
-        best = Best(_of_power(step, power), power)
-    if best is None or best.colours.max() >= num_colours:
+    found = lattice or _greedily(step, power, num_colours)
+    if found is None and _clique(step, power) <= num_colours:
+        found = _of_power(edges, power).colours, power
+    if found is None or found[0].max() >= num_colours:
         return None
-    if lattice is None or step.shape[0] <= _MANY:
-        best = Best(_spread(best, step, num_colours), best.power)
-    return Best(np.unique(best.colours, return_inverse=True)[1], best.power)
+    colours, power = found
+    if lattice is None or n <= _MANY:
+        colours = _spread(colours, step, power, num_colours)
+    return Coloured(edges, np.unique(colours, return_inverse=True)[1], power)
 
 
 def _clique(step: Sparse, power: int) -> int:
-    """A lower bound for the number of colours: all dimensions within `power`/2 steps of one
-    are within `power` steps of each other. It is cheap if a graph has hubs, where the
-    pattern of the power may be full."""
+    """Return a lower bound for the number of colours.
+
+    All dimensions within `power`/2 steps of one are within `power` steps of each other. The
+    bound is cheap if a graph has hubs, while the pattern of the power may be full.
+    """
     half = power // 2
     return int(np.diff(within(step, half).indptr).max()) if half else 1
 
 
-def _of_power(step: Sparse, power: int) -> Colours:
-    """As few colours as are found."""
-    reached = within(step, power)
-    found, grid = fewest(reached), as_grid(step)
-    if grid is None:
-        return found
-    for count in range(2, int(found.max()) + 1):
-        lattice = best_lattice(grid, range(count, count - 1, -1), power)
-        if lattice is not None and keeps_apart(lattice[0], reached):
-            return lattice[0]
-    return found
+@memo
+def _of_power(edges: Pattern, power: int) -> Coloured:
+    """Return a colouring of as few colours as are found."""
+    reached = within(graph(edges), power)
+    found, grid = fewest(reached), as_grid(graph(edges))
+    counts = range(2, int(found.max()) + 1)
+    lattices = (grid and best_lattice(grid, range(c, c + 1), power) for c in counts)
+    fitting = (best[0] for best in lattices if best and keeps_apart(best[0], reached))
+    return Coloured(edges, next(fitting, found), power)
 
 
-def _by_lattice(step: Sparse, power: int, num_colours: int) -> Best | None:
-    """The best lattice with more than four fifths of the colours."""
+def _by_lattice(step: Sparse, power: int, num_colours: int) -> Apart | None:
+    """Return the best lattice with more than four fifths of the colours, for a grid."""
     grid = as_grid(step)
     counts = range(num_colours, num_colours - math.ceil(num_colours / 5), -1)
     lattice = None if grid is None else best_lattice(grid, counts, power)
     # On a closed axis colours may be nearer to each other where the lattice meets itself.
-    if lattice is None or not keeps_apart(lattice[0], within(step, lattice[1])):
-        return None
-    return Best(*lattice)
+    fits = lattice and keeps_apart(lattice[0], within(step, lattice[1]))
+    return lattice if fits else None
 
 
-def _greedily(step: Sparse, power: int, num_colours: int) -> Best | None:
-    """The search ends after two powers in a row that do not fit, because a greedy colouring
+def _greedily(step: Sparse, power: int, num_colours: int) -> Apart | None:
+    """Return the greedy colouring of the largest power that fits.
+
+    The search ends after two powers in a row that do not fit, because a greedy colouring
     may need fewer colours for the larger one. It also ends if a dimension and those within
-    half of the steps are too many (see `_clique`)."""
-    best, failed, reached, balls = None, 0, step, [1]
+    half of the steps are too many (see `_clique`).
+    """
+    best: Apart | None = None
+    failed, reached, balls = 0, step, [1]
     while failed < 2:
         colours, steps = fewest(reached), len(balls)
         fits = colours.max() < num_colours
-        best, failed = (Best(colours, steps), 0) if fits else (best, failed + 1)
+        best, failed = ((colours, steps), 0) if fits else (best, failed + 1)
         balls.append(int(np.diff(reached.indptr).max()))
         further = one_further(reached, step)
         hopeless = balls[(steps + 1) // 2] > num_colours
         if further is None or hopeless or further.nnz == reached.nnz:
             break
         reached = further
-    return best if best is not None and best.power >= power else None
+    return best if best is not None and best[1] >= power else None
 
 
-def _spread(best: Best, step: Sparse, num_colours: int) -> Colours:
-    """Colours that use all of `num_colours`, improved."""
-    near = further = within(step, best.power)
-    for _ in range(_FURTHER):
-        reached = one_further(further, step)
-        if reached is None:
-            return best.colours
-        further = reached
-    return improved(best.colours, disturbance(step, near, further), num_colours)
+def _spread(colours: Colours, step: Sparse, power: int, num_colours: int) -> Colours:
+    """Return colours that use all of `num_colours`.
+
+    Spare colours are used for pairs up to two steps beyond those that are kept apart.
+    """
+    near = within(step, power)
+    further = one_further(one_further(near, step), step)
+    if further is None:
+        return colours
+    return improved(colours, disturbance(step, near, further), num_colours)

@@ -22,9 +22,7 @@ probing has less error than sketches, else 0.2 to 6 times (`tests.benchmarks.pro
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,89 +33,31 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 from traceax._core.canonical import compiled
 from traceax._core.checks import invalid
 from traceax._core.operator import Operator, working_dtype
-from traceax._core.sparse import own_pattern
+from traceax._core.sparse import Pattern, own_pattern
 from traceax._core.vectors import Structure, as_columns
-from traceax._probes.colouring import best_colouring, graph, places
-from traceax._probes.probing import Probing, probing, probing_of_graph
-from traceax._probes.samplers import (
-    Sampler,
-    hadamard,
-    hadamard_order,
-    normal,
-    orthogonal,
-    rademacher,
-    sphere,
-)
+from traceax._probes.colouring import best_colouring, places, undirected
+from traceax._probes.probing import Probing, probing_of
+from traceax._probes.samplers import Sampler, hadamard, rademacher, sphere
 
 MANY = 100_000
 PART = 1 / 8
-Given = TypeVar("Given")  # what a user gives as a sampler, before `check_sampler`
 ENOUGH = 3  # steps that colours have to keep apart, or a sketch is the better choice
 
 
-def _innermost(sampler: Any) -> Any:
-    while isinstance(sampler, partial):
-        sampler = sampler.func
-    return sampler
-
-
-def _is_any(sampler: Any, *known: Sampler) -> bool:
-    """By identity, because comparisons with arrays and other objects may fail."""
-    return any(_innermost(sampler) is one for one in known)
-
-
-def is_rotation_invariant(sampler: Any) -> bool:
-    """Whether projected probes may be resphered; of an unknown sampler, never."""
-    return _is_any(sampler, sphere, normal, orthogonal)
-
-
-def is_without_replacement(sampler: Any) -> bool:
-    """Whether its probes are dependent, because they are drawn without replacement."""
-    return _is_any(sampler, orthogonal, hadamard)
-
-
-def is_known(sampler: Any) -> bool:
-    """Whether it is one of the library's."""
-    return _is_any(sampler, rademacher, normal, sphere, orthogonal, hadamard)
-
-
-def population_size(sampler: Any, n: int) -> float:
-    """How many probes there are to draw from: infinitely many with replacement."""
-    if _is_any(sampler, orthogonal):
-        return n
-    return hadamard_order(n) if _is_any(sampler, hadamard) else math.inf
-
-
-def probes_per_sample(sampler: Any) -> int:
-    """How many probes make one sample, with E[sum of z z*] their number times I: the number
-    of colours for `probing`, 1 for all others."""
-    return getattr(_innermost(sampler), "num_colours", 1)
-
-
-def coloured(method: str, sampler: Any) -> str:
+def coloured(method: str, sampler: Sampler | None) -> str:
     """`hutchinson_trace, 36 colours`: the method, with the colours that it uses."""
-    colours = getattr(_innermost(sampler), "num_colours", 0)
+    colours = getattr(sampler, "num_colours", 0)
     return f"{method}, {colours} colour{'s' * (colours > 1)}" if colours else method
 
 
-def has_independent_samples(sampler: Any) -> bool:
-    """Whether samples may be drawn one by one; of an unknown sampler, never."""
-    independent = is_known(sampler) and not is_without_replacement(sampler)
-    return independent or probes_per_sample(sampler) > 1
-
-
-def check_sampler(name: str, sampler: object) -> None:
-    if not callable(sampler) or sampler is probing:
-        must = "be a function (key, structure, num_probes) -> probes"
-        got = "traceax.probing itself" if sampler is probing else type(sampler).__name__
-        cure = "Pass traceax.rademacher, say, or, of colours, traceax.probing(colours)."
-        raise invalid(TypeError, name, "sampler", must, got, cure)
-
-
-def check_independent(name: str, sampler: Any) -> None:
-    alone = is_without_replacement(sampler)
-    if alone or probes_per_sample(sampler) > 1:
-        got = f"traceax.{_innermost(sampler)!r}" if alone else "traceax.probing"
+def check_dependence(
+    name: str, sampler: Sampler, *, independent: bool = True, colours: bool = False
+) -> None:
+    """Refuse probes drawn without replacement where they must be `independent`, and those
+    of `probing` unless `colours` are welcome."""
+    alone = sampler.population is not None and independent
+    if alone or (sampler.group > 1 and not colours):
+        got = f"traceax.{sampler!r}" if alone else "traceax.probing"
         must = "draw independent probes, because each is a sample of its own"
         cure = (
             f"Use traceax.sphere or traceax.rademacher; {got} is for "
@@ -126,24 +66,26 @@ def check_independent(name: str, sampler: Any) -> None:
         raise invalid(ValueError, name, "sampler", must, got, cure)
 
 
-def check_pattern(name: str, operator: Operator, pattern: Any) -> None:
+def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None:
+    """Return the places of the pattern that the user gave, read once.
+
+    If it is None, return the operator's own pattern, or None if that is not known. What is
+    returned may be passed as `pattern` again, here and to `for_pattern`.
+    """
     n = operator.in_size()
-    shape = (n, n) if pattern is None else graph(name, pattern).shape
-    if shape != (n, n):
-        must, got = f"be {n} x {n}, like the operator's matrix", f"shape {shape}"
+    known = own_pattern(operator) if pattern is None else places(name, pattern)
+    if known is not None and known.shape != (n, n):
+        must, got = f"be {n} x {n}, like the operator's matrix", f"shape {known.shape}"
         cure = "Pass the pattern of this operator, or of the matrix it is a function of."
         raise invalid(ValueError, name, "pattern", must, got, cure)
+    return known
 
 
-def for_sketch(sampler: Given | None, operator: Operator) -> Given | Sampler:
-    if sampler is not None:
-        return sampler
+def for_sketch(operator: Operator) -> Sampler:
     return sphere if operator.in_size() < MANY else rademacher
 
 
-def for_mean(sampler: Given | None, operator: Operator, num_probes: int) -> Given | Sampler:
-    if sampler is not None:
-        return sampler
+def for_mean(operator: Operator, num_probes: int) -> Sampler:
     many = num_probes > 1 and num_probes >= PART * operator.in_size()
     return hadamard if many else rademacher
 
@@ -151,39 +93,34 @@ def for_mean(sampler: Given | None, operator: Operator, num_probes: int) -> Give
 def for_pattern(
     name: str, operator: Operator, num_colours: int, pattern: Any, enough: int = ENOUGH
 ) -> Probing | None:
-    """Probing, if so many colours keep enough steps apart in the graph of the pattern."""
-    check_pattern(name, operator, pattern)
-    pattern = own_pattern(operator) if pattern is None else places(name, pattern)
-    if pattern is None:
+    """Return `probing` if so many colours keep enough steps apart in the pattern's graph.
+
+    The graph, the colouring and the sampler are those of the last call, if the edges are.
+    """
+    known = check_pattern(name, operator, pattern)
+    if known is None:
         return None
-    kept, how = pattern.colourings, (num_colours, enough)
-    if how not in kept:
-        step = graph(name, pattern)
-        best = best_colouring(step, enough, num_colours)
-        kept[how] = None if best is None else probing_of_graph(step, best)
-    return kept[how]
+    found = best_colouring(undirected(known), enough, num_colours)
+    return None if found is None else probing_of(found)
 
 
 def draw(
+    name: str, sampler: Sampler, key: PRNGKeyArray, operator: Operator, num_probes: int
+) -> Inexact[Array, "n k"]:
+    """Draw probes for an operator: checked, constant, as columns of a block."""
+    how = name, sampler, key, operator.in_structure(), num_probes, working_dtype(operator)
+    drawn = _columns(*how) if sampler.is_plain else compiled(_columns, *how)
+    return jax.lax.stop_gradient(drawn)
+
+
+def _columns(
     name: str,
     sampler: Sampler,
     key: PRNGKeyArray,
-    operator: Operator,
+    structure: Structure,
     num_probes: int,
-    *,
-    in_samples: bool = False,
+    dtype: jnp.dtype,
 ) -> Inexact[Array, "n k"]:
-    """The sampler's probes for an operator, checked, constant, as columns of a block.
-
-    `in_samples`: the estimator keeps the probes of each sample together.
-    """
-    structure, dtype = operator.in_structure(), working_dtype(operator)
-    check_sampler(name, sampler)
-    if probes_per_sample(sampler) > 1 and not in_samples:
-        check_independent(name, sampler)
-    if is_known(sampler):
-        drawn = compiled(_drawn, sampler, key, structure, num_probes, dtype)
-        return jax.lax.stop_gradient(drawn)
     probes = sampler(key, structure, num_probes)
 
     def expected(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -197,17 +134,7 @@ def draw(
         must = f"return the operator's input structure with a leading axis of {num_probes}"
         cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
         raise invalid(ValueError, name, "sampler", must, got, cure)
-    return jax.lax.stop_gradient(as_columns(probes, dtype))
-
-
-def _drawn(
-    sampler: Sampler,
-    key: PRNGKeyArray,
-    structure: Structure,
-    num_probes: int,
-    dtype: jnp.dtype,
-) -> Inexact[Array, "n k"]:
-    return as_columns(sampler(key, structure, num_probes), dtype)
+    return as_columns(probes, dtype)
 
 
 class Samples(eqx.Module):
@@ -220,11 +147,10 @@ class Samples(eqx.Module):
     def __call__(
         self, keys: Key[Array, " samples"] | UInt32[Array, "samples words"]
     ) -> Inexact[Array, "n k"]:
-        count = probes_per_sample(self.sampler)
         space = lx.IdentityLinearOperator(self.structure)
 
         def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
-            return draw(self.name, self.sampler, key, space, count, in_samples=True)
+            return draw(self.name, self.sampler, key, space, self.sampler.group)
 
         columns = jax.vmap(one, out_axes=1)(keys)
         return columns.reshape(columns.shape[0], -1)

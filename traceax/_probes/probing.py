@@ -1,30 +1,31 @@
 """Probing: probes for sparse operators, one for each colour of a colouring.
 
 Each repeat of probing has an error indicator, because each entry between neighbours of the
-graph is seen twice. With s the signs, c(a) the colour of a, and P_ac the entry a of A times
-the probe of colour c, the product P_bc(a) conj(s_a) estimates A_ba for every b, as that of
-a estimates A_aa: disturbed by the other dimensions of the colour of a. So P_ac(b) conj(s_b)
-estimates A_ab, disturbed by those of the colour of b. If A = A* (or is real and symmetric)
-the two should be each other's conjugates, and the neighbour residual
+graph is seen twice. Let s be the signs, c(a) the colour of a, and P_ac the entry a of A
+times the probe of colour c. The number P_bc(a) conj(s_a) estimates A_ba for every b, as
+P_ac(a) conj(s_a) estimates A_aa: it is disturbed by the other dimensions of the colour of
+a. So P_ac(b) conj(s_b) estimates A_ab, and it is disturbed by the other dimensions of the
+colour of b. If A = A* (or if A is real and symmetric) the two should be conjugates of each
+other, and the neighbour residual
 
     d_ab = P_ac(b) conj(s_b) - conj(P_bc(a) conj(s_a))
 
-is disturbance only: that of the colour of a, as seen from b, and that of the colour of b,
-as seen from a. If a and b are neighbours, these are the disturbances of the diagonal
-entries a and b, but for one step. So half of the mean of |d_ab|^2 over the neighbours b of
-a is about the variance of a's estimate. Some of the other dimensions of a colour are a step
-nearer to the neighbour, some a step further away, and entries decay convexly: so the mean
-is no less than the variance. If A is not Hermitian, |A_ab - conj(A_ba)|^2 is added.
+contains disturbances only: of the colour of a, as seen from b, and of the colour of b, as
+seen from a. If a and b are neighbours, these are the disturbances of the diagonal entries a
+and b, but for one step. So half of the mean of |d_ab|^2 over the neighbours b of a is about
+the variance of the estimate of A_aa. Some of the other dimensions of a colour are a step
+nearer to the neighbour and some are a step further away. Entries decay convexly, so the
+mean is no less than the variance. If A is not Hermitian, |A_ab - conj(A_ba)|^2 is added.
 
-In a chain a has two neighbours, and a disturbance is a sum of two signs: both residuals may
-vanish by chance, where the error does not. But dimensions that are near have about the same
-variance. So it is averaged by a lazy random walk of eight steps from a: with probability
-1/2 a step stays where it is, else it goes along a row of `neighbours`. The sum of the
-variances remains if no dimension has more neighbours than are used.
+In a chain a has two neighbours, and a disturbance is a sum of two signs. Both residuals may
+vanish by chance when the error does not. But dimensions that are near each other have about
+the same variance. So the variance is averaged by a lazy random walk of eight steps from a:
+with probability 1/2 a step stays where it is, else it goes along a row of `neighbours`. The
+sum of the variances remains if no dimension has more neighbours than are used.
 
-If the operator has no entry at two consecutive distances, it has none further away. Seen
-at the last two distances that the colouring keeps apart, or at the next two, this shows
-that the colouring is exact: then the error is rounding.
+If the operator has no entry at two consecutive distances, it has none further away. If that
+is seen at the last two distances that the colouring keeps apart, or at the next two, the
+colouring is exact, and the error is rounding.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
 from traceax._core.checks import invalid
+from traceax._core.sparse import own_pattern
 from traceax._core.vectors import (
     Structure,
     common_dtype,
@@ -48,20 +50,37 @@ from traceax._core.vectors import (
     unflatten_rows,
 )
 from traceax._linalg.columns import largest_modulus, mean, over, row_norms_squared
-from traceax._probes.colouring import Best, Sparse, colour_pattern, one_further, within
-from traceax._probes.samplers import rademacher
+from traceax._probes.colouring import (
+    Coloured,
+    Colours,
+    Sparse,
+    colour_pattern,
+    graph,
+    members,
+    memo,
+    one_further,
+    within,
+)
+from traceax._probes.samplers import Sampler, rademacher
+
+Rows = Float[Array, " n"]
 
 _MOST_NEIGHBOURS = 8  # that are used for each dimension
 _STEPS = 8  # of the walks that average variances
 
-# Of the interval of one repeat. Measured: see `tests.benchmarks.probing`.
+# The degrees of freedom of the interval of one repeat. They were measured: see
+# `tests.benchmarks.probing`.
 DEGREES = 5.0
 
 
 class Neighbourhood(eqx.Module):
-    """For each dimension: its colour; its neighbours, in rows filled up with itself; the
-    colours at its last two distances that are kept apart, and at the next two, and whether
-    there are any, which the compiler would take a second to find."""
+    """What neighbour residuals need to know about the graph and its colouring.
+
+    For each dimension, `neighbours` is a row of neighbours, filled up with the dimension
+    itself. `beyond` tells which colours lie at the last two distances that are kept apart,
+    and which at the next two. `has_beyond` tells whether there are any; the compiler would
+    take a second to compute it.
+    """
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
@@ -70,34 +89,30 @@ class Neighbourhood(eqx.Module):
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
-    """Neighbours evenly chosen from each row, without the dimension itself."""
-    n = step.shape[0]
+    """Return neighbours chosen evenly from each row, without the dimension itself."""
     rows, columns = step.tocoo().coords
-    order = np.lexsort((columns, rows != columns, rows))  # itself first
-    columns, degrees = columns[order], np.bincount(rows, minlength=n) - 1
-    starts = np.concatenate([[0], np.cumsum(degrees + 1)[:-1]])
-    picks = np.arange(min(_MOST_NEIGHBOURS, int(degrees.max(initial=0))))[None, :]
-    spread = picks * degrees[:, None] // _MOST_NEIGHBOURS
-    places = 1 + np.where(degrees[:, None] > _MOST_NEIGHBOURS, spread, picks)
-    return columns[starts[:, None] + np.where(picks < degrees[:, None], places, 0)]
+    columns = columns[np.lexsort((columns, rows != columns, rows))]  # itself first
+    starts, degrees = step.indptr[:-1, None], np.diff(step.indptr)[:, None] - 1
+    picks = np.arange(min(_MOST_NEIGHBOURS, int(degrees.max())))
+    spread = picks * degrees // _MOST_NEIGHBOURS
+    places = 1 + np.where(degrees > _MOST_NEIGHBOURS, spread, picks)
+    return columns[starts + np.where(picks < degrees, places, 0)]
 
 
-def _beyond(
-    colours: Int[np.ndarray, " n"], step: Sparse, power: int
-) -> Bool[np.ndarray, "n c 2"]:
-    """Colours at two consecutive distances, for dimensions that have both (functions of
-    bipartite graphs may miss every other step): the last two distances that the colouring
-    keeps apart, and the next two. None if they are too many to compute."""
-    import scipy.sparse  # noqa: PLC0415
+def _beyond(colours: Colours, step: Sparse, power: int) -> Bool[np.ndarray, "n c 2"]:
+    """Return the colours at two consecutive distances, for dimensions that have both.
 
-    n, count = colours.size, int(colours.max()) + 1
-    members = scipy.sparse.csr_array((np.ones(n), (np.arange(n), colours)))
+    There have to be two, because functions of bipartite graphs may miss every other step.
+    They are the last two distances that the colouring keeps apart, and the next two. A
+    distance with too many pairs to compute has no colours.
+    """
+    count = int(colours.max()) + 1
     reached: Sparse | None = within(step, max(power - 2, 1))
-    seen = []
+    seen, own = [], members(colours, count)
     for _ in range(min(power, 3) + 2):
-        none = np.zeros((n, count), bool)
-        seen.append(none if reached is None else (reached @ members).astype(bool).toarray())
-        reached = None if reached is None else one_further(reached, step)
+        none = np.zeros((colours.size, count), bool)
+        seen.append(none if reached is None else (reached @ own).astype(bool).toarray())
+        reached = one_further(reached, step)
     pairs = []
     for closer, one, two in (seen[:3], seen[-3:]):
         both = np.any(one & ~closer, axis=1) & np.any(two & ~one, axis=1)
@@ -106,74 +121,72 @@ def _beyond(
 
 
 def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None:
-    """That of a `probing` sampler made of a pattern, in the order of rows."""
-    found: Neighbourhood | None = getattr(sampler, "neighbourhood", None)
+    """Return the neighbourhood of a `probing` sampler, if it has one, in order of rows."""
+    found: Any = getattr(sampler, "neighbourhood", None)
     if found is not None and len(jax.tree.leaves(structure)) > 1:
         order = in_rows(np.arange(found.colours.size), structure)
-        neighbours = np.argsort(order)[found.neighbours[order]]
-        beyond, has_beyond = found.beyond[order], found.has_beyond[order]
-        found = Neighbourhood(found.colours[order], neighbours, beyond, has_beyond)
-    return None if found is None else jax.tree.map(jnp.asarray, found)
+        found = jax.tree.map(lambda rows: rows[order], found)
+        places = np.argsort(order)[found.neighbours]
+        found = eqx.tree_at(lambda near: near.neighbours, found, places)
+    return jax.tree.map(jnp.asarray, found)
 
 
 class NeighbourResiduals(eqx.Module):
-    """Sums over repeats, entry by entry, in units of `scale`: of variances, of the largest
-    entries seen at either pair of distances, and of the largest entries of all."""
+    """Sums over repeats, entry by entry, in units of `scale`.
 
-    squares: Float[Array, " n"]
+    They are sums of variances, of the largest entries seen at either pair of distances, and
+    of the largest entries of all.
+    """
+
+    squares: Rows
     beyond: Float[Array, "n 2"]
-    size: Float[Array, " n"]
+    size: Rows
     scale: Float[Array, ""]
 
     def merged(self, other: NeighbourResiduals) -> NeighbourResiduals:
+        """Return the sums over the repeats of both."""
         scale = jnp.maximum(self.scale, other.scale)
         one, two = self.scale / scale, other.scale / scale
-        return NeighbourResiduals(
-            self.squares * one**2 + other.squares * two**2,
-            self.beyond * one + other.beyond * two,
-            self.size * one + other.size * two,
-            scale,
-        )
+        squares = self.squares * one**2 + other.squares * two**2
+        beyond = self.beyond * one + other.beyond * two
+        size = self.size * one + other.size * two
+        return NeighbourResiduals(squares, beyond, size, scale)
 
-    def error(self, near: Neighbourhood, repeats: int, eps: float) -> Float[Array, " n"]:
-        """The standard error of the mean over repeats."""
+    def error(self, near: Neighbourhood, repeats: int, eps: float) -> Rows:
+        """Return the standard error of the mean over repeats."""
         variances = self.squares
         for _ in range(_STEPS):
             variances = (variances + mean(variances[near.neighbours])) / 2
         error = self.scale * jnp.sqrt(variances) / repeats
-        none = self.beyond <= 4 * eps * self.size[:, None]
-        has_beyond = near.has_beyond
-        some, all_none = jnp.any(has_beyond, axis=0), jnp.all(none | ~has_beyond, axis=0)
-        is_exact = jnp.any(jnp.where(has_beyond, none, (some & all_none)[None]), axis=1)
+        none, has_beyond = self.beyond <= 4 * eps * self.size[:, None], near.has_beyond
+        everywhere = jnp.any(has_beyond, axis=0) & jnp.all(none | ~has_beyond, axis=0)
+        is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
         return jnp.where(is_exact, 0, error)
 
-    def error_in_sum(
-        self, near: Neighbourhood, eps: float, *, real: bool
-    ) -> Float[Array, " n"]:
-        """What the entries of one repeat contribute to the error of their sum, its squares.
-        With real signs an entry of A changes two entries of the diagonal by the same
-        amount: for a symmetric A the variance of the sum is twice that of independent
-        changes, for others less; with phases they are independent."""
+    def error_in_sum(self, near: Neighbourhood, eps: float, *, real: bool) -> Rows:
+        """Return what the entries of one repeat contribute to the error of their sum.
+
+        The error of the sum is the root of the sum of squares. With real signs an entry of
+        A changes two entries of the diagonal by the same amount. So for a symmetric A the
+        variance of the sum is twice that of independent changes, and for others it is less.
+        With phases the changes are independent.
+        """
         return (2.0 if real else 1.0) ** 0.5 * self.error(near, 1, eps)
 
 
 def neighbour_residuals(
     z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], near: Neighbourhood
 ) -> NeighbourResiduals:
-    """Of one or more whole repeats."""
+    """Return the residuals of one or more whole repeats."""
     n, count, _ = near.beyond.shape
-    neighbours, own, scale = (
-        near.neighbours,
-        near.colours[:, None],
-        largest_modulus(products),
-    )
+    neighbours, scale = near.neighbours, largest_modulus(products)
     is_neighbour = neighbours != jnp.arange(n)[:, None]
     degrees = jnp.sum(is_neighbour, axis=1, dtype=scale.dtype)
 
-    def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> NeighbourResiduals:
+    def of_one(z: Inexact[Array, "n c"], seen: Inexact[Array, "n c"]) -> tuple[Array, ...]:
         signs = jnp.sum(z, axis=1) / count**0.5
         here = jnp.take_along_axis(seen, near.colours[neighbours], axis=1)
-        there = seen[neighbours, own]
+        there = seen[neighbours, near.colours[:, None]]
         # The residual times s_a s_b, or its conjugate: it has the same modulus.
         signed = signs[neighbours].conj() * here - signs[:, None] * there.conj()
         between = row_norms_squared(jnp.where(is_neighbour, signed, 0))
@@ -182,22 +195,21 @@ def neighbour_residuals(
         variance = jnp.where(degrees > 0, between / (2 * jnp.maximum(degrees, 1)), alone)
         sizes = jnp.abs(seen)
         beyond = jnp.max(jnp.where(near.beyond, sizes[:, :, None], 0), axis=1)
-        size, unit = jnp.max(sizes, axis=1), jnp.ones_like(scale)
-        return NeighbourResiduals(variance / count, beyond, size, unit)
+        return variance / count, beyond, jnp.max(sizes, axis=1)
 
     def by_repeat(block: Inexact[Array, "n k"]) -> Inexact[Array, "r n c"]:
         return jnp.moveaxis(block.reshape(n, -1, count), 1, 0)
 
     each = jax.vmap(of_one)(by_repeat(z), by_repeat(over(products, scale)))
-    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), each)
-    return eqx.tree_at(lambda t: t.scale, total, scale)
+    squares, beyond, size = (jnp.sum(part, axis=0) for part in each)
+    return NeighbourResiduals(squares, beyond, size, scale)
 
 
-def combined_error(
-    spread: Float[Array, " n"], indicator: Float[Array, " n"], repeats: int
-) -> Float[Array, " n"]:
-    """The standard error of a mean over repeats, by their spread and by the error indicator
-    of each. The spread of all entries together is right: it scales the indicator."""
+def combined_error(spread: Rows, indicator: Rows, repeats: int) -> Rows:
+    """Return the standard error of a mean over repeats, by spread and by residuals.
+
+    The spread of all entries together is right, so it scales the error indicator.
+    """
     if repeats == 1:
         return indicator
     unit = jnp.maximum(largest_modulus(spread), largest_modulus(indicator))
@@ -205,24 +217,22 @@ def combined_error(
     total = jnp.sum(indicated)
     indicated = indicated * (jnp.sum(by_spread) / jnp.where(total > 0, total, 1))
     indicated = jnp.where(total > 0, indicated, by_spread)
-    degrees = repeats - 1
-    return unit * jnp.sqrt(
-        (degrees * by_spread + DEGREES * indicated) / (degrees + DEGREES)
-    )
+    weighted = (repeats - 1) * by_spread + DEGREES * indicated
+    return unit * jnp.sqrt(weighted / (repeats - 1 + DEGREES))
 
 
-class Probing:
-    """A sampler: one signed probe for each colour, repeated as often as is asked for."""
+class Probing(Sampler):
+    """A sampler that draws one signed probe for each colour, as often as is asked for."""
 
-    def __init__(
-        self, colours: Int[np.ndarray, " n"], neighbourhood: Neighbourhood | None
-    ) -> None:
+    def __init__(self, colours: Colours, neighbourhood: Neighbourhood | None) -> None:
         self.colours, self.neighbourhood = colours, neighbourhood
         self.num_colours = int(colours.max()) + 1
+        super().__init__(self._drawn, independent=True, group=self.num_colours)
 
-    def __call__(
-        self, key: PRNGKeyArray, structure: Structure, num_probes: int
-    ) -> PyTree[Array]:
+    def __reduce__(self) -> Any:
+        return Probing, (self.colours, self.neighbourhood)
+
+    def _drawn(self, key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree:
         n, c, argument = dimension(structure), self.num_colours, "pattern_or_colours"
         if n != self.colours.size:
             must = f"have {n} rows or entries, one for each dimension of the operator"
@@ -230,7 +240,7 @@ class Probing:
             raise invalid(ValueError, "probing", argument, must, got, cure)
         if num_probes % c:
             must = f"draw a multiple of {c} probes, one for each colour"
-            got, cure = f"num_probes={num_probes}", f"Draw {c} or {2 * c}, say."
+            got, cure = f"num_probes={num_probes}", f"Draw {c} or {2 * c}, for example."
             raise invalid(ValueError, "probing", argument, must, got, cure)
         column = jax.ShapeDtypeStruct((n,), common_dtype(structure))
         signs = rademacher(key, column, num_probes // c)
@@ -244,30 +254,32 @@ def probing(
 ) -> Probing:
     """Make a sampler for sparse structure from a colouring of the dimensions.
 
-    One probe for each colour: random signs (phases, for complex operators) on the
-    dimensions of that colour, zero on all others. Where entries A_ab decay with the
-    distance in a graph it beats every unstructured sampler:
+    There is one probe for each colour. It has random signs (phases, for complex operators)
+    on the dimensions of that colour and zero on all others. If entries A_ab decay with the
+    distance in a graph, probing is better than every unstructured sampler:
 
         error of entry a = sum of A_ab s_b conj(s_a) over b != a of the colour of a
 
-    Unbiased. Exact if no two dimensions a, b of one colour have A_ab != 0. More colours are
-    more accurate than more repeats.
+    It is unbiased, and exact if no two dimensions a, b of one colour have A_ab != 0. More
+    colours are more accurate than more repeats.
 
-    With a pattern one repeat has a standard error: each entry between neighbours in the
-    graph is estimated twice, and the difference shows the error. It is 1.0 to 1.7 times the
-    measured error for inverses of Laplacians plus 0.01 to 1, and larger if entries decay
-    faster or the operator is not Hermitian. With colours alone one repeat has none, `inf`,
-    and two may agree by chance: take three or more for a diagonal.
+    With a pattern, even one repeat has a standard error, because each entry between
+    neighbours in the graph is estimated twice, and the difference shows the error. It is
+    1.0 to 1.7 times the measured error for inverses of Laplacians plus 0.01 to 1. It is
+    larger if entries decay faster or if the operator is not Hermitian. With colours alone,
+    the standard error of one repeat is `inf`, and two repeats may agree by chance: take
+    three or more for a diagonal.
 
     **Arguments**
 
     - `pattern_or_colours`: where the operator may have entries, as in `colouring`. Or
       colours: integers of at least 0, one for each dimension, as a one-dimensional array or
       a pytree with the operator's structure.
-    - `power`, `num_colours`: of a pattern, as in `colouring`.
+    - `power`, `num_colours`: for a pattern, as in `colouring`.
 
-    **Returns** a sampler. Its attribute `num_colours` is the number of probes in one
-    repeat. **Cost**: one random number for every dimension and repeat.
+    **Returns** a sampler, the same one for equal patterns. Its attribute `num_colours` is
+    the number of probes in one repeat. **Cost**: one random number for every dimension and
+    repeat.
 
     **Example**
 
@@ -283,9 +295,10 @@ def probing(
     **Reference**: Tang and Saad (2012), doi:10.1002/nla.779; Stathopoulos, Laeuchli and
     Orginos (2013), doi:10.1137/120881452.
     """
-    if hasattr(pattern_or_colours, "shape") and len(pattern_or_colours.shape) != 1:
-        graph = colour_pattern("probing", pattern_or_colours, power, num_colours)
-        return probing_of_graph(*graph)
+    is_array = hasattr(pattern_or_colours, "shape")
+    is_matrix = is_array and len(pattern_or_colours.shape) != 1
+    if is_matrix or own_pattern(pattern_or_colours) is not None:
+        return probing_of(colour_pattern("probing", pattern_or_colours, power, num_colours))
     if power != 1 or num_colours is not None:
         got, cure = f"power={power}, num_colours={num_colours}", "Leave them out."
         must = "come with a pattern, because colours are there already"
@@ -300,13 +313,18 @@ def probing(
     return Probing(np.unique(flat, return_inverse=True)[1], None)
 
 
-def probing_of_graph(step: Sparse, best: Best) -> Probing:
-    """Without edges, the graph has no neighbour residuals."""
-    if step.nnz == best.colours.size:
-        return Probing(best.colours, None)
-    beyond = _beyond(best.colours, step, best.power)
-    near = best.colours, _neighbours(step), beyond, np.any(beyond, axis=1)
-    return Probing(best.colours, Neighbourhood(*near))
+probing.makes_samplers = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@memo
+def probing_of(coloured: Coloured) -> Probing:
+    """Return the sampler of a colouring. A graph without edges has no neighbourhood."""
+    step, colours = graph(coloured.edges), coloured.colours
+    if not coloured.edges.rows.size:
+        return Probing(colours, None)
+    beyond = _beyond(colours, step, coloured.power)
+    near = Neighbourhood(colours, _neighbours(step), beyond, np.any(beyond, axis=1))
+    return Probing(colours, near)
 
 
 def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
@@ -314,8 +332,6 @@ def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
     if traced or not np.issubdtype(np.asarray(leaf).dtype, np.integer):
         must = "be concrete integers, because their number sets the shapes of arrays"
         got = "a traced array" if traced else np.asarray(leaf).dtype
-        cure = (
-            "Colour outside of jax.jit, with traceax.colouring or NumPy and .astype(int)."
-        )
+        cure = "Colour outside jax.jit, with traceax.colouring or NumPy and .astype(int)."
         raise invalid(TypeError, "probing", "pattern_or_colours", must, got, cure)
     return np.asarray(leaf).ravel()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,47 +32,132 @@ from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import dot, over, times
 
-Sampler = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
-Function = TypeVar("Function", bound=Callable[..., Any])
+SamplerLike = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
 LARGE = 2**20  # numbers of a block, from which devices draw only their parts
 
 
-class NamedFunction:
-    """A function that prints as its name, so that `help` shows it so where it is a default.
+class Sampler:
+    """A function that draws probes, with the properties that estimators make use of.
 
-    `inspect` and `help` take an object with a method `__get__` for a function."""
+    `tx.rademacher`, `tx.normal`, `tx.sphere`, `tx.orthogonal` and `tx.hadamard` are such. A
+    plain function is a sampler, too, of which nothing but E[z z*] = I is assumed.
+
+    **Arguments**
+
+    - `draw`: a function `draw(key, structure, num_probes)` that returns vectors with the
+      given structure, with a leading axis of `num_probes` on every leaf. It is traced.
+    - `rotation_invariant`: whether the distribution of a probe does not change under
+      rotations, so that estimators may rescale projected probes to their expected length
+      ("resphering"): `xtrace` is then exact for multiples of I. Default False.
+    - `independent`: whether each sample may be drawn with a key of its own. Then `draw` is
+      called for one sample at a time (under `jax.vmap`), so that estimators may draw them
+      in batches, and a probe does not depend on how many there are. Default False.
+    - `group`: how many probes make one sample: then the sum of their z z* has the mean
+      `group` times I, as with the colours of `probing`. Default 1.
+    - `population`: for probes that are drawn without replacement, a function from n to the
+      number of those there are to draw from. Default `None`, with replacement.
+
+    **Returns** a sampler: call it as `sampler(key, structure, num_probes)`. The same key
+    and sampler give the same probes in every function of this library.
+
+    **Example**
+
+        >>> import jax, traceax as tx
+        >>> def doubled(key, structure, num_probes):
+        ...     return jax.tree.map(lambda z: -z, tx.sphere(key, structure, num_probes))
+        >>> sampler = tx.Sampler(doubled, rotation_invariant=True)
+        >>> operator = tx.as_operator(lambda v: 3 * v, 100)
+        >>> print(tx.xtrace(operator, jax.random.key(0), 20, sampler=sampler).value.round())
+        300.0
+
+    **Reference**: Epperly, Tropp and Webber (2024), section 2.3, doi:10.1137/23M1548323.
+    """
 
     __name__: str
-    __wrapped__: Callable[..., Any]
+    is_plain = False  # a function of a user's, about which nothing is known
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, fn)
+    def __init__(
+        self,
+        draw: SamplerLike,
+        *,
+        rotation_invariant: bool = False,
+        independent: bool = False,
+        group: int = 1,
+        population: Callable[[int], int] | None = None,
+    ) -> None:
+        # `help` shows it as the function, and as its name where it is a default.
+        functools.update_wrapper(self, draw)
+        self.draw = draw
+        self.rotation_invariant = rotation_invariant
+        self.independent = independent
+        self.group = group
+        self.population = population
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
+    def __call__(
+        self, key: PRNGKeyArray, structure: Structure, num_probes: int
+    ) -> PyTree[Inexact[Array, "..."]]:
+        name = getattr(self, "__name__", "Sampler")
+        check_key(name, key)
+        check_count(name, "num_probes", num_probes, 1)
+        count, rest = divmod(num_probes, self.group)
+        if not self.independent or count == 1 or rest:
+            return self.draw(key, structure, num_probes)
+
+        def one(key: PRNGKeyArray) -> PyTree[Array]:
+            return self.draw(key, structure, self.group)
+
+        samples = jax.vmap(one)(jax.random.split(key, count))
+        return jax.tree.map(lambda x: x.reshape(num_probes, *x.shape[2:]), samples)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
+        # `inspect` and `help` take an object with this method for a function.
         return self
 
     def __repr__(self) -> str:
         return self.__name__
 
-    def __reduce__(self) -> str:
+    def __reduce__(self) -> Any:
         return self.__name__
 
 
-def _named(fn: Function) -> Function:
-    named: Any = NamedFunction(fn)
-    return named
+def as_sampler(name: str, sampler: Any) -> Sampler:
+    """Make a sampler of what the user gave: one, a plain function, or a partial function of
+    one of these."""
+    if isinstance(sampler, Sampler):
+        return sampler
+    if isinstance(sampler, functools.partial):
+        inner = as_sampler(name, sampler.func)
+        if not sampler.args and not sampler.keywords:
+            return inner
+        plain = inner.is_plain
+        draw = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
+        made = Sampler(
+            draw,
+            rotation_invariant=inner.rotation_invariant,
+            independent=inner.independent,
+            group=inner.group,
+            population=inner.population,
+        )
+    elif callable(sampler) and not getattr(sampler, "makes_samplers", False):
+        made, plain = Sampler(sampler), True
+    else:
+        must = "be a function (key, structure, num_probes) -> probes"
+        itself = callable(sampler)
+        got = "traceax.probing itself" if itself else type(sampler).__name__
+        cure = "Pass traceax.rademacher or traceax.probing(colours)."
+        raise invalid(TypeError, name, "sampler", must, got, cure)
+    made.is_plain = plain
+    return made
 
 
-def space(
-    name: str, key: object, structure: Structure, num_probes: object
-) -> tuple[int, jnp.dtype]:
+def hadamard_order(n: int) -> int:
+    """The order of the Hadamard matrix for n dimensions."""
+    return 1 << (n - 1).bit_length()
+
+
+def space(name: str, structure: Structure) -> tuple[int, jnp.dtype]:
     """Dimension and dtype of the vectors that are drawn. They are split into leaves after
     the draw, so that a probe does not depend on how the space is split."""
-    check_key(name, key)
-    check_count(name, "num_probes", num_probes, 1)
     leaves = jax.tree.leaves(structure)
     kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
     if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
@@ -82,7 +167,7 @@ def space(
     return dimension(structure), common_dtype(structure)
 
 
-@_named
+@functools.partial(Sampler, independent=True)
 def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of independent random signs; for complex leaves, random phases (Steinhaus).
 
@@ -102,11 +187,11 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
     doi:10.1080/03610918908812806.
     """
-    n, dtype = space("rademacher", key, structure, num_probes)
+    n, dtype = space("rademacher", structure)
     return unflatten_rows(_signs(key, n, num_probes, dtype), structure)
 
 
-@_named
+@functools.partial(Sampler, rotation_invariant=True, independent=True)
 def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes of independent standard normal entries; for complex leaves, E|z|^2 = 1.
 
@@ -124,11 +209,11 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Reference**: Girard (1989), Numerische Mathematik 56.
     """
-    n, dtype = space("normal", key, structure, num_probes)
+    n, dtype = space("normal", structure)
     return unflatten_rows(_gaussian(key, n, num_probes, dtype), structure)
 
 
-@_named
+@functools.partial(Sampler, rotation_invariant=True, independent=True)
 def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes uniform on the sphere of radius sqrt(n), n the size of the whole pytree.
 
@@ -148,13 +233,13 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
     **Reference**: Epperly, Tropp and Webber (2024), section 2.3, doi:10.1137/23M1548323.
     """
-    n, dtype = space("sphere", key, structure, num_probes)
+    n, dtype = space("sphere", structure)
     rows = _gaussian(key, n, num_probes, dtype)
     rows = times(rows, math.sqrt(n) / jnp.linalg.norm(rows, axis=1, keepdims=True))
     return unflatten_rows(rows, structure)
 
 
-@_named
+@functools.partial(Sampler, rotation_invariant=True, population=lambda n: n)
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Probes that are sqrt(n) times orthonormal columns, uniformly distributed (Haar).
 
@@ -174,7 +259,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
     **Reference**: Mezzadri (2007), Notices of the AMS 54(5).
     """
-    n, dtype = space("orthogonal", key, structure, num_probes)
+    n, dtype = space("orthogonal", structure)
     if num_probes > n:
         must, cure = f"be at most {n}, the dimension", "Draw fewer, or use traceax.sphere."
         raise invalid(ValueError, "orthogonal", "num_probes", must, num_probes, cure)
@@ -185,7 +270,7 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     return unflatten_rows(dot(basis.columns, turn).T, structure)
 
 
-@_named
+@functools.partial(Sampler, population=hadamard_order)
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Randomly signed rows of a Hadamard matrix, drawn without replacement.
 
@@ -209,7 +294,7 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
 
     **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
-    n, dtype = space("hadamard", key, structure, num_probes)
+    n, dtype = space("hadamard", structure)
     order = hadamard_order(n)
     if num_probes > order:
         must = f"be at most {order}, the order of the matrix for {n} dimensions"
@@ -270,8 +355,3 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
     one = custom_vmap(functools.partial(chosen, drawn))
     one.def_vmap(lambda _, __, keys: (chosen(jax.vmap(drawn), keys), True))
     return one(key).astype(dtype)
-
-
-def hadamard_order(n: int) -> int:
-    """The order of the Hadamard matrix for n dimensions."""
-    return 1 << (n - 1).bit_length()

@@ -21,18 +21,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
 
-from traceax._core.canonical import compiled
 from traceax._core.checks import check_batch_size, check_samples, invalid
 from traceax._core.operator import Operator
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
-from traceax._probes.draw import (
-    Samples,
-    draw,
-    has_independent_samples,
-    population_size,
-    probes_per_sample,
-)
+from traceax._probes.draw import Samples, draw
 from traceax._probes.probing import DEGREES
 from traceax._probes.samplers import Sampler
 
@@ -64,7 +57,7 @@ def checked_meter(name: str, progress_meter: Any) -> ProgressMeter:
     if isinstance(meter, type) or not all(map(callable, methods)):
         must = "be a progress meter of diffrax, or have its methods init, step and close"
         got = "a class" if isinstance(meter, type) else type(meter).__name__
-        cure = "Pass diffrax.TextProgressMeter(), say."
+        cure = "Pass diffrax.TextProgressMeter(), for example."
         raise invalid(TypeError, name, "progress_meter", must, got, cure)
     return meter
 
@@ -200,7 +193,7 @@ class SamplingDesign(NamedTuple):
 
     @property
     def degrees_of_freedom(self) -> float:
-        """Those of the interval of a mean of quadratic forms."""
+        """The degrees of freedom of the interval of a mean of quadratic forms."""
         return self.group * jackknife.independent_degrees_of_freedom(self.num_samples)
 
     def degrees(self, has_neighbours: bool) -> float:
@@ -221,22 +214,14 @@ class SamplingDesign(NamedTuple):
         return mean(by_probe), jackknife.standard_error_of_parts(samples, rounding)
 
 
-def design_and_draw(
-    name: str,
-    operator: Operator,
-    key: PRNGKeyArray,
-    num_matvecs: int,
-    sampler: Sampler,
-    batch_size: int | None = None,
-) -> tuple[SamplingDesign, Stream]:
-    group = probes_per_sample(sampler)
-    check_samples(name, num_matvecs, group)
-    num_samples = num_matvecs // group
-    num_probes = num_samples * group
-    # The finite-population correction for k of m.
-    correction = (1 - num_probes / population_size(sampler, operator.in_size())) ** 0.5
-    design = SamplingDesign(num_samples, num_probes, correction)
-    return design, stream(name, operator, key, num_probes, sampler, batch_size)
+def design_of(name: str, n: int, num_matvecs: int, sampler: Sampler) -> SamplingDesign:
+    """As many samples as the budget allows, of operators on n dimensions."""
+    check_samples(name, num_matvecs, sampler.group)
+    num_samples = num_matvecs // sampler.group
+    num_probes, correction = num_samples * sampler.group, 1.0
+    if sampler.population is not None:  # The finite-population correction for k of m.
+        correction = (1 - num_probes / sampler.population(n)) ** 0.5
+    return SamplingDesign(num_samples, num_probes, correction)
 
 
 def stream(
@@ -247,21 +232,14 @@ def stream(
     sampler: Sampler,
     batch_size: int | None,
 ) -> Stream:
-    """All probes drawn at once, unless `batch_size` or the sampler demands batches."""
-    group = probes_per_sample(sampler)
+    """Draw all probes at once, or, with `batch_size` and independent samples, each batch
+    when it is needed."""
+    group = sampler.group
     check_batch_size(name, batch_size, group)
     count = num_probes // group
     batch = count if batch_size is None else batch_size // group
-    if count == 1 or not has_independent_samples(sampler):
-        block = draw(name, sampler, key, operator, num_probes, in_samples=True)
-        return Stream(block, None, count, group, batch)
-    if isinstance(sampler, partial) and not sampler.args and not sampler.keywords:
-        sampler = sampler.func  # Equal partial functions do not compare equal.
-    samples = Samples(name, sampler, operator.in_structure())
-    if batch >= count:
-        return all_at_once(compiled(_all_samples, samples, key, count), group)
-    return Stream(jax.random.split(key, count), samples, count, group, batch)
-
-
-def _all_samples(samples: Samples, key: PRNGKeyArray, count: int) -> Inexact[Array, "n k"]:
-    return samples(jax.random.split(key, count))
+    if batch < count and sampler.independent:
+        samples = Samples(name, sampler, operator.in_structure())
+        return Stream(jax.random.split(key, count), samples, count, group, batch)
+    block = draw(name, sampler, key, operator, num_probes)
+    return Stream(block, None, count, group, batch)

@@ -1,30 +1,36 @@
 """tr f(A) from one block Krylov run, in which each probe measures what the others leave.
 
-Let Z be the orthonormal columns of K_d(A, W), W the block of k probes, and T = Z* A Z. For
-q < d let P_i project on S_i = K_q(A, W without w_i). Because w_i is independent of S_i and
-has no preferred direction, for every i
+Let Z have the orthonormal columns of K_d(A, W), where W is the block of k probes, and let
+T = Z* A Z. For q < d let P_i be the projector on S_i = K_q(A, W without w_i). Because w_i
+is independent of S_i and has no preferred direction, for every i
 
     tr f(A) = E e_i,    e_i = tr(P_i f(A) P_i) + c_i r_i* f(A) r_i,
     r_i = (I - P_i) w_i,    c_i = (n - dim S_i) / |r_i|^2.
 
-S_i and r_i lie in the first q blocks of Z, on which f(A) ~ Z f(T) Z*. This is exact for
-polynomials of degree 2 (d - q) + 1 in the quadratic forms. So every application serves
-twice, for the spaces and for the quadrature, and all that follows is small: N_i, an
-orthonormal basis of the complement of S_i in the first q blocks (`krylov`), J, the identity
-on these blocks, and the quadrature matrix
+S_i and r_i lie in the first q blocks of Z, on which f(A) ~ Z f(T) Z*. In the quadratic
+forms this is exact for polynomials of degree 2 (d - q) + 1. So every matvec serves twice,
+for the spaces and for the quadrature, and all that follows is small. With N_i, an
+orthonormal basis of the complement of S_i in the first q blocks (`krylov`), and J, the
+identity on these blocks, the quadrature matrix is
 
     M = mean over i of J - N_i N_i* + c_i r_i r_i*,    E[Z M Z*] = I,    value = tr(f(T) M).
 
 The nodes of the quadrature are the eigenvalues of T, and each sample e_i gives each node a
 weight. The derivative is that of the split rule, with Z M Z* in place of the probes.
 
-**The standard error.** The samples share their probes, so their spread is too small, rarely
-by more than sqrt(2), the most that parts of two probes can do (`shared_error`). Where as
-many directions matter as there are probes, all samples are low together, which only the
-jackknife shows (`krylov_replicates`). Half of it was enough in every spectrum measured. If
-few important directions are left, the samples are skewed, and theory estimates their
-variance (`no_less_than_theory`): on what S_i leaves, the variance of r* f(A) r follows from
-the length of f(A) r. The quadrature error is the change when T lacks its last blocks.
+**The standard error.** The samples share their probes, so their spread is too small, but
+rarely by more than sqrt(2), which is the most that parts of two probes can do
+(`shared_error`). If as many directions matter as there are probes, all samples are low
+together, which only the jackknife shows (`krylov_replicates`). Half of it was enough in
+every spectrum measured. If few important directions are left, the samples are skewed, and
+theory estimates their variance (`no_less_than_theory`): on what S_i leaves, the variance of
+r* f(A) r follows from the length of f(A) r. The quadrature error is the change when T lacks
+its last blocks.
+
+**The order of the computation.** `levels_and_complements` makes T, T without its last
+blocks, and the N_i from a run; `spectrum_of` decomposes these matrices and evaluates f at
+their eigenvalues; `Quadrature` has the weights of the nodes, and the standard error; and
+`trace_from_space` puts them together.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, Float, Inexact
 
 from traceax._core.rule import Outcome
 from traceax._linalg import jackknife
@@ -66,15 +72,17 @@ from traceax._quadrature.scalar import MatrixFunction, Traces, traces_outcome
 
 
 class Shape(NamedTuple):
-    """`depth` blocks of `width` probes, the first `inner` of them for the spaces."""
+    """The shape of a run: `depth` blocks of `width` probes, of which the first `inner`
+    blocks make the spaces S_i."""
 
     width: int
     depth: int
 
     @property
     def inner(self) -> int:
-        """Two blocks, or a fifth of them, serve the quadrature alone. But the spaces have
-        two blocks if possible, since the first one takes no application."""
+        """The number q of blocks. The last two blocks, or a fifth of all, serve the
+        quadrature alone. But the spaces have two blocks if possible, since the first one
+        takes no matvec."""
         inner = min(self.depth - 2, round(0.8 * self.depth))
         return max(1, min(2, self.depth - 1), inner)
 
@@ -84,8 +92,11 @@ class Shape(NamedTuple):
 
 
 def shape_for(num_matvecs: int) -> Shape:
-    """Measured over many kinds of spectra (`tests/benchmarks/spectra.py`): wider runs have
-    worse gradients and no better values, deeper ones fewer samples for the error bar."""
+    """Return the shape of a run on a budget, about as wide as it is deep.
+
+    It was measured over many kinds of spectra (`tests/benchmarks/spectra.py`): wider runs
+    have worse gradients and no better values, and deeper runs have fewer samples for the
+    error bar."""
     depth = num_matvecs // math.isqrt(num_matvecs)
     return Shape(num_matvecs // depth, depth)
 
@@ -93,6 +104,7 @@ def shape_for(num_matvecs: int) -> Shape:
 def block_quadrature(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
 ) -> Outcome:
+    """Estimate tr f(A) by a block Krylov run of `depth` blocks, which a meter shows."""
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)
     return trace_from_space(space, subject)
 
@@ -100,69 +112,113 @@ def block_quadrature(
 def trace_from_space(
     space: BlockKrylov, subject: MatrixFunction, *, kept: int = 0
 ) -> Outcome:
-    """The estimate from a space whose first `kept` starts are no probes. They are in every
-    S_i, which is independent of w_i as before."""
-    n = subject.linear_map.operator.in_size()
-    # Sums are made in this precision; the noise of a coarser operator is measured.
-    eps = float(jnp.finfo(space.basis.dtype).eps)
-    levels, spaces = levels_and_complements(
-        space, n, hermitian=True, kept=kept, bound=subject.bound
-    )
-    eigen, grain = decompose_above(levels, subject.bound)
-    rule = _quadrature(eigen, spaces.resphered(), eps, space.depth == 1 and n > 1)
-    noise = node_noise(space, eigen, grain[0])
-    own = jnp.diagonal(noise)
-    eigen, slopes, bends = into_domain(eigen, subject, space.is_exhausted, own)
-    rule = eqx.tree_at(lambda r: r.blur, rule, _blur(rule.matrix, eigen, noise))
-    values = jnp.swapaxes(at_nodes(subject.fn, eigen.values), -1, -2)
-    samples = _samples(rule.weights[0], values[0])
-    whole = Eigen(*(x[:1] for x in eigen))
+    """Estimate tr f(A) from a space whose first `kept` starts are no probes. They are in
+    every S_i, which is independent of w_i as before."""
+    levels, spaces = levels_and_complements(space, kept=kept, bound=subject.bound)
+    spectrum = spectrum_of(space, levels, subject)
+    rule = quadrature(spectrum, spaces.resphered())
+    whole = Eigen(*(x[:1] for x in spectrum.eigen))
     num_steps = max(5 * space.depth, 40)
     nodes = SplitRule(space.basis.T[None], whole, rule.matrix[None], num_steps).nodes()
-    bounds = jnp.abs(values[0]), slopes.T, bends.T
-    traces = Traces(mean(samples), samples, values, bounds, nodes)
-    return traces_outcome(subject.combine, traces, rule.error, eps)
+    samples = rule.samples(spectrum.values)[0]
+    traces = Traces(mean(samples), samples, spectrum.values, spectrum.bounds, nodes)
+    return traces_outcome(subject, traces, rule.error)
 
 
 def levels_and_complements(
     space: BlockKrylov,
-    n: int,
     *,
-    hermitian: bool,
+    hermitian: bool = True,
     kept: int = 0,
     bound: Float[Array, ""] | None = None,
 ) -> tuple[Inexact[Array, "levels m m"], Complements]:
-    """T, T without its last block, and without its last two (but none smaller than q
-    blocks); and the complements of the S_i."""
-    k, depth = space.width, space.depth
-    inner = Shape(k, depth).inner
-    square, filled, rank = space.projection, space.filled, k * inner
+    """Return T, T without its last block, and T without its last two blocks (but none with
+    fewer than q blocks); and the complements of the S_i."""
+    inner = Shape(space.width, space.depth).inner
+    rank, square = space.width * inner, space.projection
     if hermitian:
         square = (square + square.conj().T) / 2
     # A Rayleigh quotient fills the diagonal at empty columns.
-    square = jnp.where(jnp.diag(~filled), square[0, 0], square)
-    of_k = square[:rank, :rank], filled[:rank]
-    frame = eigenframe(*of_k, bound) if hermitian else plain_frame(*of_k)
-    spaces = complements(frame, filled[:rank], space.starts, n, kept)
-    sizes = [k * (depth - less) for less in range(3) if inner <= depth - less]
-    return truncated(square, sizes), spaces
+    square = jnp.where(jnp.diag(~space.filled), square[0, 0], square)
+    first, filled = square[:rank, :rank], space.filled[:rank]
+    frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first, filled)
+    spaces = complements(frame, filled, space.starts, len(space.basis), kept)
+    sizes = [space.width * (space.depth - less) for less in range(3)]
+    return truncated(square, [size for size in sizes if size >= rank]), spaces
+
+
+class Spectrum(NamedTuple):
+    """The eigenvalues of all levels of T, which are the nodes, and f at them.
+
+    `noise` are the standard deviations of the entries of V* T V, over the largest
+    eigenvalue, where V has the eigenvectors of the first level. The `bounds` are for its
+    nodes: the sizes of f; its slopes, which are |f'| times the largest node; and its bends,
+    which are how far noise moves the mean of f."""
+
+    eigen: Eigen
+    noise: Float[Array, "m m"]
+    values: Inexact[Array, "levels p m"]
+    bounds: tuple[Float[Array, "p m"], Float[Array, "p m"], Float[Array, "p m"]]
+
+
+def spectrum_of(
+    space: BlockKrylov, levels: Inexact[Array, "levels m m"], subject: MatrixFunction
+) -> Spectrum:
+    """Decompose all levels of T, and evaluate f at their eigenvalues.
+
+    Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
+    node moves back by the size of its noise. Its true value may be as small as the square
+    of that. If the space is exhausted the true node is zero, but in single precision a
+    small eigenvalue is more likely.
+    """
+    eigen, grain = decompose_above(levels, subject.bound)
+    noise = _noise(space, eigen, grain[0])
+    own = jnp.diagonal(noise)[None]
+    fn = subject.fn
+    edge = 0 if subject.bound is None else subject.bound
+    largest = largest_of(eigen.values)
+    eps = float(jnp.finfo(noise.dtype).eps)
+    undefined = jnp.any(~jnp.isfinite(at_nodes(fn, eigen.values)), axis=-1)
+    reach = 4 * jnp.maximum(own.size**0.5 * eps, own) * largest
+    moved = undefined & (jnp.abs(eigen.values - edge) <= reach)
+    zero = 0 if eps < DOUBLE else eps * largest
+    moved_to = edge + jnp.where(space.is_exhausted, zero, own * largest)
+    nodes = jnp.where(moved, moved_to, eigen.values)
+    values = at_nodes(fn, nodes)
+    first = nodes[:1]
+    step = own * largest[:1]
+    slopes = slopes_at(fn, first, step)[0]
+    up, down = (at_nodes(fn, first + side * step)[0] - values[0] for side in (1, -1))
+    step = step[0, :, None]
+    # Noise may reach the end of the domain of f. Besides, it makes S_i depend on w_i, which
+    # moves all nodes at its level one way, by a part of its size.
+    bends = jnp.where(jnp.isfinite(down), jnp.abs(up + down) / 2, 2 * jnp.abs(up))
+    bends = jnp.where(jnp.isfinite(bends), bends, 0) + slopes * step / 4
+    deeper = at_nodes(fn, edge + eps * (first - edge))[0]
+    spans = jnp.abs(values[0] - deeper) / jnp.where(step > 0, step, 1)
+    slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
+    values = jnp.swapaxes(values, -1, -2)
+    bounds = jnp.abs(values[0]), slopes.T, bends.T
+    return Spectrum(Eigen(nodes, eigen.vectors), noise, values, bounds)
 
 
 # Neighbours of an eigenvalue, in their order, that have about the same noise.
 _NEAR = 4
 
 
-def node_noise(
+def _noise(
     space: BlockKrylov, eigen: Eigen, grain: Float[Array, " m"]
 ) -> Float[Array, "m m"]:
-    """The standard deviations of the entries of V* T V, over the largest eigenvalue.
+    """Return the standard deviations of the entries of V* T V, over the largest eigenvalue.
+    `grain` is the rounding error of each eigenvalue.
 
     A matvec with an error e_j gives T the error Z* e_j in its column j, and T - T* shows
     the difference of two such errors wherever both halves of T were computed. The part of T
     that is used, (T + T*)/2, has half of their sum, which is as large. So the noise needs
-    no model: in the eigenvectors of T it comes out small where the operator is accurate (an
+    no model. In the eigenvectors of T it comes out small where the operator is accurate (an
     operator that rounds its argument has small errors along small eigenvalues), and large
-    where it is not. The diagonal is not seen; it is taken from its neighbours.
+    where it is not. The errors on the diagonal cannot be seen; they are taken from the
+    neighbours.
     """
     skew = space.projection - space.projection.conj().T
     largest, vectors = largest_modulus(eigen.values[0]), eigen.vectors[0]
@@ -176,147 +232,66 @@ def node_noise(
     return jnp.sqrt(jnp.where(jnp.eye(m, dtype=bool), own[:, None], squares))
 
 
-def _blur(
-    matrix: Inexact[Array, "r r"], eigen: Eigen, noise: Float[Array, "m m"]
-) -> Float[Array, "m m"]:
-    """The variance of the value is g* (this) g, where g is |f'| times the largest node.
-
-    The noise S of V* T V changes the value by the sum of f[a, b] M_ba S_ab, where f[a, b]
-    are divided differences and M is the quadrature matrix in the coordinates of V. Between
-    nodes, |f[a, b]|^2 is about the geometric mean of the squares of |f'|."""
-    inside = eigen.vectors[0, : len(matrix)]
-    turned = squared_modulus(dot(inside.conj().T, matrix, inside))
-    both = jnp.where(jnp.eye(len(noise), dtype=bool), 1, 2)
-    return both * turned * noise**2
-
-
-def into_domain(
-    eigen: Eigen,
-    subject: MatrixFunction,
-    is_exhausted: Bool[Array, ""],
-    noise: Float[Array, " m"],
-) -> tuple[Eigen, Float[Array, "m p"], Float[Array, "m p"]]:
-    """The nodes of all levels; how fast f moves, |f'| times the largest node; and how far
-    noise moves it one way. `noise` are standard deviations of nodes, over the largest one.
-
-    Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
-    node moves back by the size of its noise. Its true value may be as small as the square
-    of that. If the space is exhausted the true node is zero, but in single precision a
-    small eigenvalue is more likely.
-    """
-    nodes, fn = eigen.values, subject.fn
-    largest = largest_of(nodes)
-    eps = float(jnp.finfo(nodes.dtype).eps)
-    edge = jnp.zeros_like(largest) if subject.bound is None else subject.bound
-    undefined = jnp.any(~jnp.isfinite(at_nodes(fn, nodes)), axis=-1)
-    reach = 4 * jnp.maximum(nodes.shape[1] ** 0.5 * eps, noise)[None, :] * largest
-    moved = undefined & (jnp.abs(nodes - edge) <= reach)
-    zero = 0 if eps < DOUBLE else eps * largest
-    moved_to = edge + jnp.where(is_exhausted, zero, noise[None, :] * largest)
-    nodes = jnp.where(moved, moved_to, nodes)
-    values = at_nodes(fn, nodes[:1])
-    step = noise[None] * largest[:1]
-    slopes = slopes_at(fn, nodes[:1], values, step)[0]
-    up, down = (at_nodes(fn, nodes[:1] + side * step)[0] - values[0] for side in (1, -1))
-    # Noise may reach the end of the domain of f. Besides, it makes S_i depend on w_i, which
-    # moves all nodes at its level one way, by a part of its size.
-    bends = jnp.where(jnp.isfinite(down), jnp.abs(up + down) / 2, 2 * jnp.abs(up))
-    bends = jnp.where(jnp.isfinite(bends), bends, 0) + slopes * step[0][:, None] / 4
-    deeper = at_nodes(fn, edge + eps * (nodes[:1] - edge))[0]
-    spans = jnp.abs(values[0] - deeper) / jnp.where(step[0] > 0, step[0], 1)[:, None]
-    slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
-    return Eigen(nodes, eigen.vectors), slopes, bends
-
-
-def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
-    k, r, _ = spaces.vectors.shape
-    outside = jnp.moveaxis(spaces.vectors, 0, 1).reshape(r, -1)
-    tested = spaces.remainders.T
-    changed = dot(tested, tested.conj().T) - dot(outside, outside.conj().T)
-    return jnp.diag(spaces.inside.astype(changed.dtype)) + changed / k
-
-
-def _quadrature(
-    eigen: Eigen, spaces: Complements, eps: float, unresolved: bool
-) -> Quadrature:
-    inside = eigen.vectors[:, : spaces.inside.size]
-    weights = jax.vmap(partial(_weights, spaces))(inside)
-    # LAPACK may return finite eigenvectors for NaN input.
-    weights = jnp.where(jnp.isnan(eigen.values)[:, None], jnp.nan, weights)
-    matrix = quadrature_matrix(spaces)
-    blur = jnp.zeros(eigen.vectors.shape[1:], weights.dtype)
-    return Quadrature(eigen.vectors[0], weights, matrix, blur, spaces, eps, unresolved)
-
-
-def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
-    """The diagonal of V* M_i V for every i, V the eigenvectors of T."""
-    outside = einsum("krp,rm->kpm", spaces.vectors.conj(), inside)
-    tested = squared_modulus(dot(spaces.remainders.conj(), inside))
-    total = dot(spaces.inside.astype(tested.dtype)[None, :], squared_modulus(inside))
-    return jnp.maximum(total - jnp.sum(squared_modulus(outside), axis=1) + tested, 0)
-
-
-def _samples(
-    weights: Float[Array, "k m"], values: Inexact[Array, "p m"]
-) -> Inexact[Array, "p k"]:
-    return weighted_sum(weights[None], values[:, None])
-
-
 class Quadrature(eqx.Module):
-    """The weight of each node in each sample, for every level of T. `vectors` are the
-    eigenvectors of T, `matrix` is M, and the remainders of `spaces` are sqrt(c_i) r_i.
-    `blur` is the variance of the value by noise. `unresolved`: the quadrature error is
-    unknown."""
+    """The weight of each node in each sample, for every level of T.
+
+    `vectors` are the eigenvectors V of T, `matrix` is M, and the remainders of `spaces` are
+    sqrt(c_i) r_i. The variance of the value by noise is g* blur g, where g is |f'| times
+    the largest node."""
 
     vectors: Inexact[Array, "m m"]
     weights: Float[Array, "levels k m"]
     matrix: Inexact[Array, "r r"]
     blur: Float[Array, "m m"]
     spaces: Complements
-    eps: float = eqx.field(static=True)
-    unresolved: bool = eqx.field(static=True)
+
+    def samples(self, values: Inexact[Array, "levels p m"]) -> Inexact[Array, "levels p k"]:
+        """Return all samples of the trace of a function, given its values at the nodes of
+        all levels, or of the first ones."""
+        return weighted_sum(self.weights[: len(values), None], values[:, :, None])
 
     def error(
-        self,
-        values: Inexact[Array, "levels p m"],
-        sizes: Float[Array, "p m"],
-        slopes: Float[Array, "p m"],
-        bends: Float[Array, "p m"],
+        self, values: Inexact[Array, "levels p m"], *bounds: Float[Array, "p m"]
     ) -> Float[Array, " p"]:
-        """From f at the nodes, its size, its slope times the largest node, and how far its
-        mean moves by noise."""
-        levels = jax.vmap(_samples)(self.weights, values)
-        changes = jnp.abs(mean(levels[:-1] - levels[1:]))
+        """Return the standard error of the trace of a function, given its values at the
+        nodes and its `bounds` as in `Spectrum`."""
+        samples = self.samples(values)
+        changes = jnp.abs(mean(samples[:-1] - samples[1:]))
         weights = jnp.mean(self.weights[0], axis=0)[None, :]
-        used = weights > 0
-        terms = weights * jnp.where(used, sizes, 0)
-        summed = self.eps * (jnp.sqrt(jnp.sum(terms**2, axis=1)) + jnp.abs(mean(levels[0])))
-        slopes = jnp.where(used, slopes, 0)
-        moved = jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
-        moved = 2 * moved + jnp.sum(weights * jnp.where(used, bends, 0), axis=1)
-        error = jackknife.shared_error(levels[0], jnp.hypot(4 * summed, moved))
-        if levels.shape[-1] > 1:
+        sizes, slopes, bends = (jnp.where(weights > 0, x, 0) for x in bounds)
+        # Sums are made in this precision. The noise of a coarser operator is measured.
+        eps = float(jnp.finfo(weights.dtype).eps)
+        summed = jnp.sqrt(jnp.sum((weights * sizes) ** 2, axis=1))
+        rounding = 4 * eps * (summed + jnp.abs(mean(samples[0])))
+        moved = 2 * jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
+        moved = moved + jnp.sum(weights * bends, axis=1)
+        error = jackknife.shared_error(samples[0], jnp.hypot(rounding, moved))
+        if samples.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0]))
-        return jnp.hypot(error, jackknife.quadrature_error(changes, self.unresolved))
+        # Without a shorter run to compare with, the quadrature error is unknown.
+        return jnp.hypot(error, jackknife.quadrature_error(changes, unresolved=True))
 
     def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
-        """The larger one of half the jackknife and the error by theory. Both are those of f
-        less a constant, whose trace has no error but rounding."""
+        """Return the larger one of half the jackknife and the error by theory. Both are
+        those of f less a constant, whose trace has no error but rounding."""
         weights = self.weights[0]
-        centre = over(mean(_samples(weights, values)), jnp.mean(jnp.sum(weights, axis=1)))
+        total = jnp.mean(jnp.sum(weights, axis=1))
+        centre = over(mean(self.samples(values[None])[0]), total)
         used = jnp.any(weights != 0, axis=0)
         values = jnp.where(used[None, :], values - centre[:, None], 0)
         scale = jax.vmap(largest_modulus)(values)
         values = over(values, scale[:, None])
-        inside = self.vectors[: self.spaces.inside.size]
-        function = inside, values, inside.conj().T
-        samples, real = _samples(weights, values), not jnp.iscomplexobj(self.matrix)
-        half = jackknife.half_jackknife_error(self.spaces, *function, samples)
-        least = jackknife.no_less_than_theory(half, self._variances(values), real=real)
-        return scale * least
+        inside = self.vectors[: len(self.matrix)]
+        samples = self.samples(values[None])[0]
+        half = jackknife.half_jackknife_error(
+            self.spaces, inside, values, inside.conj().T, samples
+        )
+        variances = self._variances(values)
+        real = not jnp.iscomplexobj(inside)
+        return scale * jackknife.no_less_than_theory(half, variances, real=real)
 
     def _variances(self, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
-        """|B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
+        """Return |B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
         complement, remainders, _, inside = self.spaces
         r = inside.size
         turned = dot(remainders, self.vectors[:r].conj())
@@ -331,3 +306,40 @@ class Quadrature(eqx.Module):
         outside = ~jnp.pad(inside, (0, image.shape[-1] - r))
         squares = dot(squared_modulus(image), outside.astype(lengths.dtype))
         return squares + jnp.sum(squared_modulus(inner), axis=-1)
+
+
+def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
+    """Return the weights of the nodes, given the c_i in the `spaces`, and what noise does
+    to the value.
+
+    The noise S of V* T V changes the value by the sum of f[a, b] M_ba S_ab, where f[a, b]
+    are divided differences and M is the quadrature matrix in the coordinates of V. Between
+    nodes, |f[a, b]|^2 is about the geometric mean of the squares of |f'|."""
+    vectors = spectrum.eigen.vectors
+    inside = vectors[:, : spaces.inside.size]
+    weights = jax.vmap(partial(_weights, spaces))(inside)
+    # LAPACK may return finite eigenvectors for NaN input.
+    weights = jnp.where(jnp.isnan(spectrum.eigen.values)[:, None], jnp.nan, weights)
+    matrix = quadrature_matrix(spaces)
+    turned = squared_modulus(dot(inside[0].conj().T, matrix, inside[0]))
+    both = jnp.where(jnp.eye(len(turned), dtype=bool), 1, 2)
+    blur = both * turned * spectrum.noise**2
+    return Quadrature(vectors[0], weights, matrix, blur, spaces)
+
+
+def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
+    """Return the diagonal of V* M_i V for every i, where V has the eigenvectors of one
+    level, and `inside` are their first coordinates."""
+    outside = squared_modulus(einsum("krp,rm->kpm", spaces.vectors.conj(), inside))
+    tested = squared_modulus(dot(spaces.remainders.conj(), inside))
+    total = dot(spaces.inside.astype(tested.dtype)[None, :], squared_modulus(inside))
+    return jnp.maximum(total - jnp.sum(outside, axis=1) + tested, 0)
+
+
+def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
+    """Return M, given the c_i in the `spaces`."""
+    k, r, _ = spaces.vectors.shape
+    outside = jnp.moveaxis(spaces.vectors, 0, 1).reshape(r, -1)
+    tested = spaces.remainders.T
+    changed = dot(tested, tested.conj().T) - dot(outside, outside.conj().T)
+    return jnp.diag(spaces.inside.astype(changed.dtype)) + changed / k

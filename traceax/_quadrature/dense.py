@@ -1,5 +1,5 @@
-"""Functions of small Hermitian matrices, which are decomposed; and f(A) as an operator that
-Lanczos' process applies.
+"""Functions of small Hermitian matrices, by an eigendecomposition; and f(A) as an operator,
+which is applied by Lanczos' process.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
 
 class Eigen(NamedTuple):
-    """M = S diag(values) S*."""
+    """The decomposition M = S diag(values) S* of a Hermitian matrix."""
 
     values: Float[Array, "... m"]
     vectors: Inexact[Array, "... m m"]
 
 
 def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
-    """Eigenvalues at the level of rounding become zero. So the logarithm of a singular
-    matrix is infinite, and its square root is not NaN.
+    """Decompose a Hermitian matrix, or each one of a batch.
 
-    A batch is decomposed one by one: one call of LAPACK for all waits for threads, which
-    wait for that call on a mesh of many devices."""
+    Eigenvalues at the level of rounding become zero. So the logarithm of a singular matrix
+    is infinite, and its square root is not NaN.
+
+    The matrices of a batch are decomposed one by one. A single call of LAPACK for all of
+    them would wait for threads that, on a mesh of many devices, wait for that call."""
     if matrix.ndim > 2:
         return jax.vmap(decompose)(matrix)
     values, vectors = lapack.eigh(matrix)
@@ -47,9 +49,9 @@ def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
 def decompose_above(
     matrices: Inexact[Array, "levels m m"], bound: Float[Array, ""] | None
 ) -> tuple[Eigen, Float[Array, "levels m"]]:
-    """The decompositions, and how far rounding may have moved each eigenvalue. With a lower
-    bound of the spectrum small eigenvalues keep more digits in single precision, which is
-    worth three times the time there."""
+    """Return the decompositions, and how far rounding may have moved each eigenvalue. In
+    single precision a lower bound of the spectrum lets small eigenvalues keep more digits,
+    which is worth three times the time."""
     eps = float(jnp.finfo(matrices.dtype).eps)
     if bound is None or eps < DOUBLE:
         eigen = decompose(matrices)
@@ -61,14 +63,14 @@ def decompose_above(
 
 
 def largest_of(values: Float[Array, "... m"]) -> Float[Array, "... 1"]:
-    """The largest modulus of eigenvalues, which rise."""
+    """Return the largest modulus of eigenvalues, which are in rising order."""
     return jnp.maximum(-values[..., :1], values[..., -1:])
 
 
 @jax.custom_jvp
 def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
-    """`decompose`, with a derivative that is NaN if eigenvalues coincide. There it does not
-    exist, and JAX's own derivative depends on its version."""
+    """Decompose a matrix, with a derivative that is NaN if eigenvalues coincide. It does
+    not exist there, and JAX's own derivative depends on its version."""
     return decompose(matrix)
 
 
@@ -89,10 +91,11 @@ def _distinct_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Eigen,
 def columns(
     fn: Flat, matrix: Inexact[Array, "m m"] | None, eigen: Eigen, *, count: int
 ) -> Inexact[Array, "p m {count}"]:
-    """The first `count` columns of f(M), `eigen` being the decomposition of M.
+    """Return the first `count` columns of f(M), where `eigen` is the decomposition of M.
 
-    The derivative in M is S (F o S* dM S) S*, F_ab the divided difference f[x_a, x_b]
-    (Daleckii and Krein 1965). It is finite if eigenvalues coincide.
+    The derivative in M is S (F o S* dM S) S*, where F_ab is the divided difference
+    f[x_a, x_b] (Daleckii and Krein 1965). It is finite if eigenvalues coincide. Without a
+    matrix M there is no derivative in it.
     """
     values = jax.vmap(fn)(eigen.values)
     first = eigen.vectors[:count].conj()
@@ -116,15 +119,16 @@ def _columns_jvp(
         # Second derivatives differentiate this decomposition.
         values, vectors = _distinct(matrix)
         turned = dot(vectors.conj().T, matrix_tangent, vectors)
-        differences = promoted(divided_differences(fn, values), turned)
-        weighted = einsum("abp,ab->pab", *differences)
+        differences = divided_differences(fn, values)
+        weighted = einsum("abp,ab->pab", *promoted(differences, turned))
         first = vectors[:count].conj()
         moved = moved + einsum("ma,pab,cb->pmc", *promoted(vectors, weighted, first))
     return value, moved.astype(value.dtype)
 
 
 def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, "m m p"]:
-    """f[a, b] = (f(a) - f(b)) / (a - b); for near points the mean of f' between them."""
+    """Return f[a, b] = (f(a) - f(b)) / (a - b) for all pairs of points. If two points are
+    near each other it is computed as the mean of f' between them."""
     a, b = points[:, None], points[None, :]
     rounding = jnp.finfo(points.dtype).eps ** 0.5 * jnp.max(jnp.abs(points))
     near = jnp.abs(a - b) <= jnp.maximum(1e-3 * (jnp.abs(a) + jnp.abs(b)), rounding)
@@ -142,9 +146,10 @@ def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, 
 
 
 class FunctionOfOperator(Operator):
-    """f(A) v ~ |v| Q f(T) e_1, of `num_steps` applications of A; real f, Hermitian A.
+    """f(A) as an operator, for real f and Hermitian A, by f(A) v ~ |v| Q f(T) e_1.
 
-    Its derivative in A is that of the recurrence.
+    Each of its matvecs takes `num_steps` matvecs of A. Its derivative in A is that of the
+    Lanczos recurrence.
     """
 
     operator: Operator
@@ -153,7 +158,7 @@ class FunctionOfOperator(Operator):
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         column = flatten(vector, working_dtype(self.operator))
-        subject = (LinearMap(self.operator), self.fn, column)
+        subject = LinearMap(self.operator), self.fn, column
         apply = partial(_apply, num_steps=self.num_steps)
         value = apply(subject, differentiable=False)
         value = with_own_jvp(value, partial(apply, differentiable=True), subject)
@@ -175,6 +180,7 @@ class FunctionOfOperator(Operator):
 def _apply(
     subject: tuple[LinearMap, Flat, Array], *, num_steps: int, differentiable: bool
 ) -> Inexact[Array, " n"]:
+    """Return f(A) v, where the subject holds A, f and v."""
     linear_map, fn, column = subject
     krylov = lanczos(linear_map, column[None], num_steps, differentiable=differentiable)
     projection = krylov.projection[0]

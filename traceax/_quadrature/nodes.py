@@ -1,29 +1,31 @@
 """Quadratures, from which the value of tr f(A) and its derivatives are read.
 
-A quadrature has nodes x with weights w, and pairs of vectors l, r, all made of A, so that
+A quadrature has nodes x with weights w, and pairs of vectors l and r, all made of A, so
+that
 
     tr f(A) ~ sum over nodes of w f(x),
     d tr f(A) = tr(f'(A) dA) ~ sum over pairs of l^T dA r.
 
-The pairs depend on f and on A. A first derivative takes them as constants. For a second
-one, the function that makes the pairs differentiates them, or raises an error. A parameter
-of `fn` moves the sum by the trace of another function, d tr f(A) = tr((df)(A)), so its
-derivative is the same quadrature of df.
+The pairs depend on f and on A. A first derivative takes them as constants. A second
+derivative differentiates the function that makes the pairs, or that function raises an
+error. A parameter of f changes the sum by the trace of another function,
+d tr f(A) = tr((df)(A)), so its derivative is the same quadrature of df.
 
 **The split rule** makes the pairs for Hermitian A. With probes v for which E[v v*] = I, and
-f' = g1 g2,
+a factorisation f' = g1 g2,
 
     d tr f(A) = E[ (g1(A) v)* dA (g2(A) v) ].
 
-Both vectors lie in the Krylov space from which the value v* f(A) v is computed. They cost
-no application, and the derivative one vector-Jacobian product a probe. An entry ij of U* dA
-U, U the eigenvectors, has the weight (g1_i g2_j + g1_j g2_i)/2. By the inequality of the
-means it is least for |g1| = |g2| = |f'|^(1/2). Then it is the geometric mean of f'_i and
-f'_j. The usual (f'(A) v)* dA v has their arithmetic one, which exceeds this without bound
-where dA couples small eigenvalues with large ones.
+Both vectors lie in the Krylov space from which the value v* f(A) v is computed, so they
+take no matvec. The derivative takes one vector-Jacobian product for each probe. The rule
+gives the entry ij of U* dA U, where U has the eigenvectors, the weight
+(g1_i g2_j + g1_j g2_i)/2. By the inequality of the arithmetic and the geometric mean this
+weight is least for |g1| = |g2| = |f'|^(1/2), where it is the geometric mean of f'_i and
+f'_j. The usual rule (f'(A) v)* dA v has their arithmetic mean as the weight, which is
+larger without bound if dA couples small eigenvalues with large ones.
 
-Second derivatives need the dependence of the vectors on A (without it the second derivative
-of log det(s A) in s would be 0). So the vectors are computed once, and differentiated as a
+Second derivatives need the dependence of the vectors on A: without it the second derivative
+of log det(s A) in s would be 0. So the vectors are computed once, and differentiated as a
 Krylov recurrence from the same starts.
 """
 
@@ -40,12 +42,12 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap
-from traceax._core.rule import with_own_jvp
+from traceax._core.rule import Values, with_own_jvp
 from traceax._linalg.columns import dot, einsum, largest_modulus, promoted, times
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.scalar import (
-    Factor,
+    Factors,
     Flat,
     MatrixFunction,
     Slope,
@@ -53,26 +55,49 @@ from traceax._quadrature.scalar import (
     softening,
 )
 
-# A recurrence that is differentiated must give its vectors again to this relative error.
+# A recurrence that is differentiated must reproduce its vectors to this relative error.
 TOLERANCE = 0.1
 
-# The rows r, s of them for each of p values or for all; None stands for all unit vectors.
-# And the sum of l^T dA r, as a linear function of the rows (dA r)^T.
-Paired = tuple[Inexact[Array, "... s n"] | None, Callable[[Array], Inexact[Array, " p"]]]
+
+class Direction(eqx.Module):
+    """The direction dA of a derivative, as the tangent of an operator A."""
+
+    linear_map: LinearMap
+    tangent: Any
+
+    def matrix(self) -> Inexact[Array, "n n"]:
+        """Return dA as a matrix."""
+        return self._of(LinearMap.dense)
+
+    def images(self, rows: Inexact[Array, "... n"]) -> Inexact[Array, "... n"]:
+        """Return dA r for each of the rows r."""
+        block = rows.reshape(-1, rows.shape[-1]).T
+        return self._of(lambda linear_map: linear_map(block)).T.reshape(rows.shape)
+
+    def _of(self, function: Callable[[LinearMap], Array]) -> Array:
+        value, moved = eqx.filter_jvp(function, (self.linear_map,), (self.tangent,))
+        # The matvec may not depend on what is perturbed.
+        return jnp.zeros_like(value) if moved is None else moved
+
+
+Pairs = Callable[[MatrixFunction, Direction], Values]
+"""The sum over all pairs of l^T dA r, for each of the p values of f."""
 
 
 class Nodes(eqx.Module):
-    """A quadrature, and the readout of traces of functions: it is called on f and on the
-    operator that is read. All values of f share the weights, or each value has a row."""
+    """A quadrature, which is the readout of traces of functions. It is called with f and
+    the operator that is read. All values of f share one row of weights, or each has its
+    own."""
 
     nodes: Inexact[Array, " m"]
     weights: Inexact[Array, "... m"]
-    pairs: Callable[[MatrixFunction], Paired]
+    pairs: Pairs
 
     def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
         return read(subject, self)
 
     def total(self, fn: Flat) -> Inexact[Array, " p"]:
+        """Return the sum over the nodes of the weights times f."""
         values = jax.vmap(fn)(self.nodes).T
         # The Jacobian of f has several values for each value of f.
         weights = jnp.repeat(self.weights, len(values) // len(self.weights), axis=0)
@@ -81,7 +106,7 @@ class Nodes(eqx.Module):
 
 @eqx.filter_custom_jvp
 def read(subject: MatrixFunction, nodes: Nodes) -> Inexact[Array, " p"]:
-    """tr f(A) by a quadrature, whose pairs give the derivative."""
+    """Return tr f(A) by a quadrature, and differentiate it by the pairs."""
     return nodes.total(subject.fn)
 
 
@@ -97,52 +122,37 @@ def _read_jvp(
         rates = read(MatrixFunction(subject.linear_map, jacobian), nodes)
         parts.append(dot(rates.reshape(value.size, -1), numbers.astype(rates.dtype)))
     if jax.tree.leaves(tangent.linear_map):
-        pairs = nodes.pairs(subject)
-        parts.append(_paired(pairs, subject.linear_map, tangent.linear_map))
+        direction = Direction(subject.linear_map, tangent.linear_map)
+        parts.append(nodes.pairs(subject, direction))
     if not jnp.iscomplexobj(value):
         parts = [part.real for part in parts]
     moved = sum((part.astype(value.dtype) for part in parts), jnp.zeros_like(value))
     return value, moved
 
 
-def _paired(pairs: Paired, linear_map: LinearMap, tangent: Any) -> Inexact[Array, " p"]:
-    right, total = pairs
-
-    def images(a: LinearMap) -> Inexact[Array, "... s n"]:
-        if right is None:
-            return a.dense().T
-        return a(right.reshape(-1, right.shape[-1]).T).T.reshape(right.shape)
-
-    _, moved = eqx.filter_jvp(images, (linear_map,), (tangent,))
-    return jnp.zeros(()) if moved is None else total(moved)
-
-
 def weighted_sum(
     weights: Inexact[Array, "... m"], values: Inexact[Array, "... m"]
 ) -> Inexact[Array, "..."]:
-    """The sum over nodes of weights times values. A node of weight zero does not count,
-    even if its value is infinite."""
-    dtype = weights.dtype if jnp.iscomplexobj(weights) else values.dtype
-    counted = jnp.where(weights == 0, 0, values).astype(dtype)
-    return jnp.sum(weights.astype(dtype) * counted, axis=-1)
+    """Return the sum over nodes of weights times values. A node of weight zero does not
+    count, even if its value is infinite."""
+    return jnp.sum(times(weights, jnp.where(weights == 0, 0, values)), axis=-1)
 
 
 def at_nodes(fn: Flat, nodes: Inexact[Array, "N m"]) -> Inexact[Array, "N m p"]:
+    """Return all values of f at each node of N quadratures."""
     return jax.vmap(jax.vmap(fn))(nodes)
 
 
 def slopes_at(
-    fn: Flat,
-    nodes: Float[Array, "N m"],
-    values: Inexact[Array, "N m p"],
-    step: Float[Array, "N _"],
+    fn: Flat, nodes: Float[Array, "N m"], step: Float[Array, "N _"]
 ) -> Float[Array, "N m p"]:
-    """|f'|, which multiplies the noise of nodes; `values` are those of f. Where |f'| is
-    large (for a square root at 0), the change of f over a `step` of the size of the noise,
-    divided by the step, takes its place."""
+    """Return |f'| at the nodes, which multiplies their noise.
+
+    If |f'| is large (as it is for a square root at 0), the change of f over a `step` of the
+    size of the noise, divided by the step, replaces it."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
-    beside = at_nodes(fn, nodes + step)
-    secants = jnp.abs(beside - values) / jnp.where(step > 0, step, 1)[..., None]
+    secants = jnp.abs(at_nodes(fn, nodes + step) - at_nodes(fn, nodes))
+    secants = secants / jnp.where(step > 0, step, 1)[..., None]
     # Infinite values show in the estimate itself.
     secants = jnp.where(jnp.isfinite(secants), secants, 0)
     return jnp.where(jnp.isfinite(slopes), jnp.minimum(slopes, secants), secants)
@@ -151,6 +161,8 @@ def slopes_at(
 def node_weights(
     coefficients: Inexact[Array, "N count count"], eigen: Eigen
 ) -> Float[Array, "N m"]:
+    """Return the weights of the nodes in tr(C_i f(T_i)[:count, :count]), where T_i is the
+    matrix that `eigen` decomposes and the `coefficients` are the C_i."""
     rows = eigen.vectors[:, : coefficients.shape[1]]
     return jnp.sum((rows.conj() * dot(coefficients.astype(rows.dtype), rows)).real, axis=1)
 
@@ -171,63 +183,64 @@ class SplitRule(eqx.Module):
     num_steps: int = eqx.field(static=True)
 
     def nodes(self) -> Nodes:
+        """Return the quadrature whose pairs this rule makes."""
         weights = node_weights(self.coefficients, self.eigen).reshape(1, -1)
         return Nodes(self.eigen.values.ravel(), weights, self)
 
-    def __call__(self, subject: MatrixFunction) -> Paired:
-        """C_i (g1(A) v)* and g2(A) v."""
-        count, n = self.coefficients.shape[1], self.basis.shape[2]
+    def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
+        """Return the sum of C_i (g1(A) v)* dA (g2(A) v)."""
         soft = jax.vmap(partial(softening, subject.fn))(self.eigen.values)
         soft = jax.lax.stop_gradient(soft)
-        blocks = _vectors(subject.fn, soft, self.basis, None, self.eigen, count)
-        again = eqx.Partial(self._by_recurrence, soft, blocks[1])
-        left, right = with_own_jvp(blocks, again, subject)
-        rows = left.conj().reshape(len(left), -1, count, n)
-        weighted = einsum("Nab,pNbn->pNan", self.coefficients.astype(rows.dtype), rows)
-        weighted = weighted.reshape(left.shape)
-        return right, lambda images: jnp.sum(weighted * images, axis=(1, 2))
+        count = self.coefficients.shape[1]
+        vectors = _vectors(subject.fn, soft, self.basis, self.eigen, count=count)
+        again = eqx.Partial(self._by_recurrence, soft, vectors)
+        left, right = with_own_jvp(vectors, again, subject)
+        coefficients = self.coefficients.astype(left.dtype)
+        left = einsum("Nab,pNbn->pNan", coefficients, left.conj())
+        return jnp.sum(left * direction.images(right), axis=(1, 2, 3))
 
     def _by_recurrence(
         self, soft: Array, expected: Array, subject: MatrixFunction
-    ) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
-        """g1(A) v and g2(A) v by a recurrence that is differentiable in the operator and in
-        f. NaN if g2(A) v is far from the `expected` one: then derivatives are wrong."""
+    ) -> Inexact[Array, "2 p N count n"]:
+        """Return g1(A) v and g2(A) v by a recurrence that is differentiable in the operator
+        and in f. They are NaN if g2(A) v is far from the `expected` vectors, because then
+        the derivatives would be wrong."""
         starts = self.basis[:, : self.coefficients.shape[1]]
         starts = starts.reshape(-1, starts.shape[2])
         steps = min(self.num_steps, starts.shape[1])
         krylov = lanczos(subject.linear_map, starts, steps, differentiable=True)
         eigen = jax.lax.stop_gradient(decompose(krylov.projection))
         soft = jnp.repeat(soft, len(starts) // len(soft), axis=0)
-        left, right = _vectors(subject.fn, soft, krylov.basis, krylov.projection, eigen, 1)
-        error = largest_modulus(jax.lax.stop_gradient(right) - expected)
-        passed = jnp.where(error < TOLERANCE * largest_modulus(expected), 1, jnp.nan)
-        return passed * left, passed * right
+        vectors = _vectors(subject.fn, soft, krylov.basis, eigen, krylov.projection)
+        vectors = vectors.reshape(expected.shape)
+        error = largest_modulus(jax.lax.stop_gradient(vectors[1]) - expected[1])
+        is_same = error < TOLERANCE * largest_modulus(expected[1])
+        return jnp.where(is_same, 1, jnp.nan) * vectors
 
 
 def _vectors(
     fn: Flat,
     soft: Float[Array, "N p"],
     basis: Inexact[Array, "N m n"],
-    projection: Inexact[Array, "N m m"] | None,
     eigen: Eigen,
-    count: int,
-) -> tuple[Inexact[Array, "p s n"], Inexact[Array, "p s n"]]:
-    """g1(A) v and g2(A) v for the first `count` rows v of every basis."""
+    projection: Inexact[Array, "N m m"] | None = None,
+    *,
+    count: int = 1,
+) -> Inexact[Array, "2 p N count n"]:
+    """Return g1(A) v and g2(A) v for the first `count` rows v of every basis. They are
+    differentiable in the projection that `eigen` decomposes, if that is given."""
 
-    def vectors(first: bool) -> Inexact[Array, "p s n"]:
-        def one(soft: Array, matrix: Array | None, eigen: Eigen) -> Inexact[Array, "p m c"]:
-            return columns(Factor(fn, soft, first), matrix, eigen, count=count)
+    def one(soft: Array, matrix: Array | None, eigen: Eigen) -> Inexact[Array, "pp m c"]:
+        return columns(Factors(fn, soft), matrix, eigen, count=count)
 
-        applied = eqx.filter_vmap(one)(soft, projection, eigen)
-        rows = einsum("Npmc,Nmn->pNcn", *promoted(applied, basis))
-        return rows.reshape(rows.shape[0], -1, rows.shape[3])
-
-    return vectors(True), vectors(False)
+    applied = eqx.filter_vmap(one)(soft, projection, eigen)
+    rows = einsum("Npmc,Nmn->pNcn", *promoted(applied, basis))
+    return rows.reshape(2, -1, *rows.shape[1:])
 
 
 def perturbation(matrix: Inexact[Array, "... m m"], size: float) -> Inexact[Array, "..."]:
-    """A random matrix of `size` times the largest entry. A nilpotent matrix has no basis of
-    eigenvectors; after a perturbation almost every matrix has one."""
+    """Return a random matrix of `size` times the largest entry. A nilpotent matrix has no
+    basis of eigenvectors, but almost every perturbation of it has one."""
     m = matrix.shape[-1]
     noise = np.random.default_rng(m).normal(size=(m, m)) / m**0.5
     noise = noise.reshape((1,) * (matrix.ndim - 2) + (m, m))
@@ -236,6 +249,7 @@ def perturbation(matrix: Inexact[Array, "... m m"], size: float) -> Inexact[Arra
 
 
 def refuse_second(linear_map: LinearMap) -> Any:
+    """Raise the error of a second derivative that does not exist."""
     raise NotImplementedError(
         "traceax.arnoldi_trace must not be differentiated twice in its operator, because "
         "the eigenvectors that its derivative is read from would have to be "

@@ -1,19 +1,21 @@
 """The functions that users give: `fn` of a scalar, and `combine` of several traces.
 
-**Combinations.** Let t be the mean of samples s_i, each a vector of all p traces, and g the
-combination. To first order, g(t) - E[g] is the mean of Dg(t) (s_i - E[s_i]). So the error
-of g(t) is that of one trace, with the samples Dg(t) s_i: those of the function Dg(t) f,
-whose quadrature and rounding errors it has, too. This includes covariances: the errors that
-numerator and denominator of a thermal mean share, most of their errors, cancel.
+**Combinations.** Let t be the mean of samples s_i, each of which is a vector of all p
+traces, and let g be the combination. To first order, g(t) - E[g] is the mean of
+Dg(t) (s_i - E[s_i]). So the error of g(t) is the error of one trace, which has the samples
+Dg(t) s_i. It is the trace of the function Dg(t) f, and has the quadrature and rounding
+errors of that function. This includes covariances: most of the errors of a thermal mean are
+shared by its numerator and its denominator, and cancel.
 
-To second order g(t) is biased by half of tr(D^2 g(t) Cov t). The jackknife removes this
-bias with the means of all samples but one, t_{-i} = t - d_i, d_i = (s_i - t)/(k - 1):
+To second order g(t) has a bias of half of tr(D^2 g(t) Cov t). The jackknife removes this
+bias by the means of all samples but one, t_{-i} = t - d_i, d_i = (s_i - t)/(k - 1):
 
     value = g(t) + (k - 1) mean of (g(t) - g(t - d_i)).
 
-Samples that share probes vary less than their mean does. Of their bias this removes at
-least a half, and at most all. Derivatives take the d_i as constants: in the parameters of
-`combine` they are those of the value; all others move t by the split rule.
+Samples that share probes vary less than their mean does. The jackknife then removes at
+least a half of their bias, and at most all of it. Derivatives take the d_i as constants. So
+the derivative in the parameters of `combine` is that of the value. Everything else changes
+t, whose derivative is given by the split rule.
 """
 
 from __future__ import annotations
@@ -31,21 +33,21 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 from traceax._core.canonical import canonical
 from traceax._core.checks import check_callable, check_returned, invalid
 from traceax._core.operator import LinearMap
-from traceax._core.rule import Outcome, Readout
+from traceax._core.rule import Outcome, Readout, Values
 from traceax._core.vectors import Structure, as_result, flatten
 from traceax._linalg.columns import dot, mean, over, promoted
 
 Scalar = Inexact[Array, ""]
 Flat = Callable[[Scalar], Inexact[Array, " p"]]
 
-# With fewer samples the jackknife does not estimate the bias.
+# The jackknife needs so many samples to estimate the bias.
 FEWEST = 3
 
 
 class ScalarFunction(eqx.Module):
-    """x -> the p values of a function's pytree, in one vector. x is a scalar, or the vector
-    of all traces if the function is a combination. The arrays that the function closes over
-    are leaves, so that it can be differentiated in them."""
+    """A function whose pytree of p values becomes one vector. Its argument x is a scalar,
+    or the vector of all traces if the function is a combination. The arrays that the
+    function closes over are leaves, so that it can be differentiated in them."""
 
     function: Callable[[Any], PyTree[Array]]
     point: jax.ShapeDtypeStruct | None = eqx.field(static=True, default=None)
@@ -58,9 +60,9 @@ class ScalarFunction(eqx.Module):
 def scalar_function(
     name: str, fn: Callable[[Scalar], PyTree[Array]], dtype: jnp.dtype
 ) -> tuple[ScalarFunction, Structure]:
-    """`fn` as a `ScalarFunction`, and the structure of its result."""
+    """Return `fn` as a `ScalarFunction`, and the structure of its result."""
     form = "of a scalar, because it is evaluated at eigenvalues"
-    cure = "Pass jax.numpy.log, say, or a function of your own."
+    cure = "Pass jax.numpy.log or your own function."
     check_callable(name, "fn", fn, form, cure)
     point = jax.ShapeDtypeStruct((), dtype)
     result = eqx.filter_eval_shape(fn, point)
@@ -72,7 +74,7 @@ def scalar_function(
 
 
 def _inexact(structure: Structure, dtype: jnp.dtype) -> Structure:
-    """Integers in results become real numbers of the precision of `dtype`."""
+    """Replace integers in a result by real numbers of the precision of `dtype`."""
 
     def inexact(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         is_inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
@@ -83,8 +85,8 @@ def _inexact(structure: Structure, dtype: jnp.dtype) -> Structure:
 
 
 class MatrixFunction(eqx.Module):
-    """The subject of the derivative rule: the operator and the function of f(A), the
-    combination of its traces, and a lower bound of the spectrum if one is known."""
+    """The subject of the derivative rule: the operator A, the function f, the combination
+    of the traces of f(A), and a lower bound of the spectrum if one is known."""
 
     linear_map: LinearMap
     fn: Flat
@@ -93,11 +95,12 @@ class MatrixFunction(eqx.Module):
 
 
 class Jacobian(eqx.Module):
-    """x -> the p x q derivatives of fn in q numbers that have a tangent, in one vector.
+    """A function of x, whose values are the p x q derivatives of fn in all q numbers that
+    have a tangent, as one vector.
 
     The derivative rule multiplies this by the tangent, and never differentiates in the
-    direction of the tangent. For if a function with its own derivative rule saw tangents,
-    JAX would drop that rule when it transposes.
+    direction of the tangent. If a function with its own derivative rule saw tangents, JAX
+    would drop that rule when it transposes.
     """
 
     fn: Flat
@@ -119,12 +122,14 @@ class Jacobian(eqx.Module):
 
 
 def jacobian_and_tangent(fn: Flat, tangent: Any) -> tuple[Jacobian, Inexact[Array, " q"]]:
-    """The Jacobian of `fn` in all that has a tangent, and the tangent as a vector."""
+    """Return the Jacobian of `fn` in all that has a tangent; and the tangent, a vector."""
     moved = jax.tree.map(lambda t: t is not None, tangent, is_leaf=lambda t: t is None)
     return Jacobian(fn, moved), ravel_pytree(_as_real(eqx.filter(tangent, moved)))[0]
 
 
 def _as_real(tree: PyTree[Array]) -> PyTree[Array]:
+    """Replace complex arrays by pairs of their real and imaginary parts."""
+
     def parts(x: Array) -> Any:
         return (x.real, x.imag) if jnp.iscomplexobj(x) else x
 
@@ -132,7 +137,7 @@ def _as_real(tree: PyTree[Array]) -> PyTree[Array]:
 
 
 class Slope(eqx.Module):
-    """x -> f'(x)."""
+    """The derivative f'(x) as a function of x."""
 
     fn: Flat
 
@@ -140,36 +145,36 @@ class Slope(eqx.Module):
         return jax.jvp(self.fn, (x,), (jnp.ones_like(x),))[1]
 
 
-class Factor(eqx.Module):
-    """g1 or g2 of f' = g1 g2, with |g1| <= g2 = (f'^2 + c^2)^(1/4), c the `softening`.
+class Factors(eqx.Module):
+    """The factors of f' = g1 g2 as a function of x, all p values of conj(g1) before those
+    of g2. (The conjugate, because g1(A) v is the left vector of the split rule.)
 
-    c = 0 where f' has one sign: then g2 = |f'|^(1/2), which is optimal. Where f' changes
-    its sign, that root has a cusp, which polynomials approximate slowly; c smooths it.
+    They have |g1| <= g2 = (f'^2 + c^2)^(1/4), where c is the `softening`. It is 0 if f' has
+    one sign, which makes g2 = |f'|^(1/2), the optimal choice. If f' changes its sign, that
+    root has a cusp, which polynomials approximate slowly, and c smooths it.
     """
 
     fn: Flat
     softening: Float[Array, " p"]
-    first: bool = eqx.field(static=True)
 
-    def __call__(self, x: Scalar) -> Inexact[Array, " p"]:
+    def __call__(self, x: Scalar) -> Inexact[Array, " pp"]:
         slope = Slope(self.fn)(x)
-        zero = slope == 0
-        size = jnp.where(zero, 0, jnp.abs(jnp.where(zero, 1, slope)))
+        is_zero = slope == 0
+        size = jnp.where(is_zero, 0, jnp.abs(jnp.where(is_zero, 1, slope)))
         large = jnp.maximum(size, self.softening)
         small = jnp.minimum(size, self.softening)
-        empty = large == 0
-        large = jnp.where(empty, 1, large)
+        is_empty = large == 0
+        large = jnp.where(is_empty, 1, large)
         root = jnp.sqrt(large) * (1 + (small / large) ** 2) ** 0.25
-        if self.first:
-            # The conjugate, because g1(A) v is the left vector.
-            return jnp.where(empty, 0, over(slope.conj(), root))
-        return jnp.where(empty, 0, root).astype(slope.dtype)
+        factors = jnp.stack([over(slope.conj(), root), root.astype(slope.dtype)])
+        return jnp.where(is_empty, 0, factors).ravel()
 
 
 def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
-    """A tenth of the largest |f'| at the nodes if f' changes its sign there, else 0. The
-    nodes are those of one start, so that it does not depend on other samples. A slope of
-    rounding, at a node where f is largest, say, has no sign."""
+    """Return a tenth of the largest |f'| at the nodes if f' changes its sign there, else 0.
+
+    The nodes are those of one start, so that the result does not depend on other samples. A
+    slope at the level of rounding, for example at a maximum of f, has no sign."""
     slopes = jax.vmap(Slope(fn))(jnp.ravel(nodes))
     largest = jnp.max(jnp.abs(slopes), axis=0)
     if jnp.iscomplexobj(slopes):
@@ -180,16 +185,13 @@ def softening(fn: Flat, nodes: Shaped[Array, "..."]) -> Float[Array, " p"]:
 
 
 def combination(
-    name: str,
-    combine: Callable[[Any], PyTree[Array]] | None,
-    fn: ScalarFunction,
-    structure: Structure,
+    name: str, combine: Callable | None, fn: ScalarFunction, structure: Structure
 ) -> tuple[ScalarFunction | None, Structure]:
-    """`combine` as a function of the vector of all traces of `fn`, which have this
-    `structure`, and the structure of its result."""
+    """Return `combine` as a function of the vector of all traces of `fn`, which have this
+    `structure`; and the structure of its result."""
     if combine is None:
         return None, structure
-    cure = "Pass a function of what fn returns, lambda t: t['a'] / t['b'], say."
+    cure = "Pass a function of what fn returns, lambda t: t['a'] / t['b'], for example."
     check_callable(name, "combine", combine, "of the traces", cure)
     traces = eqx.filter_eval_shape(fn, fn.point)
 
@@ -214,78 +216,78 @@ class Traces(NamedTuple):
 
 
 def traces_outcome(
-    combine: ScalarFunction | None,
-    traces: Traces,
-    error_of: Callable[..., Float[Array, " p"]],
-    eps: float,
+    subject: MatrixFunction, traces: Traces, error_of: Callable[..., Array]
 ) -> Outcome:
-    """The traces, or their combination: `error_of` the values and bounds of any function is
-    the standard error of its trace."""
+    """Return the traces or their combination, with its error bar and its readout.
+    `error_of(values, *bounds)` is the standard error of the trace of any function that has
+    these values and bounds."""
     total, samples, values, bounds, readout = traces
-    if combine is None:
-        return Outcome(total, _known(error_of(values, *bounds), total), readout)
-    slope = _slope(combine, total)
-    copies = slope.shape[1] // len(total)  # two if the traces are complex
-    bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
-    error = error_of(_through(slope, values), *bounds)
-    shifts = _shifts(combine, total, samples)
-    plain, value = combine(total), _unbiased(combine, total, shifts)
-    error = jnp.hypot(jnp.hypot(error, 4 * eps * jnp.abs(value)), jnp.abs(value - plain))
-    return Outcome(value, _known(error, value), Partial(_read, readout, shifts))
-
-
-def _known(error: Float[Array, " p"], value: Inexact[Array, " p"]) -> Float[Array, " p"]:
-    """Infinite where f, or a slope, is infinite, but the value is not NaN."""
-    return jnp.where(jnp.isnan(error) & ~jnp.isnan(value), jnp.inf, error)
+    if (combine := subject.combine) is None:
+        value, error = total, error_of(values, *bounds)
+    else:
+        slope = _slope(combine, total)
+        copies = slope.shape[1] // len(total)  # two if the traces are complex
+        bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
+        error = error_of(_through(slope, _real_parts(values, axis=-2)), *bounds)
+        shifts = _shifts(combine, total, samples)
+        readout = Partial(_read, readout, shifts)
+        value = _unbiased(combine, total, shifts)
+        eps = float(jnp.finfo(subject.linear_map.dtype).eps)
+        error = jnp.hypot(error, 4 * eps * jnp.abs(value))
+        error = jnp.hypot(error, jnp.abs(value - combine(total)))
+    # The error is NaN if f or a slope is infinite, but then the value may be known.
+    error = jnp.where(jnp.isnan(error) & ~jnp.isnan(value), jnp.inf, error)
+    return Outcome(value, error, readout)
 
 
 def exact_outcome(
     combine: ScalarFunction | None, total: Inexact[Array, " p"], readout: Readout
 ) -> Outcome:
-    """The same for traces that are exact."""
-    value = total
+    """Return exact traces, or their combination, with an error bar of zero."""
     if combine is not None:
-        readout, value = Partial(_read, readout, None), combine(total)
-    return Outcome(value, jnp.zeros_like(value.real), readout)
+        total, readout = combine(total), Partial(_read, readout, None)
+    return Outcome(total, jnp.zeros_like(total.real), readout)
 
 
 def _read(
     traces: Readout, shifts: Inexact[Array, "p k"] | None, subject: MatrixFunction
 ) -> Inexact[Array, " q"]:
+    """Read the combination of the traces of another operator or another function."""
     assert subject.combine is not None
     return _unbiased(subject.combine, traces(subject), shifts)
 
 
+def _real_parts(values: Inexact[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Return the real parts, and after them the imaginary parts of complex values."""
+    parts = [values.real, values.imag] if jnp.iscomplexobj(values) else [values]
+    return jnp.concatenate(parts, axis=axis)
+
+
 def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q _"]:
-    """Dg(t). For complex t the derivatives in real parts, then those in imaginary ones."""
+    """Return Dg(t), the derivatives in the real parts of t."""
 
-    def along(direction: Inexact[Array, " p"]) -> Inexact[Array, " q"]:
-        return jax.jvp(combine, (total,), (direction,))[1]
+    def of_parts(parts: Float[Array, " _"]) -> Inexact[Array, " q"]:
+        t = jax.lax.complex(*jnp.split(parts, 2)) if jnp.iscomplexobj(total) else parts
+        return combine(t)
 
-    units = jnp.eye(total.size, dtype=total.dtype)
-    if jnp.iscomplexobj(total):
-        units = jnp.concatenate([units, 1j * units])
-    return jax.vmap(along, out_axes=1)(units)
+    return jax.jacfwd(of_parts)(_real_parts(total, axis=0))
 
 
 def _through(
-    slope: Inexact[Array, "q _"], values: Inexact[Array, "*levels p m"]
+    slope: Inexact[Array, "q _"], values: Float[Array, "*levels _ m"]
 ) -> Inexact[Array, "*levels q m"]:
-    """Dg(t) f. Traces that g does not depend on may be undefined."""
-    parts = [values.real, values.imag] if jnp.iscomplexobj(values) else [values]
-    x = jnp.concatenate(parts, axis=-2)
-    finite = jnp.isfinite(x)
-    image = dot(slope, jnp.where(finite, x, 0).astype(slope.dtype))
-    undefined = dot((slope != 0).astype(x.dtype), (~finite).astype(x.dtype))
+    """Return Dg(t) f, given the real parts of f. A value that is not finite makes all
+    values NaN that depend on it, and no others."""
+    finite = jnp.isfinite(values)
+    image = dot(slope, jnp.where(finite, values, 0).astype(slope.dtype))
+    undefined = dot((slope != 0).astype(values.dtype), (~finite).astype(values.dtype))
     return jnp.where(undefined > 0, jnp.nan, image)
 
 
 def _unbiased(
-    combine: ScalarFunction,
-    total: Inexact[Array, " p"],
-    shifts: Inexact[Array, "p k"] | None,
+    combine: ScalarFunction, total: Values, shifts: Inexact[Array, "p k"] | None
 ) -> Inexact[Array, " q"]:
-    """The value above, d_i the `shifts`."""
+    """Return g(t) without its bias, as the jackknife finds it from the shifts d_i."""
     value = combine(total)
     if shifts is None:
         return value
@@ -296,8 +298,8 @@ def _unbiased(
 def _shifts(
     combine: ScalarFunction, total: Inexact[Array, " p"], samples: Inexact[Array, "p k"]
 ) -> Inexact[Array, "p k"] | None:
-    """The d_i, if there are enough samples. They are zero if g is undefined at some t_{-i},
-    as the log of a negative number is: then the bias is unknown."""
+    """Return the d_i if there are enough samples. They are zero if g is undefined at some
+    t_{-i}, as the log of a negative number is, because then the bias is unknown."""
     k = samples.shape[1]
     if k < FEWEST:
         return None

@@ -1,5 +1,6 @@
-"""The driver: one method read in several ways."""
+"""The door: one estimator reduced in several ways, and the degrees of freedom."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,42 +9,50 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import traceax as tx
 from tests.calls import CALLS, MATRIX
 from tests.helpers import close, slow
 from tests.matrices import general, hermitian
 from tests.tables import flatten
 from tests.wrappers import two_leaves
-from traceax._estimators.driver import Method, estimate
-from traceax._estimators.readouts import LEAVES, TRACE
-from traceax._estimators.second_batch import EITHER_DIAGONAL
-from traceax._estimators.xdiag import XDIAG
+from traceax._estimators.call import Call, begin
+from traceax._estimators.readouts import TOTAL, Reduce, by_leaf, by_row
+from traceax._estimators.second_batch import xdiag_or_hutchinson
+from traceax._estimators.xdiag import estimate_by_xdiag
 
 KEY = jax.random.key(3)
 N, FIRST = 80, 26
 
 
-def slope(method: Method, matrix: Any, weights: Any) -> Any:
+Estimator = Callable[[Call, Reduce], tx.Estimate]
+
+
+def value_of(estimator: Estimator, matrix: Any, reduce: Callable[[Any], Reduce]) -> Any:
+    call = begin("test", two_leaves(matrix), KEY, 20)
+    return flatten(estimator(call, reduce(call.operator)).value)
+
+
+def slope(
+    estimator: Estimator, matrix: Any, weights: Any, reduce: Callable[[Any], Reduce]
+) -> Any:
     def loss(matrix: Any) -> Any:
-        value = estimate(method, two_leaves(matrix), KEY, 20).value
-        return jnp.sum(weights * flatten(value)).real
+        return jnp.sum(weights * value_of(estimator, matrix, reduce)).real
 
     return jax.grad(loss)(matrix)
 
 
-@pytest.mark.parametrize("method", [slow(XDIAG), EITHER_DIAGONAL], ids=lambda m: m.name)
-def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(method: Method) -> None:
+@pytest.mark.parametrize("estimator", [slow(estimate_by_xdiag), xdiag_or_hutchinson])
+def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(estimator: Estimator) -> None:
     """The same probes: values and slopes are sums of those of the diagonal."""
     matrix = hermitian(1 / np.arange(1.0, N + 1), float) + 0.1 * general(N, float)
-    operator = two_leaves(matrix)
-    diagonal = flatten(estimate(method, operator, KEY, 20).value)
+    diagonal = value_of(estimator, matrix, by_row)
     sums = jnp.stack([jnp.sum(diagonal[:FIRST]), jnp.sum(diagonal[FIRST:])])
     weights = jnp.array([0.3, -1.7])
     every = jnp.repeat(weights, jnp.array([FIRST, N - FIRST]), total_repeat_length=N)
-    for target, want in ((LEAVES, sums), (TRACE, jnp.sum(sums))):
-        value = estimate(method._replace(target=target), operator, KEY, 20).value
-        close(flatten(value), want, 1e-12)
-    got = slope(method._replace(target=LEAVES), matrix, weights)
-    close(got, slope(method, matrix, every), 1e-11)
+    for reduce, want in ((by_leaf, sums), (lambda _: TOTAL, jnp.sum(sums))):
+        close(value_of(estimator, matrix, reduce), want, 1e-12)
+    got = slope(estimator, matrix, weights, by_leaf)
+    close(got, slope(estimator, matrix, every, by_row), 1e-11)
 
 
 DEGREES = {"hutchinson_trace": 5 / 3, "hutchpp_trace": 3 / 3, "xtrace": 5, "xnystrace": 9}

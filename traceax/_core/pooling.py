@@ -1,0 +1,240 @@
+"""Several estimates become one: the mean of independent runs, and the square of a number.
+
+`pool` has weights w_j, the shares of the matvecs spent. They are fixed before any value is
+seen. The variance is the larger of
+
+    sum_j w_j^2 se_j^2    and    sum_j w_j (x_j - mean)^2 / (J - 1).
+
+An infinite se_j is unknown. It is taken from the known ones, as if the variance of one
+matvec were the same in all parts. Then w_j se_j^2 = c is the same in all parts, too, and c
+is the sum of w_i^2 se_i^2 over the known parts, divided by the sum of their w_i. An unknown
+se_j is no less than the distance of x_j from the mean of the known parts, which matters if
+they are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+
+from traceax._core.checks import check_callable, check_key, check_returned, invalid
+from traceax._core.estimate import Estimate, nondifferentiable
+
+
+def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
+    """Combine several estimates of the same quantity, made with independent keys, into one.
+
+        value = sum_j m_j value_j / sum_j m_j,    m_j the matvecs spent on estimate j
+
+    It is unbiased if the estimates are.
+
+    **Arguments**: `estimates`: a sequence, or one `Estimate` whose leaves all have a
+    leading axis of runs, as `jax.vmap` returns it. Using the *same* key twice is not
+    detected.
+
+    **Returns** an `Estimate` like the parts. `standard_error` is the root of the sum of
+    their squared errors, or comes from the spread of their values if this is larger or if
+    each part has only one probe. An infinite error among finite ones is replaced by what
+    these suggest. `num_matvecs` is the sum.
+
+    **Derivatives**: those of the weighted mean. **Cost**: no matvecs.
+
+    **Example**
+
+        >>> import jax, traceax as tx
+        >>> operator = tx.as_operator(jax.random.normal(jax.random.key(0), (200, 200)))
+        >>> keys = jax.random.split(jax.random.key(1), 4)
+        >>> estimates = [tx.hutchinson_trace(operator, key, 50) for key in keys]
+        >>> print(tx.pool(estimates).num_matvecs)
+        200
+
+    **Reference**: Welch (1947), The generalization of Student's problem, Biometrika 34.
+    """
+    fields = ("value", "standard_error", "num_matvecs", "degrees_of_freedom")
+    if isinstance(estimates, Estimate):
+        _check_batch("pool", estimates)
+        parts = [estimates]
+        whole = [getattr(estimates, name) for name in fields]
+    else:
+        _check_parts("pool", estimates)
+        parts = estimates
+        columns = [[getattr(part, name) for name in fields] for part in parts]
+        whole = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *columns)
+    values, structure = jax.tree.flatten(whole[0])
+    errors = jax.lax.stop_gradient(jax.tree.leaves(whole[1]))
+    runs = values[0].shape[:1]
+    counts, degrees = (jnp.broadcast_to(jnp.asarray(x), runs) for x in whole[2:])
+    shares = jnp.where(jnp.any(counts), counts, 1)
+    shares = shares / jnp.sum(shares)
+    leaves = zip(values, errors, strict=True)
+    pooled = [_pooled(value, error, shares, degrees) for value, error in leaves]
+    values, errors, freedoms = zip(*pooled, strict=True)
+    batch = isinstance(estimates, Estimate)
+    return Estimate(
+        jax.tree.unflatten(structure, values),
+        jax.tree.unflatten(structure, errors),
+        jnp.sum(counts) if batch else sum(part.num_matvecs for part in parts),
+        jnp.min(jnp.stack(freedoms)),
+        method=" and ".join(dict.fromkeys(part.method for part in parts)),
+    )
+
+
+def _pooled(
+    values: Inexact[Array, "runs ..."],
+    errors: Float[Array, "runs ..."],
+    shares: Float[Array, " runs"],
+    degrees: Float[Array, " runs"],
+) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, ""]]:
+    """Return the value, its standard error, and the least degrees of freedom of any entry.
+
+    Errors are divided by the largest one (`scale`) before they are squared, so that their
+    squares neither overflow nor vanish.
+    """
+    axes = (-1,) + (1,) * (values.ndim - 1)
+    share, degree = (x.astype(errors.dtype).reshape(axes) for x in (shares, degrees))
+    frozen, weight = jax.lax.stop_gradient(values), share.astype(values.dtype)
+    value = jnp.sum(weight * values, axis=0)
+    deviations = jnp.abs(frozen - jax.lax.stop_gradient(value)[None])
+    unknown = jnp.isinf(errors)
+    sizes = jnp.maximum(jnp.where(unknown, 0, errors), deviations)
+    scale = jnp.maximum(jnp.max(sizes, axis=0), jnp.finfo(errors.dtype).tiny)
+    squares = jnp.where(unknown, 0, (share * (errors / scale[None])) ** 2)
+    within = jnp.sum(squares, axis=0)
+    welch = within**2 / jnp.sum(jnp.where(unknown, 0, squares**2 / degree), axis=0)
+    # The squares of unknown parts are c w_j, but at least those of their distances.
+    known = jnp.sum(jnp.where(unknown, 0, share), axis=0)
+    total = jnp.where(known > 0, known, 1)
+    share_of_known = jnp.where(unknown, 0, share) / total[None]
+    mean = jnp.sum(share_of_known.astype(values.dtype) * frozen, axis=0)
+    apart = share * (jnp.abs(frozen - mean[None]) / scale[None])
+    alike = share * (within / total)[None]
+    within += jnp.sum(jnp.where(unknown, jnp.maximum(alike, apart**2), 0), axis=0)
+    runs = jnp.sum(share > 0, dtype=errors.dtype)
+    others = jnp.maximum(runs - 1, 1)
+    between = jnp.sum(share * (deviations / scale[None]) ** 2, axis=0) / others
+    within = jnp.where(known > 0, within, jnp.where(runs > 1, 0, jnp.inf))
+    error = scale * jnp.sqrt(jnp.maximum(within, between))
+    # The quadratic forms of single probes are skewed (see `_linalg.jackknife`).
+    few = jnp.where((within == 0) & (known > 0), 1e4, others / 3)
+    freedom = jnp.where(jnp.isfinite(welch), jnp.minimum(welch, 1e4), few)
+    return value, nondifferentiable(error, value), jnp.min(freedom)
+
+
+def _check_parts(name: str, estimates: object) -> None:
+    """Check that `estimates` is a sequence of estimates of one quantity."""
+    if not isinstance(estimates, Sequence) or not estimates:
+        must, cure = "be a sequence or batch of estimates", "Pass a list of at least one."
+        empty = isinstance(estimates, Sequence)
+        kind, got = (ValueError, "none") if empty else (TypeError, type(estimates).__name__)
+        raise invalid(kind, name, "estimates", must, got, cure)
+    for place, part in enumerate(estimates):
+        if not isinstance(part, Estimate):
+            must, got = "hold estimates", f"{type(part).__name__} as number {place}"
+            cure = "Keep what the estimators return, not its `value`."
+            raise invalid(TypeError, name, "estimates", must, got, cure)
+        if _described(part) != _described(estimates[0]):
+            must = f"be of one quantity, like number 0, {_described(estimates[0])}"
+            got, cure = f"{_described(part)} as number {place}", "Pool each on its own."
+            raise invalid(ValueError, name, "estimates", must, got, cure)
+
+
+def _check_batch(name: str, estimates: Estimate) -> None:
+    """Check that every leaf of the estimate has a leading axis of runs."""
+    leaves = jax.tree.leaves((estimates.value, estimates.standard_error))
+    runs = {jnp.shape(leaf)[:1] for leaf in leaves}
+    counts = jnp.shape(estimates.num_matvecs), jnp.shape(estimates.degrees_of_freedom)
+    if len(runs) != 1 or runs == {()} or not set(counts) & runs or max(runs)[0] == 0:
+        must = "be a sequence of estimates, or one whose leaves have a leading axis of runs"
+        got = f"{_described(estimates)} with num_matvecs of shape {counts[0]}"
+        cure = "Pass a list, or what jax.vmap over keys returned."
+        raise invalid(ValueError, name, "estimates", must, got, cure)
+
+
+def _described(part: Estimate) -> str:
+    return eqx.tree_pformat(jax.tree.map(jnp.asarray, part.value))
+
+
+Result = TypeVar("Result")
+
+
+def unbiased_square(
+    estimate_fn: Callable[[PRNGKeyArray], Result], key: PRNGKeyArray
+) -> Result:
+    """Estimate |t|^2 without bias, given a function that estimates t without bias.
+
+        value = Re conj(a) b,    a and b estimates of t with independent keys
+
+    The square of one estimate is on average too large by its variance, and training on it
+    does not minimise t^2. The product of two independent estimates has the mean t^2, and
+    its gradient has the mean of the gradient of t^2.
+
+    **Arguments** (`key` and errors are in the guide's conventions): `estimate_fn`: a
+    function of a key that returns an `Estimate`, or an array or pytree of arrays made from
+    one, such as the residual `lambda key: tx.laplacian(u, x, key, 1).value - f(x)`. It is
+    called once, on a batch of two keys.
+
+    **Returns** the real square of each entry: an `Estimate` if `estimate_fn` returns one,
+    else arrays. It may be negative. `standard_error` is the error of a product. If each of
+    the two estimates has only one probe, it is computed from their difference.
+
+    **Derivatives**: those of `estimate_fn`, unbiased if it has unbiased ones. **Cost**:
+    twice the cost of `estimate_fn`.
+
+    **Example**
+
+        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
+        >>> operator = lx.MatrixLinearOperator(jnp.array([[1.0, 2.0], [2.0, 3.0]]))
+        >>> once = lambda key: tx.hutchinson_trace(operator, key, 1).value
+        >>> keys = jax.random.split(jax.random.key(0), 10_000)
+        >>> squares = jax.vmap(lambda key: tx.unbiased_square(once, key))(keys)
+        >>> bool(abs(squares.mean() - 4.0**2) < 1.0)  # the mean of once(key)**2 is 32
+        True
+
+    **Reference**: Baird (1995), Residual algorithms, ICML; Hu et al. (2024),
+    arXiv:2312.14499.
+    """
+    cure = "Pass lambda key: traceax.trace(operator, key), for example."
+    check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
+    check_key("unbiased_square", key)
+    # A leaf that is not an array, for example a number of matvecs, gets no batch axis.
+    twice = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))
+    both = twice(jax.random.split(key))
+    if isinstance(both, Estimate):
+        return _square(both)  # pyright: ignore[reportReturnType]
+    check_returned("unbiased_square", "estimate_fn", both, "numbers", "an Estimate, or ")
+    return jax.tree.map(_product, both)
+
+
+def _product(pair: Array) -> Array:
+    return (pair[0].conj() * pair[1]).real
+
+
+def _square(both: Estimate) -> Estimate:
+    """Multiply two estimates, stacked along a first axis. The error bar of a b is
+    the length of (a se_b, b se_a), to first order."""
+
+    def error(value: Array, own: Array) -> Array:
+        sizes = jnp.abs(jax.lax.stop_gradient(value))
+        apart = jnp.abs(jax.lax.stop_gradient(value[0] - value[1])) / 2**0.5
+        own = jnp.where(jnp.isinf(own), apart, own)
+        error = jnp.hypot(sizes[0] * own[1], sizes[1] * own[0])
+        return nondifferentiable(error, _product(value))
+
+    own = jax.lax.stop_gradient(both.standard_error)
+    return Estimate(
+        value=jax.tree.map(_product, both.value),
+        standard_error=jax.tree.map(error, both.value, own),
+        num_matvecs=_total(both.num_matvecs),
+        degrees_of_freedom=jnp.maximum(_total(both.degrees_of_freedom), 1.0),
+        method=both.method,
+    )
+
+
+def _total(count: Any) -> Any:
+    """Add the counts of both estimates: an array if each was decided at run time."""
+    return jnp.sum(count, axis=0, dtype=count.dtype) if eqx.is_array(count) else 2 * count

@@ -1,0 +1,114 @@
+"""Estimates in words, as they print.
+
+A number prints to two digits of its standard error. An exact number prints as it is. A
+number whose error is only rounding prints as the shortest number within that error. More
+than ten numbers print as their shape and the relative norm of their errors. Values that
+this process cannot read print as Equinox prints a module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from traceax._core.canonical import is_concrete
+from traceax._core.checks import invalid
+
+_MOST_SHOWN = 10
+
+
+def in_words(estimate: Any) -> str:
+    """Return `96.6 ± 3.1 (50 matvecs, xtrace)`, or one such line for each leaf."""
+    if not is_readable(estimate):
+        return eqx.tree_pformat(estimate)
+    values = jax.tree.leaves_with_path(estimate.value)
+    lines = []
+    for (path, value), error in zip(values, _errors(estimate), strict=True):
+        words = _array_in_words(np.asarray(value), np.asarray(error))
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        lines.append(f"{name}: {words}" if path else words)
+    total = int(np.sum(np.asarray(estimate.num_matvecs)))  # the sum over a batch
+    method = f", {estimate.method}" if estimate.method else ""
+    cost = f"({total} matvec{'s' if total != 1 else ''}{method})"
+    return f"{lines[0]} {cost}" if len(lines) == 1 else "\n".join([*lines, cost])
+
+
+def formatted(estimate: Any, spec: str) -> str:
+    """Format one number and its error, each by `spec`."""
+    if not spec:
+        return str(estimate)
+    leaves = jax.tree.leaves(estimate.value)
+    if not is_readable(estimate) or len(leaves) != 1 or np.ndim(leaves[0]):
+        must = "be asked of one number whose value is there"
+        got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
+        cure = "Format entries of `value` and `standard_error`."
+        raise invalid(TypeError, "Estimate.__format__", "spec", must, got, cure)
+    value, error = (np.asarray(x).item() for x in (*leaves, *_errors(estimate)))
+    shown = format(value, spec)
+    return shown if error == 0 else f"{shown} ± {error:{spec}}"
+
+
+def _errors(estimate: Any) -> list[Any]:
+    return jax.tree.leaves(estimate.standard_error)
+
+
+def is_readable(estimate: Any) -> bool:
+    """Return whether this process can read every number of the estimate."""
+
+    def readable(leaf: Any) -> bool:
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            return leaf.is_fully_addressable or leaf.is_fully_replicated
+        return isinstance(leaf, int | float | complex | np.ndarray | np.generic)
+
+    leaves = jax.tree.leaves(estimate)
+    same = jax.tree.structure(estimate.value) == jax.tree.structure(estimate.standard_error)
+    return bool(leaves) and same and is_concrete(leaves) and all(map(readable, leaves))
+
+
+def _array_in_words(value: np.ndarray, error: np.ndarray) -> str:
+    if value.size <= _MOST_SHOWN:
+        pairs = zip(value.ravel(), error.ravel(), strict=True)
+        words = ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
+        return f"[{words}]" if value.ndim else words
+    if not np.any(error) and np.all(np.isfinite(value)):
+        return f"{value.shape} exact"
+    with np.errstate(all="ignore"):
+        largest = np.max(np.abs(value))
+        share = np.linalg.norm(error / largest) / np.linalg.norm(value / largest)
+    return f"{value.shape} ± {100 * share:.2g} % in norm"
+
+
+def _number_in_words(value: np.generic, error: float) -> str:
+    """Write a number to two digits of its error, with a power of ten if it is very large
+    or very small."""
+    if error == 0:
+        return str(value)
+    if not np.isfinite(error) or not np.isfinite(value):
+        shown = f"{value.item():.6g}"
+        shown = f"({shown})" if np.iscomplexobj(value) else shown
+        return f"{shown} ± {error:.2g}"
+    power = _power_of_ten(max(abs(value.item()), error))
+    if -4 <= power < 6:
+        return _fixed_point(value.item(), error)
+    # The number may be subnormal: 10^power must not be.
+    power = max(power, -300)
+    scale = 10.0**power
+    return f"({_fixed_point(value.item() / scale, error / scale)})e{power:+03d}"
+
+
+def _power_of_ten(size: float) -> int:
+    # 1e-6 makes up for single precision, in which 0.1 may be a little less.
+    return int(np.floor(np.log10(size) + 1e-6))
+
+
+def _fixed_point(value: float | complex, error: float) -> str:
+    decimals = max(0, 1 - _power_of_ten(error))
+    shown = f"{value:.{min(decimals, 16)}f}"
+    if decimals > 9:
+        shorter = (f"{value:.{d}f}" for d in range(17))
+        shown = next((s for s in shorter if abs(complex(s) - value) <= error), shown)
+    shown = f"({shown})" if isinstance(value, complex) else shown
+    return f"{shown} ± {error:.1e}" if decimals > 6 else f"{shown} ± {error:.{decimals}f}"
