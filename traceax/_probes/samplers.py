@@ -87,6 +87,7 @@ class Sampler:
     ) -> None:
         # `help` shows it as the function, and as its name where it is a default.
         functools.update_wrapper(self, draw)
+        self.__name__ = getattr(draw, "__name__", type(draw).__name__)
         self.draw = draw
         self.rotation_invariant = rotation_invariant
         self.independent = independent
@@ -96,9 +97,8 @@ class Sampler:
     def __call__(
         self, key: PRNGKeyArray, structure: Structure, num_probes: int
     ) -> PyTree[Inexact[Array, "..."]]:
-        name = getattr(self, "__name__", "Sampler")
-        check_key(name, key)
-        check_count(name, "num_probes", num_probes, 1)
+        check_key(self.__name__, key)
+        check_count(self.__name__, "num_probes", num_probes, 1)
         count, rest = divmod(num_probes, self.group)
         if not self.independent or count == 1 or rest:
             return self.draw(key, structure, num_probes)
