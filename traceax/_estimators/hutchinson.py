@@ -16,15 +16,7 @@ from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure
 from traceax._estimators.call import Call, Streamed, begin
-from traceax._estimators.readouts import (
-    TOTAL,
-    Batches,
-    Forms,
-    Reduce,
-    Rows,
-    by_row,
-    each,
-)
+from traceax._estimators.readouts import TOTAL, Batches, Forms, Reduce, Rows, by_row, each
 from traceax._linalg.columns import (
     Moments,
     column_dots,
@@ -214,9 +206,7 @@ def _forms(
 
 
 def _off_identity(
-    z: Inexact[Array, "n b"],
-    products: Inexact[Array, "n b"],
-    reduce: Callable[[Rows], Any],
+    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Callable[[Rows], Any]
 ) -> Float[Array, "*values b"]:
     """The 4-norm of A z - z (z* A z)/|z|^2."""
     lengths = column_norms_squared(z)

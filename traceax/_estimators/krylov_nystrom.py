@@ -51,13 +51,7 @@ from traceax._core.operator import LinearMap, Operator, is_negative
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
 from traceax._estimators.call import Call, begin
-from traceax._estimators.readouts import (
-    TOTAL,
-    LeafSums,
-    Pairs,
-    leave_one_out,
-    trace_pairs,
-)
+from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, trace_pairs
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (

@@ -28,11 +28,7 @@ from traceax._linalg.columns import einsum, largest_modulus, promoted
 from traceax._linalg.krylov import Krylov, by_levels, lanczos
 from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
-from traceax._probes.stream import (
-    ProgressMeter,
-    SamplingDesign,
-    Stream,
-)
+from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import Eigen, decompose
 from traceax._quadrature.nodes import (
@@ -110,14 +106,7 @@ def slq_trace(
     name = "slq_trace"
     checks.check_count(name, "num_probes", num_probes, 1)
     checks.check_count(name, "num_steps", num_steps, 1)
-    call = begin(
-        name,
-        operator,
-        key,
-        num_probes * num_steps,
-        sampler=sampler,
-        colours=True,
-    )
+    call = begin(name, operator, key, num_probes * num_steps, sampler=sampler, colours=True)
     call = call.in_batches(batch_size, progress_meter)
     checks.check_samples(name, num_probes, call.group, "num_probes")
     shape = Shape(num_probes, num_steps)
@@ -403,12 +392,7 @@ def spectral_density(
     """
     name = "spectral_density"
     call = begin(
-        name,
-        operator,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        colours=grid is not None,
+        name, operator, key, num_matvecs, sampler=sampler, colours=grid is not None
     )
     call = call.in_batches(batch_size, progress_meter)
     shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
