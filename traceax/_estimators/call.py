@@ -6,7 +6,7 @@ algorithm under the derivative rule (`_core.rule`), which compiles it, and makes
 `Estimate` of the outcome. A public function reads like this:
 
     call = begin("xtrace", operator, key, num_matvecs, least=2, sampler=sampler)
-    return call.exact(Forms(total)) if call.is_exact else estimate_by_xtrace(call)
+    return call.exact(TOTAL) if call.is_exact else estimate_by_xtrace(call)
 
     k = call.num_matvecs // 2
     return call.finish(_xtrace, call.draw(k), method="xtrace", spent=2 * k, degrees=k - 1)
