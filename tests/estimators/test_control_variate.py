@@ -122,6 +122,16 @@ def test_intervals_hold_and_are_narrower(dtype: Any) -> None:
     assert 5 * jnp.median(got.standard_error) < jnp.median(plain.standard_error)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_scale(size: float) -> None:
+    """In single precision the squares of such forms are out of range."""
+    matrix = hermitian(1 / (1.0 + np.arange(N)), jnp.float32)
+    control = matrix + 0.01 * hermitian(np.cos(np.arange(N)), jnp.float32)
+    want, got = estimate(matrix, control), estimate(size * matrix, size * control)
+    close(got.value / size, want.value, 1e-5)
+    close(got.standard_error / size, want.standard_error, 1e-3)
+
+
 def test_batches_pytrees_and_meters() -> None:
     matrix, control = general(N), close_to(general(N))
     whole = estimate(matrix, control)

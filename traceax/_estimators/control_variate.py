@@ -139,7 +139,7 @@ def _estimate(subject: _Pair, streamed: Streamed) -> Outcome:
     a, off, sizes = streamed.probes.collect(subject.forms, streamed.meter)
     sizes, k = mean(sizes), off.size
     eps = jnp.maximum(subject.linear_map.eps, subject.control.eps)
-    slopes = slopes_of_others(off, a, floor=k * (4 * eps * sizes[1]) ** 2)
+    slopes = slopes_of_others(off, a, floor=k**0.5 * 4 * eps * sizes[1])
     rounding = 4 * eps * (sizes[0] + jnp.max(jnp.abs(slopes)) * sizes[1])
     samples = _corrected(a, off, slopes)
     value, error = streamed.design.mean_and_error(samples, rounding)

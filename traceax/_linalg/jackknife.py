@@ -394,11 +394,11 @@ def slopes_of_others(
     x: Inexact[Array, " k"], y: Inexact[Array, " k"], *, floor: Float[Array, ""]
 ) -> Inexact[Array, " k"]:
     """Return, for each i, the slope of the regression of y_j on x_j over all j but i, where
-    the x_j have the mean zero. `floor` is the sum of squares that rounding gives x: below
+    the x_j have the mean zero. `floor` is the length of x that rounding gives it: below
     it the slope is rounding, and falls to zero. With fewer than four numbers it is zero."""
     x, y = promoted(x, y)
     scale, others = largest_modulus(x), max(x.size - 1, 1)
-    x, y, floor = over(x, scale), y - mean(y), floor / scale / scale
+    x, y, floor = over(x, scale), y - mean(y), (floor / scale) ** 2
     squares, means = sums_of_others(squared_modulus(x)), sums_of_others(x) / others
     about_mean = squares - others * squared_modulus(means)
     # Where they are all alike but for rounding, in this sum or in x itself.
