@@ -1,5 +1,8 @@
-"""Traces of functions: `function_trace` of Hermitian operators, and the log-determinants
-and Schatten norms that are made of it; `arnoldi_trace` of any operator.
+"""Traces of functions of an operator.
+
+`function_trace` is for Hermitian operators. `logdet` and `schatten_norm` are computed in
+the same way, by `block_trace`. `arnoldi_trace` is for square operators that need not be
+Hermitian.
 """
 
 from __future__ import annotations
@@ -61,41 +64,45 @@ def function_trace(
     pattern: Any = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
-    """Estimate tr f(A), A Hermitian, by an automatic choice of probes and steps.
+    """Estimate tr f(A) of a Hermitian A, with an automatic choice of probes and steps.
 
-    One block Krylov run of k probes w_i. The space S_i of all but w_i has the directions
-    that matter most to smooth functions. Its projector P_i is independent of w_i, so
+    There is one block Krylov run from k probes w_i. The space S_i of all probes but w_i has
+    the directions that matter most to smooth functions. Its projector P_i is independent of
+    w_i, so
 
         tr f(A) = E[tr(P_i f(A) P_i) + c_i r_i* f(A) r_i],    r_i = (I - P_i) w_i,
 
-    for each i, where c_i restores the expected length of r_i; the value is the mean over i,
-    unbiased but for quadrature. If few eigenvalues have most of the sum it is better than
-    `slq_trace` by orders of magnitude; on flat spectra its error is up to 1.6 times larger.
+    for each i. The factor c_i restores the expected length of r_i. The value is the mean
+    over i, and unbiased except for quadrature. If few eigenvalues make up most of the sum,
+    it is better than `slq_trace` by orders of magnitude. On flat spectra its error is up to
+    1.6 times larger.
 
-    Exact, by an eigendecomposition, if `num_matvecs` reaches n, for n <= 64, and for stored
-    matrices up to n = 1024; for diagonal ones from one application or none.
+    The value is exact, from an eigendecomposition, if `num_matvecs` reaches n, for n <= 64,
+    and for stored matrices up to n = 1024. Diagonal operators need one matvec or none.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `fn`: a function of a real scalar, made of JAX operations, that returns an array or a
-      pytree of arrays: each entry is another trace from the same run.
+      pytree of arrays. Each entry is another trace from the same run.
     - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
     - `num_probes`, `num_steps`: the width k and the depth of the run. More steps help for
-      functions that are not smooth, and for gradients of ill-conditioned logarithms (those
-      in `shift` most); more probes if many eigenvalues contribute alike. Default: as many
-      steps as probes.
-    - `combine`: a function of the traces that returns an array or a pytree of arrays: an
-      energy tr(A e^-bA) / tr(e^-bA). Value, error bar (with the covariances of the
-      traces) and derivatives are those of the combination. Default `None`, the traces.
-    - `pattern`: where A has entries, as in `colouring`. If `num_probes` colours keep two
-      steps apart, it is `slq_trace` with `probing`: 2 to 100 times less error on grids.
+      functions that are not smooth, and for gradients of ill-conditioned logarithms, in
+      `shift` most of all. More probes help if many eigenvalues contribute alike. By default
+      there are as many steps as probes.
+    - `combine`: a function of the traces that returns an array or a pytree of arrays, for
+      example an energy tr(A e^-bA) / tr(e^-bA). The value, the error bar (with the
+      covariances of the traces) and the derivatives then belong to the combination. Default
+      `None`: the traces themselves.
+    - `pattern`: the places at which A has entries, as in `colouring`. If `num_probes`
+      colours keep two steps apart, this function is `slq_trace` with `probing`, which has 2
+      to 100 times less error on grids.
 
     **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
-    but for quadrature (and the second order of `combine`), from the same spaces: about 0.8
-    num_matvecs matvec-VJPs for each trace. Second derivatives differentiate a Lanczos
-    recurrence from each, and are NaN if that does not resolve the spectrum. **Cost**: at
-    most `num_matvecs` applications, in blocks of k; 8 n num_matvecs^2 flops for an
-    orthonormal basis of `num_matvecs` vectors, which must fit in memory.
+    except for quadrature (and the second order of `combine`). They use the same spaces, and
+    take about 0.8 num_matvecs matvec-VJPs for each trace. Second derivatives differentiate
+    a Lanczos recurrence for each of these, and are NaN if it does not resolve the spectrum.
+    **Cost**: at most `num_matvecs` matvecs, in blocks of k; and 8 n num_matvecs^2 flops for
+    an orthonormal basis of `num_matvecs` vectors, which must fit in memory.
 
     **Example**
 
@@ -126,7 +133,10 @@ def function_trace(
 
 
 def zero_if_positive(operator: Operator) -> Float[Array, ""] | None:
-    """A lower bound of the spectrum, if the operator is tagged positive semidefinite."""
+    """Return 0 as a lower bound of the spectrum, if a tag says that it is one.
+
+    The tag is the one for positive semidefinite operators. Without it, return None.
+    """
     return jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
 
 
@@ -137,8 +147,12 @@ def block_trace(
     shape: Shape,
     pattern: Any = None,
 ) -> Estimate:
-    """Estimate a trace from a block Krylov run; or, with a pattern that is worth it, by the
-    quadrature of each probe of its colours."""
+    """Estimate a trace of f(A) from a block Krylov run of this shape.
+
+    If there is a pattern (a given one, or the operator's own), and the run has enough
+    probes for colours that keep two steps apart, the estimate uses `probing` and the
+    quadrature of each probe instead.
+    """
     coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
     if coloured is not None:
         width = shape.width // coloured.num_colours * coloured.num_colours
@@ -165,31 +179,34 @@ def logdet(
     pattern: Any = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
-    """Estimate log det(A + shift I), A + shift I Hermitian positive definite.
+    """Estimate log det(A + shift I) of a Hermitian positive definite A + shift I.
 
-    It is `function_trace` of log(x + shift), unbiased but for quadrature. On kernel
-    matrices the error is 3 to 10^6 times smaller than that of `slq_trace` at its best, on
-    flat spectra up to 1.6 times larger. Neither a preconditioner nor the noise is needed.
+    It is `function_trace` of log(x + shift), and unbiased except for quadrature. On kernel
+    matrices the error is 3 to 10^6 times smaller than with `slq_trace` at its best. On flat
+    spectra it is up to 1.6 times larger. You need no preconditioner and no estimate of the
+    noise.
 
-    Exact, by a Cholesky factorisation, for stored matrices up to n = 2048, if `num_matvecs`
-    reaches n, and for n <= 64; for diagonal ones from one application or none.
+    The value is exact, from a Cholesky factorisation, for stored matrices up to n = 2048,
+    if `num_matvecs` reaches n, and for n <= 64. Diagonal operators need one matvec or none.
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `shift`: real. An array of shifts gives the log-determinants of all of them from one
-      run. An `lx.DiagonalLinearOperator` D of positive entries, the noise of each
-      observation, gives log det(A + D): that of I + D^{-1/2} A D^{-1/2}, and of D.
+    - `shift`: a real number. An array of shifts gives the log-determinants for all of them
+      from one run. An `lx.DiagonalLinearOperator` D with positive entries, for example the
+      noise of each observation, gives log det(A + D), which is computed as
+      log det(I + D^{-1/2} A D^{-1/2}) + log det D.
     - `num_matvecs`, `num_probes`, `num_steps`, `pattern`: as in `function_trace`. A pattern
-      is what the log-determinant of a sparse precision matrix gains most from.
+      helps most for the log-determinant of a sparse precision matrix.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling, quadrature (compared with the same run two blocks shorter) and
-    rounding. NaN if A + shift I is found not to be positive definite. An eigenvalue that is
-    0 to rounding widens the error bar as far as it may be smaller; where nothing else is
-    left (a factorisation, a Krylov space that ends) it is infinite.
+    rounding. The value is NaN if A + shift I is found not to be positive definite. If an
+    eigenvalue is 0 to rounding, its true value may be much smaller, and the error bar is
+    wide enough for that. It is infinite if nothing shows how small the eigenvalue is (after
+    a factorisation, or in a Krylov space that ends).
 
-    **Derivatives**: in the operator and in `shift`, as those of `function_trace`. **Cost**:
-    that of `function_trace`: at most `num_matvecs` applications.
+    **Derivatives**: in the operator and in `shift`, as for `function_trace`. **Cost**: at
+    most `num_matvecs` matvecs, as for `function_trace`.
 
     **Example**
 
@@ -223,7 +240,7 @@ def logdet(
 def _log_determinant(
     array: Inexact[Array, " *entries"], shift: Float[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return log det of a diagonal or matrix plus a multiple of I, and its error."""
+    """Return log det of a diagonal or a matrix plus shift I, and the error of this."""
     if array.ndim == 1:
         return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
     return factorised(array, shift)[1:]
@@ -232,9 +249,12 @@ def _log_determinant(
 def factorised(
     matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
 ) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
-    """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and the error of
-    this: infinite if B is singular to rounding, else zero. The Cholesky factor is not
-    differentiated, which takes longer than B^{-1}: d log det B = tr B^{-1} dB."""
+    """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and its error.
+
+    The error of the log-determinant is infinite if B is singular to rounding, else zero.
+    The derivative is d log det B = tr B^{-1} dB. It computes B^{-1}, which takes less time
+    than the derivative of the Cholesky factorisation.
+    """
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     held = jax.lax.stop_gradient(shifted)
@@ -252,7 +272,10 @@ def factorised(
 def solved(
     factor: Inexact[Array, "n n"], matrix: Inexact[Array, "n n"], y: Inexact[Array, "n t"]
 ) -> Inexact[Array, "n t"]:
-    """B^{-1} y, differentiable in B and y to any order; the factor is that of B."""
+    """Return B^{-1} y, differentiable in B and y to any order.
+
+    `factor` is the Cholesky factor of B, which is `matrix`.
+    """
 
     def solve(_: Any, y: Array) -> Array:
         return jax.scipy.linalg.cho_solve((factor, True), y)
@@ -264,13 +287,18 @@ def solved(
 
 
 def _along(matrix: Inexact[Array, "n n"], inverse: Inexact[Array, "n n"]) -> Array:
+    """Return tr(B^{-1} matrix). If B^{-1} is held, its derivative is d log det B."""
     return jnp.sum(inverse.conj() * matrix).real
 
 
 def _is_singular(
     matrix: Inexact[Array, "n n"], factor: Inexact[Array, "n n"]
 ) -> Bool[Array, ""]:
-    """Ask two steps of inverse iteration, the first one from a vector without a pattern."""
+    """Return whether B is singular to rounding, by two steps of inverse iteration.
+
+    The first step is from a vector without a pattern, which is unlikely to be orthogonal to
+    the eigenvector of the least eigenvalue.
+    """
     n, rounding = len(matrix), 4 * jnp.finfo(matrix.dtype).eps * len(matrix) ** 0.5
     largest, vector = largest_modulus(jnp.diagonal(matrix)), jnp.cos(jnp.arange(n) ** 2)
     for _ in range(2):
@@ -296,26 +324,28 @@ def schatten_norm(
 ) -> Estimate:
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
-    It is computed from tr |B|^p as in `function_trace`: of x -> |x|^p on B itself if it is
-    tagged semidefinite, else of x -> x^(p/2) on B* B or B B*, whichever is smaller. p = 1
-    is the nuclear norm, p = 2 the Frobenius norm (`frobenius_norm_squared` is better).
-    Biased, as the root is not linear: low by about standard_error^2 (p - 1) / (2 value).
+    It is computed from tr |B|^p as in `function_trace`. The function is x -> |x|^p of B
+    itself if B is tagged semidefinite, else x -> x^(p/2) of B* B or B B*, whichever is
+    smaller. p = 1 is the nuclear norm, and p = 2 is the Frobenius norm, for which
+    `frobenius_norm_squared` is better. The value is biased, because the root is not linear:
+    it is low by about standard_error^2 (p - 1) / (2 value).
 
-    Exact if num_probes * num_steps reaches the smaller dimension or that is at most 64, and
-    for operators that store their matrix up to 1024.
+    The value is exact if num_probes * num_steps reaches the smaller dimension, if that
+    dimension is at most 64, and up to 1024 for operators that store their matrix.
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any lineax operator, square or not. Singular values below sqrt(eps) of the
-      largest are lost, unless it is tagged semidefinite.
+    - `operator`: any lineax operator, square or not. Singular values below sqrt(eps) times
+      the largest one are lost, unless the operator is tagged semidefinite.
     - `p`: a positive, finite number, or an array of shape `()`.
     - `num_matvecs`: the budget, at least 13, or the smaller dimension. Default 240.
-    - `num_probes`, `num_steps`: as in `function_trace`; they choose the run on the square.
+    - `num_probes`, `num_steps`: as in `function_trace`. They choose the run on the square.
 
-    **Derivatives**: in the operator and in `p`, as those of `function_trace`. For p < 2,
-    singular values of 0 do not contribute. NaN at the zero operator. **Cost**: at most
-    `num_matvecs` applications (half of them adjoint, unless it is tagged semidefinite), the
-    first one to see its scale; a basis of num_probes * num_steps vectors.
+    **Derivatives**: in the operator and in `p`, as for `function_trace`. For p < 2,
+    singular values of 0 do not contribute. The derivative is NaN at the zero operator.
+    **Cost**: at most `num_matvecs` matvecs, half of them with the adjoint unless the
+    operator is tagged semidefinite. The first one finds the scale of the operator. The
+    basis has num_probes * num_steps vectors.
 
     **Example**
 
@@ -331,7 +361,7 @@ def schatten_norm(
     check_positive(name, "p", p, _POWERS)
     operator = call.operator
     unit, dtype = _unit(name, operator, key)
-    # XLA would make (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
+    # XLA would turn (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
     scaled = operator * (1 / unit).astype(dtype)
     if call.is_semidefinite:
         target, exponent, cost = scaled, p, 1
@@ -360,6 +390,7 @@ def schatten_norm(
 
 
 def _square(operator: Operator) -> Operator:
+    """Return B* B or B B*, whichever is smaller, as a matrix if it costs little."""
     square = gram(operator)
     if not stores_matrix(operator) or square.in_size() > EIGENVALUES:
         return square
@@ -368,8 +399,11 @@ def _square(operator: Operator) -> Operator:
 
 
 def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> tuple[Array, jnp.dtype]:
-    """The size of one image, to divide by: squares and powers may be out of range. And a
-    dtype of numbers that promotes no leaf."""
+    """Return the size of one image B z, and a dtype that promotes no leaf of B.
+
+    The operator is divided by this size, because its squares and powers may overflow or
+    underflow.
+    """
     probe = draw(name, sphere, key, operator, 1)
     size = jax.lax.stop_gradient(largest_modulus(LinearMap(operator)(probe)))
     leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
@@ -378,7 +412,10 @@ def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> tuple[Array, jnp.
 
 
 def _power(p: float | Array) -> Callable[[Array], Array]:
-    """|x|^p, flat at 0: there is no derivative there that could be meant."""
+    """Return the function x -> |x|^p, with a derivative of 0 at x = 0.
+
+    A singular value of 0 has no derivative there that a user could want.
+    """
 
     def power(x: Array) -> Array:
         size = jnp.abs(x)
@@ -396,36 +433,37 @@ def arnoldi_trace(
     num_steps: int,
     sampler: SamplerLike = rademacher,
 ) -> Estimate:
-    """Estimate tr f(A) of any square operator by Arnoldi's process, symmetry not needed.
+    """Estimate tr f(A) of a square operator, Hermitian or not, by Arnoldi's process.
 
-    One block Krylov run of k probes w_i gives two estimates for each probe, that of
-    `function_trace`, which is better if few directions have most of the sum, and a plain
-    quadratic form, which is better for diagonal or skew operators:
+    One block Krylov run from k probes w_i gives two estimates for each probe. The first one
+    is as in `function_trace`, and is better if few directions make up most of the sum. The
+    second one is a plain quadratic form, and is better for diagonal or skew operators:
 
         tr(P_i f(A) P_i) + c_i r_i* f(A) r_i,   r_i = (I - P_i) w_i;       w_i* f(A) w_i.
 
-    The value is the mean of both, weighted by inverse variances estimated from their
-    spreads, which leaves a bias, a fraction of the standard error. For Hermitian operators
-    `function_trace` is better. Exact, by eigenvalues, if num_probes * num_steps reaches n.
+    The value is the mean of both, weighted by inverse variances that are estimated from
+    their spreads. This leaves a bias of a fraction of the standard error. For Hermitian
+    operators `function_trace` is better. The value is exact, from all eigenvalues, if
+    num_probes * num_steps reaches n.
 
     **Arguments** (the others are in the guide's conventions): `fn`: an analytic function of
-    a *complex* scalar, else as in `function_trace`. `num_probes`, `num_steps`: how many
-    probes, and how many applications for each. `sampler`: independent probes. Default
-    `rademacher`, exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2, and 1 for
-    samplers of your own.
+    a *complex* scalar, else as in `function_trace`. `num_probes`, `num_steps`: the number
+    of probes, and of matvecs for each probe. `sampler`: draws independent probes. The
+    default, `rademacher`, is exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2,
+    and 1 for your own samplers.
 
-    **Returns** an `Estimate` with the structure of what `fn` returns; real if the operator
-    is, and `fn` of a real number is. Then it is NaN if eigenvalues on a branch cut of `fn`
-    give the sum an imaginary part of a thousandth of it or more. `standard_error` also
-    covers the conditioning of eigenvectors.
+    **Returns** an `Estimate` with the structure of what `fn` returns. It is real if the
+    operator is real and `fn` of a real number is real. Then it is NaN if eigenvalues on a
+    branch cut of `fn` give the sum an imaginary part of a thousandth of it or more.
+    `standard_error` also covers the conditioning of eigenvectors.
 
-    **Derivatives**: first ones, in the operator and in whatever `fn` depends on: about 0.8
-    num_probes * num_steps matvec-VJPs for each entry of the value. If the value is exact
-    they are exact too, with half of the digits for a matrix without a basis of
-    eigenvectors. Second ones in the operator raise `NotImplementedError`. **Cost**: m =
-    num_probes * num_steps applications, no adjoints; 4 n m^2 flops for an orthonormal basis
-    of m vectors, which must fit in memory; three decompositions of m x m matrices, on the
-    CPU (other devices: as far as JAX has them).
+    **Derivatives**: first derivatives in the operator and in whatever `fn` depends on, from
+    about 0.8 num_probes * num_steps matvec-VJPs for each entry of the value. If the value
+    is exact, they are exact too, but have half of the digits if the matrix has no basis of
+    eigenvectors. Second derivatives in the operator raise `NotImplementedError`. **Cost**:
+    m = num_probes * num_steps matvecs, none with the adjoint; 4 n m^2 flops for an
+    orthonormal basis of m vectors, which must fit in memory; and three decompositions of
+    m x m matrices, which work on the CPU, and on other devices only if JAX has them there.
 
     **Example**
 
@@ -460,7 +498,8 @@ def arnoldi_trace(
         algorithm,
         *call.draw(num_probes),
         spent=call.num_matvecs,
-        # Less skewed than samples of plain quadrature, of which a third count.
+        # These samples are less skewed than samples of plain quadrature, of which only a
+        # third count.
         degrees=shared_degrees_of_freedom(num_probes),
         structure=structure,
         subject=MatrixFunction(LinearMap(call.operator), fn),

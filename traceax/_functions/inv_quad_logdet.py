@@ -1,22 +1,25 @@
 """Likelihoods: log det B and y* B^{-1} y from one block Krylov run, B = A + shift I.
 
-The right-hand sides y stand in the first block of the run, before the probes, and in every
-space that leaves a probe out: the spaces do not depend on that probe, which is all that
-`block_quadrature` asks. So the applications to y work twice, too: for the log-determinant,
-and for Galerkin's solution. Preconditioned conjugate gradients improve this solution, with
-the Nyström approximation from the same space as preconditioner.
+The right-hand sides y are in the first block of the run, before the probes, and in every
+space that leaves a probe out. The spaces still do not depend on the probe that is left out,
+and `block_quadrature` needs no more than that. So the matvecs that begin with y also serve
+twice, for the log-determinant and for Galerkin's solution. Preconditioned conjugate
+gradients improve this solution. Their preconditioner is the Nyström approximation from the
+same space.
 
 For any u, with r = y - B u,
 
     y* B^{-1} y = y* u + u* r + r* B^{-1} r,
 
-of which the first two terms are the value, second order in the error of u. The third one is
-its error, between 0 and r* P^{-1} r if P <= B. If that is not known, the largest eigenvalue
-of B^{-1} P that `conjugate_gradients` have seen multiplies this. If they
-meet an eigenvalue that is zero to rounding, it is infinite.
+The first two terms are the value. The third term is its error, which is of second order in
+the error of u, and lies between 0 and r* P^{-1} r if P <= B. If it is not known whether
+P <= B, this bound is multiplied by the largest eigenvalue of B^{-1} P that
+`conjugate_gradients` has seen. It is infinite if the iteration meets an eigenvalue that is
+zero to rounding.
 
-The derivative is that of 2 Re y* u - u* B u, which is stationary in u: 2 Re u* dy - u* dB u
-costs one matvec-VJP for each right-hand side, and no solve. Second ones solve for du.
+The value equals 2 Re y* u - u* B u, which is stationary in u. So its derivative,
+2 Re u* dy - u* dB u, costs one matvec-VJP for each right-hand side, and no solve. A second
+derivative also solves an equation for du.
 """
 
 from __future__ import annotations
@@ -54,13 +57,13 @@ from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 
 class InvQuadLogdet(eqx.Module):
-    """What `inv_quad_logdet` returns. A pytree.
+    """The result of `inv_quad_logdet`, a pytree.
 
     **Attributes**
 
     - `inv_quad`: an `Estimate` of y* (A + shift I)^-1 y, summed over right-hand sides.
     - `logdet`: an `Estimate` of log det(A + shift I).
-    - `solution`: (A + shift I)^-1 y, like the vector that was given.
+    - `solution`: (A + shift I)^-1 y, with the structure of the given vector.
 
     **Example**
 
@@ -95,37 +98,40 @@ def inv_quad_logdet(
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
 
-    One block Krylov run gives the log-determinant as `logdet` does, Galerkin's solution of
-    (A + shift I) u = y, and a preconditioner with which conjugate gradients improve this
-    solution. The first block has k probes; y joins it if it has at most a quarter as many
-    columns. The log-determinant is unbiased but for quadrature. Both are exact, by a
-    Cholesky factorisation, where `logdet` is.
+    One block Krylov run gives the log-determinant, as in `logdet`; Galerkin's solution of
+    (A + shift I) u = y; and a preconditioner, with which conjugate gradients improve this
+    solution. The first block has k columns, probes and y. If y has more than k/4 columns,
+    they are all probes. The log-determinant is unbiased except for quadrature. Both values
+    are exact, from a Cholesky factorisation, whenever `logdet` is.
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: Hermitian, positive definite with `shift`; tags are not needed.
-    - `vector`: y, with the operator's input structure. With one more, leading, axis on
-      every leaf it is several right-hand sides.
+    - `operator`: Hermitian, and positive definite together with `shift`. It needs no tags.
+    - `vector`: y, with the operator's input structure. One more, leading, axis on every
+      leaf makes it several right-hand sides.
     - `num_matvecs`: the budget of the run alone, at least 6, or n. Default 240.
-    - `shift`: real, or an `lx.DiagonalLinearOperator`, as in `logdet`.
-    - `rtol`: the relative error, in the energy norm, at which the solve stops, a Python
-      float between 0 and 1. Default 1e-6. Gradients have this error, values its square.
-    - `guess`: like `vector`, where the solve starts: the `solution` of the last training
-      step, for example. A good one saves steps of the solve. It changes no answer by more
-      than `rtol` and is a constant for derivatives. Default `None`.
+    - `shift`: a real number, or an `lx.DiagonalLinearOperator`, as in `logdet`.
+    - `rtol`: the relative error in the energy norm at which the solve stops, a Python float
+      between 0 and 1. Default 1e-6. Gradients have this error, and values its square.
+    - `guess`: the vector at which the solve starts, with the structure of `vector`, for
+      example the `solution` of the last training step. A good guess saves steps of the
+      solve. It changes no answer by more than `rtol` and is a constant for derivatives.
+      Default `None`.
 
     **Returns** an `InvQuadLogdet`: two real `Estimate`s, and the solution.
-    `inv_quad.standard_error` comes from the residual of the solution, so it also shows a
-    solve that does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
+    `inv_quad.standard_error` comes from the residual of the solution, so it also shows if
+    the solve does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
     and the shift positive (as far as the run can see), the value is at most this much below
-    the truth; else the solve estimates the least eigenvalue. If that is 0 to rounding, the
-    error is infinite. `inv_quad.num_matvecs` counts run and solve. NaN as in `logdet`.
+    the truth. Otherwise the bound uses an estimate of the least eigenvalue, and is infinite
+    if that is 0 to rounding. `inv_quad.num_matvecs` counts the matvecs of the run and the
+    solve. Results are NaN as in `logdet`.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
-    another solve: about 0.8 num_matvecs matvec-VJPs for the log-determinant, and one a
-    right-hand side. Those of the solution, and second ones, take a solve each. **Cost**: at
-    most `num_matvecs` applications in blocks, and those of conjugate gradients, at most 10
-    num_matvecs for each right-hand side; a basis of `num_matvecs` vectors.
+    another solve. They take about 0.8 num_matvecs matvec-VJPs for the log-determinant, and
+    one for each right-hand side. Derivatives of the solution, and second derivatives, take
+    a solve each. **Cost**: at most `num_matvecs` matvecs in blocks; at most 10 num_matvecs
+    matvecs of conjugate gradients for each right-hand side; and a basis of `num_matvecs`
+    vectors.
 
     **Example**
 
@@ -168,9 +174,12 @@ def inv_quad_logdet(
 def _exact(
     array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
 ) -> tuple[Inexact[Array, "n t"], Float[Array, ""], Float[Array, ""]]:
-    """The solution, the log-determinant and its error, of a diagonal or a matrix."""
+    """Return the solution, the log-determinant and its error, from all entries of A.
+
+    `array` is the matrix A, or its diagonal if it has no other entries.
+    """
     if array.ndim == 1:
-        # As a Cholesky factorisation, NaN if an entry is negative.
+        # If an entry is negative, the result is NaN, as with a Cholesky factorisation.
         shifted = jnp.where(jnp.all(array + shift >= 0), array + shift, jnp.nan)
         solution = y / shifted[:, None].astype(y.dtype)
         return solution, jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
@@ -185,7 +194,10 @@ def _estimated(
     rest: Float[Array, ""],
     start: Inexact[Array, "n t"] | None,
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
-    """The quadratic form, the log-determinant plus `rest`, and the solution."""
+    """Estimate the quadratic form and the log-determinant plus `rest`; add the solution.
+
+    `rest` is log det D if the operator was scaled by D^{-1/2}, and `start` is the guess.
+    """
     shape, t = shape_for(call.num_matvecs), subject.vectors.shape[1]
     # Right-hand sides take at most a quarter of the first block.
     kept = t if 4 * t <= shape.width else 0
@@ -210,20 +222,23 @@ def _estimated(
 
 
 class Likelihood(eqx.Module):
-    """`function` is log(x + shift) of A, the vectors are right-hand sides: a subject of the
-    rule."""
+    """The subject of the derivative rule: log(A + shift I) and B u = y.
+
+    `function` has the operator A and the function log(x + shift). `vectors` are the
+    right-hand sides y.
+    """
 
     function: MatrixFunction
     vectors: Inexact[Array, "n t"]
     shift: Float[Array, ""]
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        """B block."""
+        """Return B block."""
         return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
 
 
 class Report(eqx.Module):
-    """The solve, which can be differentiated, and its number of steps."""
+    """The solve, as a function that can be differentiated, and its number of steps."""
 
     solve: Solve
     num_steps: Int[Array, ""]
@@ -245,8 +260,11 @@ def likelihood(
     rtol: float,
     max_steps: int,
 ) -> Outcome:
-    """The log-determinant and the quadratic form, in this order. The first `kept` of the
-    vectors are in the run; after a guess, what it leaves of them."""
+    """Estimate the log-determinant and the quadratic form, in this order.
+
+    `probes` are a block of probes, and the guess or None. The first `kept` right-hand sides
+    are in the run, or their residuals if there is a guess.
+    """
     block, guess = probes
     sizes = column_scales(subject.vectors)
     units = sizes[None, :].astype(subject.vectors.dtype)
@@ -288,12 +306,16 @@ def likelihood(
 
 
 def _read(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
+    """Read both values for another subject, with the solution held.
+
+    The derivative of the solution enters second derivatives alone.
+    """
     form = _form(frozen(subject), report.solve.solution)
     form = with_own_jvp(form, _form, subject, report.solution)
     return jnp.append(traces(subject.function), form)
 
 
 def _form(subject: Likelihood, solution: Inexact[Array, "n t"]) -> Float[Array, ""]:
-    """2 Re y* u - u* B u."""
+    """Return 2 Re y* u - u* B u, where u is the solution."""
     dots = column_dots(solution, 2 * subject.vectors - subject(solution))
     return jnp.sum(dots.real)

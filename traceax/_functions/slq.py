@@ -1,5 +1,8 @@
-"""Stochastic Lanczos quadrature: tr f(A) = E[v* f(A) v] by Gauss quadrature; the spectral
-density, which is made of it; and how a budget becomes probes and steps.
+"""Stochastic Lanczos quadrature: tr f(A) = E[v* f(A) v], each form by Gauss quadrature.
+
+`slq_trace` estimates a trace. `spectral_density` is the trace of a Gaussian about each
+point of a grid. `checked_run` turns a budget into probes and steps for all functions of
+this package that make a block Krylov run.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ from traceax._quadrature.scalar import (
 )
 
 Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
-"""What f(A) takes for f: a function of a scalar."""
+"""The type of f in f(A): a function of a scalar."""
 Real = float | Float[Array, ""]
 
 
@@ -69,27 +72,30 @@ def slq_trace(
 
         value = mean over probes v of |v|^2 e_1* f(T) e_1,    T the Lanczos matrix of v
 
-    Unbiased but for the quadrature error, which falls geometrically with `num_steps` if f
-    is smooth on the spectrum. `function_trace` is better if few eigenvalues have most of
-    the sum, `logdet` for log-determinants. Exact, by an eigendecomposition, if
-    num_probes * num_steps reaches n^2, the cost of n steps from n probes.
+    The estimate is unbiased except for the quadrature error, which falls geometrically with
+    `num_steps` if f is smooth on the spectrum. `function_trace` is better if few
+    eigenvalues make up most of the sum, and `logdet` is better for log-determinants. The
+    value is exact, from an eigendecomposition, if num_probes * num_steps reaches n^2, which
+    is the cost of n steps from n probes.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `operator`, `fn`, `combine`: as in `function_trace`.
-    - `num_probes`, `num_steps`: how many probes, and how many Lanczos steps for each.
-    - `sampler`: independent probes (default `sphere`) or a multiple of `probing`'s colours.
-    - `reorthogonalise`: whether each step is made orthogonal to all steps before, for 4 n
-      num_steps flops more. Without it, converged eigenvalues appear again as copies, which
-      is harmless for few steps or smooth functions, and faster for cheap operators; log and
-      inverses of ill-conditioned operators lose digits.
+    - `num_probes`, `num_steps`: the number of probes, and of Lanczos steps for each probe.
+    - `sampler`: draws independent probes (default `sphere`); or `probing`, with a multiple
+      of its colours as `num_probes`.
+    - `reorthogonalise`: whether each step is made orthogonal to all earlier steps, which
+      takes 4 n num_steps more flops. Without it, converged eigenvalues appear again as
+      copies. This is harmless for few steps or smooth functions, and faster for cheap
+      operators, but log and inverses of ill-conditioned operators lose digits.
 
-    **Derivatives**: as those of `function_trace`, by one matvec-VJP for each probe and
-    trace. Second derivatives differentiate the recurrence (num_steps matvec-JVPs a probe).
-    Gradients need about twice as many steps as make `standard_error` small. **Cost**:
-    num_probes * num_steps applications, in num_steps batches; num_probes blocks of n x
-    num_steps (with `reorthogonalise=False`, for the value alone, compiled by you, three
-    vectors). If the value is exact, n applications, none if the operator stores its matrix.
+    **Derivatives**: in the same arguments as for `function_trace`, from one matvec-VJP for
+    each probe and trace. Second derivatives differentiate the recurrence (num_steps
+    matvec-JVPs a probe). Gradients need about twice as many steps as make `standard_error`
+    small. **Cost**: num_probes * num_steps matvecs, in num_steps batches, and memory for
+    num_probes blocks of n x num_steps. With `reorthogonalise=False`, if you compile the
+    value alone, three vectors are enough. An exact value takes n matvecs, or none if the
+    operator stores its matrix.
 
     **Example**
 
@@ -126,8 +132,12 @@ def checked_run(
     choose: Callable[[int], Shape] = shape_for,
     tests: int = 0,
 ) -> tuple[Shape, int]:
-    """The block Krylov run that the user asks for, and its budget: if that reaches n, the
-    matrix costs no more. The budget pays for `tests` more probes."""
+    """Return the shape of the block Krylov run that the user asks for, and its budget.
+
+    If the budget reaches n, the whole matrix costs no more than the run. `choose` makes a
+    shape from a budget if the user gives neither `num_probes` nor `num_steps`. If the user
+    gives one of them, the budget also pays for the matvecs of `tests` more probes.
+    """
     named = {"num_probes": num_probes, "num_steps": num_steps}
     named = {argument: count for argument, count in named.items() if count is not None}
     for argument, count in named.items():
@@ -153,7 +163,11 @@ def quadratures(
     reorthogonalise: bool = True,
     krylov: Krylov | None = None,
 ) -> Estimate:
-    """Estimate a trace by the quadrature of each probe; `krylov` is a run made earlier."""
+    """Estimate a trace by the quadrature of each probe.
+
+    `shape` has the number of probes and of steps. If `krylov`, a run made earlier, is
+    given, no probes are drawn.
+    """
     num_steps = min(shape.depth, call.operator.in_size())
     algorithm = partial(
         _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=call.meter
@@ -176,8 +190,10 @@ def quadratures(
 
 
 class Run(eqx.Module):
-    """Probes, or the spaces that were made of them; `near` is the neighbourhood of a single
-    repeat of `probing`."""
+    """The probes, or the Krylov spaces that were made from them earlier.
+
+    `near` is the neighbourhood of the colours if there is a single repeat of `probing`.
+    """
 
     probes: Stream | Krylov
     near: Neighbourhood | None
@@ -185,6 +201,7 @@ class Run(eqx.Module):
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
+    """Return the dtype of the real numbers that go with the operator's working dtype."""
     return jnp.finfo(working_dtype(operator)).dtype
 
 
@@ -196,7 +213,11 @@ def _slq(
     reorthogonalise: bool,
     meter: ProgressMeter,
 ) -> Outcome:
-    """A Krylov space is read where it lies; where batches leave none, it is made again."""
+    """Run stochastic Lanczos quadrature, with all probes at once or in batches.
+
+    If all probes are in one batch, the derivative uses the Krylov spaces of this run.
+    Batches do not keep their spaces, so the derivative makes them again.
+    """
     how, probes = (run.design.num_probes, num_steps, reorthogonalise), run.probes
     probes = probes if isinstance(probes, Krylov) else probes.shown(meter)
     if isinstance(probes, Krylov) or probes.is_whole:
@@ -211,7 +232,10 @@ def _slq(
 def _read_batches(
     probes: Stream, how: Static, subject: MatrixFunction
 ) -> Inexact[Array, " p"]:
-    """The same quadratures, made once more batch by batch, and frozen."""
+    """Read the traces by quadratures that are made again, one batch at a time.
+
+    The nodes are constants here: the Krylov run is computed on a frozen subject.
+    """
 
     def read_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
         return sample(frozen(subject), z, *how.value)[1](subject)
@@ -220,9 +244,14 @@ def _read_batches(
 
 
 class Sampled(eqx.Module):
-    """What each probe says: a term of the estimate, and the same by fewer steps; sizes of f
-    and its slope, and how far noise may have moved a node. What all together say: errors of
-    the diagonal by neighbour residuals, if there are any."""
+    """The results of N probes for the traces of p functions.
+
+    `levels` has the term of each probe in the estimate, first from all steps and then from
+    fewer steps. `sizes` and `slopes` are the same terms of |f| and of |f'|, and `moved` is
+    the distance by which noise may have moved a node. `indicator`, if it is known, has the
+    errors of the entries of the diagonal, which all probes together show by neighbour
+    residuals.
+    """
 
     levels: Inexact[Array, "levels p N"]
     sizes: Float[Array, "p N"]
@@ -237,7 +266,10 @@ class Sampled(eqx.Module):
         num_steps: int,
         readout: Readout,
     ) -> Outcome:
-        """The quadrature error of a single step is unknown, unless n = 1."""
+        """Return the value, its standard error, and the readout for the derivative.
+
+        The quadrature error of a single step is unknown, unless n = 1.
+        """
         operator, terms = subject.linear_map.operator, self.levels[0]
         unresolved = num_steps == 1 and operator.in_size() > 1
         eps = float(jnp.finfo(self.moved.dtype).eps)
@@ -253,7 +285,10 @@ class Sampled(eqx.Module):
             slopes: Float[Array, "p N"],
             indicator: Float[Array, "p n"] | None = None,
         ) -> Float[Array, " p"]:
-            """The rounding error is that of f at nodes that noise has moved."""
+            """Return the standard error from sampling, quadrature and rounding.
+
+            The rounding error includes the change of f at nodes that noise has moved.
+            """
             terms, values = levels[0], jnp.sum(levels, axis=-1)
             changes = jnp.abs(values[:-1] - values[1:])
             rounding = 4 * eps * jnp.sum(sizes, axis=1)
@@ -275,7 +310,11 @@ def sample(
     reorthogonalise: bool,
     near: Neighbourhood | None = None,
 ) -> tuple[Sampled, Nodes]:
-    """v* f(A) v / num_probes by quadrature of each of some probes v."""
+    """Return v* f(A) v / num_probes for each of some probes v, by quadrature.
+
+    `num_probes` counts the probes of all batches. The second result has the nodes and
+    weights of the quadratures, from which the derivative is read.
+    """
     krylov, how = probes, {"reorthogonalise": reorthogonalise}
     if not isinstance(krylov, Krylov):
         krylov = lanczos(subject.linear_map, krylov.T, num_steps, **how)
@@ -302,8 +341,11 @@ def sample(
 def _in_domain(
     eigen: Eigen, subject: MatrixFunction, krylov: Krylov
 ) -> tuple[Eigen, Float[Array, " N"]]:
-    """The nodes, and how far noise may have moved those of each probe. A node that noise
-    has moved below zero, where f is undefined, moves back to the size of this noise."""
+    """Return the nodes in the domain of f, and how far noise may have moved them.
+
+    There is one such distance for each probe. If noise has moved a node below zero and f is
+    undefined there, the node moves back to the size of this noise.
+    """
     nodes, eps = eigen.values, float(jnp.finfo(eigen.values.dtype).eps)
     noise = jax.lax.stop_gradient(krylov.noise)
     moved = noise + 4 * eps * jnp.max(jnp.abs(nodes[0]), axis=1)
@@ -321,7 +363,11 @@ def _indicator(
     values: Inexact[Array, "N m p"],
     near: Neighbourhood,
 ) -> Float[Array, "p n"]:
-    """The errors of the entries of the diagonal by neighbour residuals of f(A) z."""
+    """Return the errors of the entries of the diagonal of f(A), for each of p functions.
+
+    They come from neighbour residuals, so f(A) z is computed for the probes z of one
+    repeat.
+    """
     first = krylov.length[:, None] * eigen.vectors[:, 0].conj()
     values = jnp.where(first[..., None] == 0, 0, values)
     eps, real = float(jnp.finfo(z.dtype).eps), not jnp.iscomplexobj(z)
@@ -356,28 +402,30 @@ def spectral_density(
 
         phi(t) = 1/n sum_i N(t; lambda_i, width^2)
 
-    by `slq_trace` of a Gaussian about each point of the grid, from one run; unbiased but
-    for quadrature. Its integral over the line is 1. Eigenvalues that are separated from the
-    rest are found exactly; within the bulk, m steps resolve about its m-th part. Exact if
-    num_probes * num_steps reaches n^2.
+    It is `slq_trace` of a Gaussian about each point of the grid, from one run, and unbiased
+    except for quadrature. Its integral over the line is 1. Eigenvalues that are separated
+    from the rest are found exactly. Within the bulk, m steps resolve about an m-th part of
+    it. The value is exact if num_probes * num_steps reaches n^2.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `num_matvecs`: the budget. Default 240.
-    - `grid`: where to evaluate it, a vector of real numbers, in the units of the
-      eigenvalues. `None` means 200 points from three widths below the least to three widths
-      above the largest eigenvalue that the run sees, constants, without `batch_size`. To
-      `pool` several runs, give all of them the grid of the first.
+    - `grid`: the points at which to evaluate it, a vector of real numbers in the units of
+      the eigenvalues. `None` means 200 points, from three widths below the least to three
+      widths above the largest eigenvalue that the run sees. These points are constants, and
+      `batch_size` cannot be given. To `pool` several runs, pass the grid of the first to
+      all others.
     - `num_probes`, `num_steps`: by default four to five steps for each probe (34 and 7).
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
-      Default: twice the span of the grid (if that is `None`, of the eigenvalues seen) over
-      `num_steps`, which half of the steps resolve; for smaller widths the error bar grows.
-    - `sampler`, `reorthogonalise`: as in `slq_trace`; a density hardly needs the latter.
+      By default it is twice the span of the grid (of the eigenvalues seen, if `grid` is
+      `None`) divided by `num_steps`, which half of the steps resolve. For smaller widths
+      the error bar grows.
+    - `sampler`, `reorthogonalise`: as in `slq_trace`. A density hardly needs the latter.
 
     **Returns** an `Estimate` with a value of the shape of its `grid`, per unit of it.
 
-    **Derivatives**: as those of `slq_trace`: one matvec-VJP for each probe and point of the
-    grid, so use coarse grids. **Cost**: at most `num_matvecs` applications.
+    **Derivatives**: as for `slq_trace`, from one matvec-VJP for each probe and point of the
+    grid, so use coarse grids. **Cost**: at most `num_matvecs` matvecs.
 
     **Example**
 
@@ -413,7 +461,7 @@ def spectral_density(
         seen = LinearMap(frozen(call.operator))
         if is_exact:
             matrix, spent = seen.dense(), price(call.operator)
-        else:  # The run that the density is of, too.
+        else:  # The density is computed from the same run.
             (block,) = call.draw(shape.width)
             run = partial(
                 lanczos, num_steps=min(shape.depth, n), reorthogonalise=reorthogonalise
@@ -440,7 +488,7 @@ def spectral_density(
 def _about(
     values: Float[Array, "..."], width: Real | None, num_steps: int
 ) -> tuple[Float[Array, " points"], Real]:
-    """The grid about the eigenvalues that are seen, and the width."""
+    """Return the grid about the eigenvalues that a run sees, and the width."""
     low, high = jnp.min(values), jnp.max(values)
     rounding = jnp.finfo(values.dtype).eps ** 0.5 * largest_modulus(values)
     span = jnp.maximum(high - low, rounding)
@@ -451,6 +499,10 @@ def _about(
 
 
 def _resolving(num_matvecs: int) -> Shape:
-    """Details take steps; a few probes are enough, as they meet all eigenvalues."""
+    """Choose a run with more steps than probes.
+
+    Only steps resolve details. A few probes are enough, because each one meets all
+    eigenvalues.
+    """
     width = max(1, math.isqrt(num_matvecs // 4))
     return Shape(width, num_matvecs // width)
