@@ -1,12 +1,12 @@
-"""Curvature matrices that are semidefinite, as operators: Gauss-Newton's and Fisher's.
+"""Semidefinite curvature matrices as operators: the Gauss-Newton and Fisher matrices.
 
-With J the Jacobian of the outputs of a model, and H the Hessian of a loss in the outputs,
+Let J be the Jacobian of the outputs of a model, and H the Hessian of a loss in the outputs:
 
     d2 loss(fn(x)) = J* H J + sum over outputs of (d loss/d output) (Hessian of the output).
 
-The first term is the Gauss-Newton matrix: semidefinite if the loss is convex in the
-outputs, and for losses that are negative log-likelihoods of an exponential family in
-its natural parameters (squares, cross-entropy of logits) Fisher's information matrix.
+The first term is the Gauss-Newton matrix. It is semidefinite if the loss is convex in the
+outputs. If the loss is the negative log-likelihood of an exponential family in its natural
+parameters (squares, cross-entropy of logits), it is the Fisher information matrix.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from traceax._core.operator import Operator, jacobian_operator
 def gauss_newton(
     fn: Field, loss: Callable[[Any, Any], Any], x: GivenPoint, *, args: PyTree = None
 ) -> Operator:
-    """The generalised Gauss-Newton matrix of loss(fn(x, args), args), as an operator.
+    """Make the generalised Gauss-Newton matrix of loss(fn(x, args), args), an operator.
 
         v -> J* H J v
 
-    J is the Jacobian of `fn` at x, H the Hessian of `loss` in what `fn` returns. For a
-    Laplace approximation take `logdet` of it, the precision of the prior as `shift`.
+    J is the Jacobian of `fn` at x, and H is the Hessian of `loss` in what `fn` returns. For
+    a Laplace approximation, take `logdet` of it with the precision of the prior as `shift`.
 
     **Arguments** (the others are in the guide's conventions): `fn`: a model `fn(x, args)`
     that returns its outputs for all examples, an array or pytree of real numbers. `loss`: a
-    function `loss(outputs, args)` that returns one real number. It must be convex in the
-    outputs, or the tag of the result is wrong.
+    function `loss(outputs, args)` that returns one real number. If it is not convex in the
+    outputs, the tag of the result is wrong.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite. Estimates
     of it can be differentiated.
 
-    **Cost**: an application takes one product with J, forwards, one with its transpose,
-    backwards, and one with H: about four times what `fn` costs.
+    **Cost**: a matvec multiplies once by J (forward mode), once by its transpose (reverse
+    mode), and once by H. It costs about four times as much as `fn`.
 
     **Example**
 
@@ -67,11 +67,11 @@ def gauss_newton(
 
 
 def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operator:
-    """The empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
+    """Make the empirical Fisher matrix, the sum of g_i g_i* over examples, an operator.
 
-    g_i is the gradient in x of the log-likelihood (or loss) of example i. Fisher's
-    information matrix averages over what the model predicts (`gauss_newton`); this matrix
-    contains the labels of the data.
+    g_i is the gradient in x of the log-likelihood (or loss) of example i. The Fisher
+    information matrix averages over the predictions of the model (`gauss_newton`). The
+    empirical one uses the labels of the data instead.
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
     `fn(x, args)` that returns an array or pytree of real numbers, the log-likelihood or
@@ -80,8 +80,8 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
     **Returns** a lineax operator on the space of x, tagged positive semidefinite, whose
     rank is at most the number of examples. Estimates of it can be differentiated.
 
-    **Cost**: an application takes one product with the Jacobian of `fn`, forwards, and one
-    with its transpose, backwards: about four times what `fn` costs.
+    **Cost**: a matvec multiplies once by the Jacobian of `fn` (forward mode), and once by
+    its transpose (reverse mode). It costs about four times as much as `fn`.
 
     **Example**
 

@@ -1,24 +1,24 @@
-"""The divergence of a vector field, the trace of its Jacobian; the Laplacian of a function,
-its Laplacian, and the diagonal of its Hessian.
+"""Differential operators at a point: divergence, Laplacian, biharmonic operator, and the
+diagonal of the Hessian.
 
-**Laplacian**: Hutch++ of the Hessian, by directional second derivatives. With Q an
-orthonormal basis of the range of H Omega, Omega of k columns, and U a random orthonormal
-frame of l directions outside of it,
+**Laplacian.** With a sketch it is Hutch++ of the Hessian, from directional second
+derivatives. Let Omega have k random columns, let Q be an orthonormal basis of the range of
+H Omega, and let U be a random orthonormal frame of l directions orthogonal to Q. Then
 
-    tr H = sum_j q_j* H q_j + E (n - k)/l sum_i u_i* H u_i,
+    tr H = sum_j q_j* H q_j + E (n - k)/l sum_i u_i* H u_i.
 
-in which all products but H Omega are second derivatives of the function along q_j and u_i:
-one forward sweep in collapsed Taylor mode. A column of H Omega, forward over reverse mode,
-costs twice as much; but it is frozen (`rule`), so gradients do not differentiate it. With
-an orthonormal frame, multiples of I are exact, and the variance has the finite-population
-correction for l directions out of n - k.
+These forms are second derivatives of the function along q_j and u_i, which one forward
+sweep in collapsed Taylor mode computes together. A column of H Omega, forward over reverse
+mode, costs twice as much. But the sketch is frozen (`rule`), so gradients do not
+differentiate it. With an orthonormal frame, multiples of I are exact, and the variance has
+the finite-population correction for l directions out of n - k.
 
-**Biharmonic operator**:
+**Biharmonic operator.** For independent probes v, w with E[v v*] = E[w w*] = I,
 
-    sum over a, b of d4 fn/dx_a2 dx_b2  =  E D4 fn[v, v, w, w],    v, w independent,
+    sum over a, b of d4 fn/dx_a2 dx_b2  =  E D4 fn[v, v, w, w].
 
-with E[v v*] = E[w w*] = I, for any two such probes: v and w each take one of the sums. With
-signs the terms of a single variable are exact.
+The probe v gives one of the two sums, and w gives the other. If the entries of the probes
+are signs, terms of a single variable are exact.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
 
-# With so many products a sketch costs at most a seventh of the accuracy if the spectrum is
-# flat (networks before training), and gains factors if it is not (after training).
+# From this budget on, a sketch costs at most a seventh of the accuracy if the spectrum is
+# flat (networks before training), and improves it by factors if it is not (after training).
 SKETCHED = 10
 
 
@@ -90,20 +90,21 @@ def divergence(
 
         value = mean of v_i* (d fn/dx) v_i
 
-    Unbiased. Compiled, it shares the forward pass of `fn(x, args)`; `hutchinson_trace` of a
-    linearised `fn`, as from `jax.linearize`, shares the backward pass as well.
+    The estimate is unbiased. If you compile it together with `fn(x, args)`, both share the
+    forward pass. `hutchinson_trace` of a linearised `fn`, for example from `jax.linearize`,
+    shares the backward pass as well.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns the structure of `x`.
-    - `key`: for diffrax's `BacksolveAdjoint` it must be in the `args` of the solve, as
+    - `key`: with diffrax's `BacksolveAdjoint`, it must be in the `args` of the solve, like
       everything that the vector field depends on.
-    - `num_matvecs`: the number of Jacobian-vector products, at least 1.
-    - `sampler`: default `rademacher`, which is exact for a diagonal Jacobian, or `hadamard`
-      where there are probes for an eighth of the dimensions.
+    - `num_matvecs`: the number of matvecs with the Jacobian, at least 1.
+    - `sampler`: by default `rademacher`, which is exact for a diagonal Jacobian, or
+      `hadamard` if the number of probes is at least an eighth of the dimension.
 
-    **Derivatives**: exactly those of the value. **Cost**: `num_matvecs` Jacobian-vector
-    products, forwards, in one batch.
+    **Derivatives**: the exact derivatives of the value. **Cost**: `num_matvecs` matvecs
+    with the Jacobian (forward mode), in one batch.
 
     **Example**
 
@@ -144,33 +145,36 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    With `diffusion` S it is tr(S* H S), the second-order term of an equation of Fokker and
-    Planck, Black and Scholes, or Hamilton, Jacobi and Bellman (twice, where that has 1/2).
+    With `diffusion` S it is tr(S* H S), the second-order term of a Fokker-Planck,
+    Black-Scholes or Hamilton-Jacobi-Bellman equation (twice that term, if the equation has
+    a factor 1/2).
 
-    Unbiased. It is computed forwards in collapsed Taylor mode: one sweep carries a first
-    derivative for each probe, and one second derivative, the sum over the probes. For
-    squares of residuals there is `unbiased_square`, for the bi-Laplacian `biharmonic`.
+    The estimate is unbiased. It is computed forwards in collapsed Taylor mode: one sweep
+    carries a first derivative for each probe, and one second derivative, the sum over the
+    probes. For squares of residuals there is `unbiased_square`, and for the bi-Laplacian
+    there is `biharmonic`.
 
-    From 10 directions on, for a function of one real number, a quarter of the directions is
-    spent on a sketch of the Hessian, as many read it, and probes estimate the rest. For
-    trained networks in 50 and 100 dimensions the error is 7 to 40 times smaller than by
-    probes alone; where no directions dominate it is up to 1.5 times larger. The value takes
-    2 to 4 times as long, with its gradient it takes less.
+    If there are 10 or more directions, and `fn` returns one real number, a quarter of the
+    directions make a sketch of the Hessian, as many read it, and the rest are probes. For
+    trained networks in 50 and 100 dimensions the error is 7 to 40 times smaller than with
+    probes alone. If no directions dominate, it is up to 1.5 times larger. The value takes 2
+    to 4 times as long. Together with its gradient it takes less time than without a sketch.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
       numbers, real or complex, each of which has a Laplacian.
     - `num_matvecs`: the number of directions, one for each probe, at least 1.
-    - `diffusion`: S, a function v -> S v of vectors like x, or an operator whose result is
-      like x. Its values at x; derivatives are taken in it, too.
-    - `sampler`, `batch_size`: with one there is no sketch. Default: as in `divergence`.
+    - `diffusion`: S at the point x, as a function v -> S v of vectors like x, or as an
+      operator whose result is like x. Derivatives in S are taken, too.
+    - `sampler`, `batch_size`: if you give one of them, there is no sketch. The default is
+      as in `divergence`.
 
-    **Derivatives**: without a sketch exactly those of the value. `fn` must be
-    differentiable forwards twice: a `jax.custom_vjp` in it raises JAX's error. If it is not
-    differentiable backwards, as a `jax.lax.while_loop` is not, there is no sketch.
-    **Cost**: about k + 1 forward passes of `fn` for k = `num_matvecs`; k Hessian-vector
-    products would cost 2k and a backward pass. A sketch costs a quarter more, and two QR
+    **Derivatives**: without a sketch, the exact derivatives of the value. `fn` must be
+    differentiable twice in forward mode. A `jax.custom_vjp` in it raises JAX's error. If it
+    is not differentiable in reverse mode, like a `jax.lax.while_loop`, there is no sketch.
+    **Cost**: about k + 1 forward passes of `fn` for k = `num_matvecs`. (k Hessian-vector
+    products would cost 2k and a backward pass.) A sketch costs a quarter more, and two QR
     decompositions. The standard error needs up to 2k passes if it is used.
 
     **Example**
@@ -209,7 +213,10 @@ def laplacian(
 def _diffused(
     fn: Field, x: Point, diffusion: Callable[[Any], Any] | Operator
 ) -> tuple[Field, Point]:
-    """z -> fn(x + S z) at zero."""
+    """Return the function z -> fn(x + S z), and zero, the point at which to take it.
+
+    Its Laplacian there is tr(S* H S). The errors name `diffusion`.
+    """
     is_operator = isinstance(diffusion, Operator)
     space = diffusion.in_structure() if is_operator else jax.eval_shape(lambda: x)
     apply = diffusion.mv if is_operator else diffusion
@@ -223,9 +230,12 @@ def _diffused(
 
 
 def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
-    """A quarter of the budget makes the sketch, but at least 2 columns, because one often
-    misses a dominant direction. A wider one helps where few dominate, but networks then
-    have up to 1.4 times the error."""
+    """Estimate the Laplacian with a sketch of the Hessian.
+
+    The sketch has a quarter of the budget, but at least 2 columns, because a single one
+    often misses a dominant direction. A wider sketch helps if few directions dominate, but
+    for networks the error then grows up to 1.4 times.
+    """
     width = max(2, call.num_matvecs // 4)
     rest = call.num_matvecs - 2 * width
     correction = (1 - rest / (call.operator.in_size() - width)) ** 0.5
@@ -242,6 +252,11 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
 def _sketched(
     subject: Curvature, probes: Inexact[Array, "n _"], *, design: SamplingDesign
 ) -> Outcome:
+    """Run Hutch++ of the Hessian. The first columns of `probes` are Omega.
+
+    The other columns, made orthogonal to Q and to each other, become U. `design` is the
+    sampling design of U.
+    """
     n, width = probes.shape[0], probes.shape[1] - design.num_probes
     hessian_map = LinearMap(hessian(subject.fn, subject.x, subject.args))
     q = orthonormalise(hessian_map(probes[:, :width])).columns
@@ -268,18 +283,18 @@ def hessian_diagonal(
 ) -> Estimate:
     """Estimate the diagonal of the Hessian of a function at x: d2 fn/dx_a2 for all a.
 
-    From 10 products on a sketch of the Hessian estimates it, from 12 on where that helps,
-    as in `diagonal`. Else, or where `batch_size` or `sampler` are given, it is
-    `hutchinson_diagonal` of Hessian-vector products, exact if the Hessian is diagonal.
-    Unbiased. For networks 100 products have 5 times less error with the sketch.
+    From 10 matvecs on, it uses a sketch of the Hessian (from 12 on only if that helps), as
+    in `diagonal`. With fewer, or if `batch_size` or `sampler` is given, it is
+    `hutchinson_diagonal` of the Hessian, which is exact if the Hessian is diagonal. The
+    estimate is unbiased. For networks and 100 matvecs the sketch has 5 times less error.
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
-    `fn(x, args)` that returns one real number. `num_matvecs`: the number of Hessian-vector
-    products, at least 1. `sampler`: default `rademacher`.
+    `fn(x, args)` that returns one real number. `num_matvecs`: the number of matvecs with
+    the Hessian, at least 1. `sampler`: by default `rademacher`.
 
-    **Cost**: `num_matvecs` Hessian-vector products, forwards over one backward pass, in one
-    batch; each costs about four times what `fn` does. Memory: about 4 blocks of n x
-    `num_matvecs` / 2; with `batch_size` one of n x `batch_size`.
+    **Cost**: `num_matvecs` matvecs with the Hessian (forward over reverse mode, with one
+    backward pass), in one batch. Each costs about four times as much as `fn`. Memory for
+    about 4 blocks of n x `num_matvecs` / 2; with `batch_size`, one of n x `batch_size`.
 
     **Example**
 
@@ -324,17 +339,19 @@ def biharmonic(
 
         value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
 
-    with pairs of independent probes v_i, w_i of random signs. Unbiased. Exact if
-    `num_matvecs` reaches n (n + 1) / 2 for n entries of x. The error bar of nested
-    `laplacian`s lacks the error of the inner one. For networks the error is 0.4 to 0.95
-    times that of fourth derivatives along normal probes (Hu et al.), at equal time.
+    Here v_i and w_i are independent probes of random signs. The estimate is unbiased. It is
+    exact if `num_matvecs` reaches n (n + 1) / 2 for n entries of x. (The error bar of
+    nested `laplacian`s would not include the error of the inner one.) For networks the
+    error is 0.4 to 0.95 times the error of fourth derivatives along normal probes (Hu et
+    al.), at equal time.
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
     `fn(x, args)` that returns a number, or an array or pytree of numbers, real or complex.
     `num_matvecs`: the number of fourth derivatives, one for each pair, at least 1.
 
-    **Derivatives**: exactly those of the value. `fn` must be differentiable forwards four
-    times: a `jax.custom_vjp` raises an error. **Cost**: about nine forward passes a pair.
+    **Derivatives**: the exact derivatives of the value. `fn` must be differentiable four
+    times in forward mode. A `jax.custom_vjp` in it raises an error. **Cost**: about nine
+    forward passes for each pair.
 
     **Example**
 
@@ -355,7 +372,10 @@ def biharmonic(
 
 
 class FourthDerivatives(AlongProbes):
-    """Pairs of probes are columns of 2n."""
+    """Fourth derivatives of a function along pairs of probes v, w.
+
+    A pair is one column of 2n entries.
+    """
 
     @property
     def space(self) -> Operator:
@@ -363,7 +383,7 @@ class FourthDerivatives(AlongProbes):
         return lx.IdentityLinearOperator((structure, structure))
 
     def basis(self, batch_size: int | None) -> Stream:
-        """All pairs of unit vectors, whose order does not matter."""
+        """Return all pairs of unit vectors whose first index is at most the second."""
         n = self.space.in_size() // 2
         count = n * (n + 1) // 2
         draw = _UnitPairs(n, working_dtype(self.space))
@@ -373,6 +393,7 @@ class FourthDerivatives(AlongProbes):
         return jax.vmap(self._along_one, 1, 1)(block)
 
     def _along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
+        """Return D4 fn[v, v, w, w]."""
         pair = unflatten(column, self.space.in_structure())
         v, w = jax.tree.map(lambda leaf: leaf[None], pair)
 
@@ -384,11 +405,16 @@ class FourthDerivatives(AlongProbes):
 
 
 class _UnitPairs(NamedTuple):
+    """A function that makes columns of two unit vectors each from the numbers of pairs."""
+
     n: int
     dtype: Any
 
     def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2*{self.n} b"]:
-        """sqrt(2) e_i and e_j for i < j; e_i and e_i."""
+        """Return the columns (sqrt(2) e_i, e_j) for i < j, and (e_i, e_i).
+
+        The factor makes each mixed derivative count twice.
+        """
         first, second = jnp.triu_indices(self.n)
         i, j = first[indices], second[indices]
         scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)

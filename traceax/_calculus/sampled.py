@@ -1,7 +1,8 @@
-"""Means over probes of a function's derivatives along them.
+"""Means of a function's derivatives along random probes.
 
-`AlongProbes` is a function at a point, of which derivatives along probes are taken;
-`Curvature` takes second ones. `hessian` is the Hessian as an operator.
+`AlongProbes` is a function at a point, together with the kind of derivative that is taken
+along a probe. `Curvature` is the case of second derivatives. `sampled_mean` estimates the
+mean over probes, and `hessian` is the Hessian as an operator.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ Field = Callable[[Any, Any], Any]
 
 
 def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
-    """x as strongly typed arrays of floats, function and point checked."""
+    """Check a function and a point x, and return x as strongly typed arrays of floats.
+
+    `name` is the public function that errors name.
+    """
     check_field(name, fn, x)
 
     def inexact(leaf: Any) -> Array:
@@ -47,7 +51,10 @@ def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
 
 
 def hessian(fn: Field, x: Point, args: PyTree) -> Operator:
-    """Products with it forwards over one backward pass."""
+    """Make the Hessian of `fn` at x, as an operator.
+
+    A matvec is forward over reverse mode. All matvecs share one backward pass.
+    """
 
     def gradient(x: Point, args: PyTree) -> Point:
         return jax.grad(fn)(x, args)
@@ -56,7 +63,7 @@ def hessian(fn: Field, x: Point, args: PyTree) -> Operator:
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
-    """Whether reverse mode works. It does not through a `jax.lax.while_loop`."""
+    """Return whether reverse mode works. It does not through a `jax.lax.while_loop`."""
     try:
         eqx.filter_eval_shape(jax.grad(fn), x, args)
     except (TypeError, ValueError, NotImplementedError):
@@ -65,8 +72,11 @@ def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
 
 
 class AlongProbes(eqx.Module):
-    """A function `fn(x, args)` of p numbers at a point x: a subject of the derivative rule,
-    which estimates the mean of derivatives along probes."""
+    """A function `fn(x, args)` of p numbers at a point x, and derivatives along probes.
+
+    It is a subject of the derivative rule, under which the mean of these derivatives over
+    probes is estimated.
+    """
 
     fn: Field
     x: PyTree[Array]
@@ -79,27 +89,31 @@ class AlongProbes(eqx.Module):
     @property
     @abc.abstractmethod
     def space(self) -> Operator:
-        """An operator on the space of the probes."""
+        """Return an operator on the space of the probes."""
 
     @abc.abstractmethod
     def basis(self, batch_size: int | None) -> Stream:
-        """Probes that are not random, over which the sum is exact."""
+        """Return probes that are not random, over which the sum is exact."""
 
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
-        """The sum of the derivatives along all columns."""
+        """Return the sum of the derivatives along all columns."""
         return jnp.sum(self.along_each(block), axis=1)
 
     @abc.abstractmethod
     def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
-        """The derivatives along each column."""
+        """Return the derivative along each column."""
 
 
 def along(subject: AlongProbes, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+    """Return the sum of the derivatives along all columns, as a function of the subject."""
     return subject.along(block)
 
 
 def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
-    """Estimate the mean over probes, or sum over a basis."""
+    """Estimate the mean over probes, or compute the exact sum over a basis.
+
+    The sum is chosen if the budget reaches the number of probes in the basis.
+    """
     basis, result = subject.basis(call.batch_size), subject.result
     if call.num_matvecs >= basis.num_probes:
         return call.exact_by(along, result, subject=subject, units=basis)
@@ -119,19 +133,26 @@ def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
 def _mean(
     subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
-    """The samples are for the standard error alone: compiled without it, they are free."""
+    """Take the mean over the probes of `readout`, and its standard error.
+
+    The samples serve the standard error alone. If a program does not use it, the compiler
+    removes them.
+    """
     samples = readout.probes.collect(subject.along_each)
     error = design.mean_and_error(samples, rounding(subject, samples))[1]
     return Outcome(readout(subject, meter), error, readout)
 
 
 def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:
+    """Return the rounding error of the mean of some samples."""
     leaves = jax.tree.leaves((subject.x, subject.result))
     eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
     return 4 * eps * mean(jnp.abs(samples))
 
 
 class Curvature(AlongProbes):
+    """Second derivatives of a function along probes."""
+
     @property
     def space(self) -> Operator:
         return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))

@@ -37,8 +37,9 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# D2g vanishes for these operations, so it need not be traced and compiled: the first are
-# linear in all of their inexact inputs together, the second in each input alone.
+# D2g vanishes for these operations, so it need not be traced and compiled. The first ones
+# are linear in all of their inexact inputs together. The second ones are linear in each
+# input alone.
 _LINEAR = _names(
     "add add_any broadcast_in_dim concatenate convert_element_type copy cumsum"
     " dynamic_slice dynamic_update_slice gather imag neg pad real reduce_sum reshape rev"
@@ -74,7 +75,10 @@ def second_derivatives_sum(
     x: PyTree[Array],
     directions: PyTree[Array],
 ) -> PyTree[Array]:
-    """Sum d2/dt2 fn(x + t v_i) at t = 0 over i. The v_i are along leading axes."""
+    """Return the sum over i of d2/dt2 fn(x + t v_i) at t = 0.
+
+    The v_i are `directions`, along a leading axis of every leaf.
+    """
     program, structure = jax.make_jaxpr(fn, return_shape=True)(x)
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(directions), strict=True)
     outputs = _run(program, [_Jet(leaf, first) for leaf, first in leaves])
@@ -85,6 +89,7 @@ def second_derivatives_sum(
 
 
 def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
+    """Pass all coefficients through a program, one operation after the other."""
     jaxpr = program.jaxpr
     jets = dict(zip(jaxpr.constvars, map(_Jet, program.consts), strict=True))
     jets.update(zip(jaxpr.invars, inputs, strict=True))
@@ -117,15 +122,18 @@ def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _fill(array: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Array:
-    """Evaluate `jax.lax.pad` by a selection. If the value has a tangent and the array has
-    none, JAX cannot transpose the operation itself."""
+    """Evaluate `jax.lax.pad` by a selection.
+
+    If the value has a tangent and the array has none, JAX cannot transpose the operation
+    itself.
+    """
     outside = jax.lax.pad(jnp.zeros(array.shape, bool), jnp.asarray(True), config)
     return jnp.where(outside, value, jax.lax.pad(array, jnp.zeros_like(value), config))
 
 
 def _step(jaxpr: Jaxpr, equation: JaxprEqn, look_up: Callable[[Any], _Jet]) -> list[_Jet]:
     """Pass all coefficients through one operation."""
-    # Each variable once, without constants.
+    # The operation becomes a function of each variable once, and constants are left out.
     variables = list(dict.fromkeys(v for v in equation.invars if isinstance(v, Var)))
     apply = _operation(jaxpr, equation, variables)
     inputs = [look_up(variable) for variable in variables]
@@ -180,6 +188,7 @@ def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
 
 
 def _slope(along: Along, moved: list[_Jet], *directions: Array) -> list[Any]:
+    """Return Dg times the directions, one for each input that moves."""
     return jax.jvp(along, tuple(jet.value for jet in moved), directions)[1]
 
 
@@ -193,13 +202,16 @@ def _slope_along_second(along: Along, moved: list[_Jet]) -> list[Any] | None:
 
 
 def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
+    """Pass coefficients through a linear operation, for which D2g = 0."""
     first = _for_each(partial(_slope, along, moved), moved)
     return first, _slope_along_second(along, moved) or [None] * len(first)
 
 
 def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
-    """Evaluate `push` for every direction. One direction goes without `vmap`, which would
-    transpose."""
+    """Evaluate `push` for every direction, and stack the results along a leading axis.
+
+    A single direction does not use `vmap`, which would add a transposition.
+    """
     firsts = [jet.first for jet in moved]
     if len(firsts[0]) == 1:
         return jax.tree.map(lambda y: y[None], push(*(first[0] for first in firsts)))
@@ -207,6 +219,7 @@ def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
 
 
 def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
+    """Pass coefficients through any operation, with one D2g[u', u'] for each direction."""
     point = tuple(jet.value for jet in moved)
 
     def slope_and_second(*directions: Array) -> tuple[list[Any], list[Any]]:
@@ -219,11 +232,12 @@ def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
 
 
 def _push_entrywise(along: Along, moved: list[_Jet]) -> Coefficients:
+    """Pass coefficients through an entrywise operation, with one g'' for all directions."""
     (jet,) = moved
     ones = (jnp.ones_like(jet.value),)
     slope_at = lambda x: jax.jvp(along, (x,), ones)[1][0]  # noqa: E731
     slope, second = jax.jvp(slope_at, (jet.value,), ones)
-    # Multiplied by u' twice, because the square of u' may overflow although g'' is 0.
+    # g'' is multiplied by u' twice, because the square of u' may overflow while g'' is 0.
     second = jnp.sum(second[None] * jet.first * jet.first, axis=0)
     if jet.second is not None:
         second = second + slope * jet.second

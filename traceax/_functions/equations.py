@@ -1,5 +1,7 @@
-"""Equations with A + shift I or A + D: right-hand sides, the scaling by D^{-1/2}, and
-preconditioners for the solvers of lineax.
+"""Equations with A + shift I or A + D, where D is diagonal and positive.
+
+This module has the scaling by D^{-1/2}, which turns A + D into a matrix plus I; right-hand
+sides as columns of a block; and preconditioners for the solvers of lineax.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
 
 class White(NamedTuple):
-    """A + D = D^{1/2} (B + shift I) D^{1/2} with B = D^{-1/2} A D^{-1/2} and shift = 1: the
-    diagonal of D^{-1/2} is the `scale`. Of A + shift I the scale is 1."""
+    """The factors of A + D = D^{1/2} (B + shift I) D^{1/2}, and log det D.
+
+    `operator` is B = D^{-1/2} A D^{-1/2}, `shift` is 1, and `scale` is the diagonal of
+    D^{-1/2}. For A + shift I nothing is scaled: B is A, and `scale` is 1.
+    """
 
     operator: Operator
     shift: Float[Array, "*shifts"]
@@ -37,7 +42,7 @@ class White(NamedTuple):
 
 
 def whitened(operator: Operator, shift: Shift) -> White:
-    """A + D with log det D, or A + shift I with 0."""
+    """Factor A + D or A + shift I. The log-determinant is log det D or 0."""
     dtype = real_dtype(operator)
     one = jnp.ones((), dtype)
     if not isinstance(shift, lx.DiagonalLinearOperator):
@@ -57,12 +62,14 @@ def whitened(operator: Operator, shift: Shift) -> White:
 
 
 class RightHandSides(eqx.Module):
+    """One or several right-hand sides, as the columns of a block."""
+
     columns: Inexact[Array, "n t"]
     structure: Structure = eqx.field(static=True)
     several: bool = eqx.field(static=True)
 
     def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, "..."]]:
-        """Columns in the structure of the right-hand sides that were given."""
+        """Return columns in the structure that the user gave the right-hand sides."""
         if self.several:
             return unflatten_rows(columns.T, self.structure)
         return unflatten(columns[:, 0], self.structure)
@@ -71,6 +78,7 @@ class RightHandSides(eqx.Module):
 def right_hand_sides(
     name: str, operator: Operator, vector: PyTree[ArrayLike], argument: str = "vector"
 ) -> RightHandSides:
+    """Check a vector, or several along a leading axis, and return it as columns."""
     structure, dtype = operator.in_structure(), working_dtype(operator)
     several = check_vector(name, operator, vector, argument)
     vector = jax.tree.map(jnp.asarray, vector)
@@ -81,7 +89,10 @@ def right_hand_sides(
 def guessed(
     name: str, operator: Operator, sides: RightHandSides, guess: PyTree[ArrayLike]
 ) -> Inexact[Array, "n t"]:
-    """A guess of the solution, which is like the right-hand sides."""
+    """Check a guess of the solution, and return it as columns, a constant.
+
+    It must have the same structure, and as many columns, as the right-hand sides.
+    """
     found = right_hand_sides(name, operator, guess, "guess")
     if (found.several, found.columns.shape) != (sides.several, sides.columns.shape):
         must, cure = "be like `vector`", "Pass the solution of a call with such a vector."
@@ -93,25 +104,27 @@ def guessed(
 def preconditioner(
     operator: Operator, key: PRNGKeyArray, num_matvecs: int = 100, *, shift: Shift = 0.0
 ) -> Operator:
-    """About (A + shift I)^-1, for lineax's solvers as `options={"preconditioner": ...}`.
+    """Approximate (A + shift I)^-1, for the `options` of lineax's solvers.
 
-    It is the inverse of P = nu I + the Nyström approximation of A + (shift - nu) I from a
-    block Krylov space; P is A + shift I on that space. Conjugate gradients then depend on
-    the rest of the spectrum relative to nu, which is small for kernels with noise.
+    It is the inverse of P = nu I + N, with N the Nyström approximation of
+    A + (shift - nu) I from a block Krylov space. On that space P equals A + shift I. The
+    number of steps of conjugate gradients then depends on the size of the rest of the
+    spectrum relative to nu, which is small for kernels with noise. Pass the result as
+    `options={"preconditioner": ...}`.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `operator`: Hermitian, positive definite together with `shift`.
-    - `num_matvecs`: at least 1. Default 100.
-    - `shift`: real: nu is the shift if it is positive and A positive semidefinite, else
-      half the least Ritz value. Or an `lx.DiagonalLinearOperator` D of positive entries,
-      for A + D. The operator itself is given without it.
+    - `num_matvecs`: the budget, at least 1. Default 100.
+    - `shift`: a real number. nu is the shift if it is positive and A positive semidefinite,
+      else half of the least Ritz value of A + shift I. Or an `lx.DiagonalLinearOperator` D
+      with positive entries, for A + D. The operator itself is given without its shift.
 
-    **Returns** a lineax operator, tagged positive semidefinite; NaN as in `logdet`.
+    **Returns** a lineax operator, tagged positive semidefinite. It is NaN as in `logdet`.
 
-    **Derivatives**: none: a constant, as solutions do not depend on it. **Cost**: at most
-    `num_matvecs` applications; an orthonormal basis of little more vectors. Two products
-    with the basis apply it.
+    **Derivatives**: none. It is a constant, because solutions do not depend on it.
+    **Cost**: at most `num_matvecs` matvecs, and an orthonormal basis of a few more vectors.
+    To apply the preconditioner takes two multiplications by this basis.
 
     **Example**
 
@@ -146,12 +159,13 @@ def preconditioner(
 def _preconditioner(
     operator: Operator, probes: Inexact[Array, "n k"], shift: Float[Array, ""], depth: int
 ) -> Preconditioner:
+    """Make P from a block Krylov run of `depth` blocks that begins with the probes."""
     space = block_krylov(LinearMap(operator), probes, depth)
     return preconditioner_of(projected(space, shift))
 
 
 class _Scaled(eqx.Module):
-    """D^{-1/2} P^{-1} D^{-1/2}, on pytrees; `scale` is the diagonal of D^{-1/2}."""
+    """The map D^{-1/2} P^{-1} D^{-1/2} of pytrees. `scale` is the diagonal of D^{-1/2}."""
 
     inverse: Preconditioner
     scale: Array

@@ -1,15 +1,15 @@
-"""Functions of operators small enough for all of their eigenvalues.
+"""Functions of operators that are small enough for all eigenvalues to be computed.
 
-Of operators that need not be Hermitian
+For an operator that need not be Hermitian, with eigenvalues x_a and eigenvectors V,
 
-    tr f(A) = sum_a f(x_a),    d tr f(A) = tr(f'(A) dA) = sum_a f'(x_a) (V^{-1} dA V)_aa
+    tr f(A) = sum_a f(x_a),    d tr f(A) = tr(f'(A) dA) = sum_a f'(x_a) (V^{-1} dA V)_aa.
 
-Both are as well-conditioned as f and f' are at A, but the terms of the second are as large
-as the condition of V, and cancel. Then A +- E are decomposed in the place of A, E random
-and of relative size d: almost always that brings the condition down to about 1/d (Banks,
-Garza-Vargas, Kulkarni and Srivastava 2022, doi:10.1007/s10208-022-09577-5), and in the mean
-of both signs the error is of order d^2, since tr(f'(A + E) dA) is analytic in E.
-Derivatives so keep half of their digits.
+Both are as well-conditioned as f and f' are at A. But the terms of the second sum may be as
+large as the condition number of V, and then they cancel. If it is too large, A + E and
+A - E are decomposed instead of A, where E is random and of relative size d. Almost always
+this reduces the condition number to about 1/d (Banks, Garza-Vargas, Kulkarni and Srivastava
+2022, doi:10.1007/s10208-022-09577-5). The mean over both signs has an error of order d^2,
+because tr(f'(A + E) dA) is analytic in E. So derivatives keep half of their digits.
 """
 
 from __future__ import annotations
@@ -46,28 +46,35 @@ from traceax._quadrature.scalar import (
     exact_outcome,
 )
 
-# Up to these dimensions a matrix that is there has its eigendecomposition in a second or so
-# on two cores, its Cholesky factorisation in a tenth of one.
+# Up to these dimensions, on two cores, the eigendecomposition of a stored matrix takes a
+# second or so, and its Cholesky factorisation a tenth of a second.
 EIGENVALUES, CHOLESKY = 1024, 2048
 
-# A matrix whose asymmetry exceeds this part of its largest entry is not Hermitian.
+# A matrix is not Hermitian if its asymmetry exceeds this part of its largest entry.
 ASYMMETRY = 1e-2
 
 
 def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) -> bool:
-    """Whether its whole matrix costs no more than an estimate: n applications, or none and
-    a decomposition up to the dimension `stored`."""
+    """Return whether the whole matrix of an operator costs no more than an estimate.
+
+    It takes n matvecs, or none if the operator stores it. In the second case the dimension
+    must be at most `stored`, because the matrix is decomposed.
+    """
     n = operator.in_size()
     return n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= stored)
 
 
 def is_cheap(operator: Operator, num_matvecs: int) -> bool:
+    """Return whether all eigenvalues cost no more than an estimate."""
     return lx.is_diagonal(operator) or is_small(operator, num_matvecs)
 
 
 class Entries(NamedTuple):
-    """All of an operator: its diagonal if there is nothing else, or its matrix; and the
-    applications that this took. NaN if it is clearly not Hermitian."""
+    """All entries of an operator, and the number of matvecs that they took.
+
+    `array` is the matrix, or its diagonal if the operator is diagonal. It is NaN if the
+    operator is clearly not Hermitian.
+    """
 
     array: Inexact[Array, " *entries"]
     spent: int
@@ -76,7 +83,7 @@ class Entries(NamedTuple):
 def entries(
     operator: Operator, num_matvecs: int, stored: int = EIGENVALUES
 ) -> Entries | None:
-    """None if they cost more than an estimate."""
+    """Return all entries of an operator, or None if they cost more than an estimate."""
     if (known := _of_diagonal(operator)) is not None:
         return known
     if not is_small(operator, num_matvecs, stored):
@@ -86,18 +93,22 @@ def entries(
 
 
 def price(operator: Operator) -> int:
-    """Return the matvecs that its matrix takes."""
+    """Return the number of matvecs that the whole matrix takes."""
     return 0 if stores_matrix(operator) else operator.in_size()
 
 
 def _of_diagonal(operator: Operator) -> Entries | None:
+    """Return the entries of a diagonal operator, or None if it is not diagonal."""
     known = known_diagonal(operator) if lx.is_diagonal(operator) else None
     return None if known is None else Entries(hermitian_or_nan(known[0]).real, known[1])
 
 
 def hermitian_or_nan(matrix: Array) -> Array:
-    """NaN all over if a matrix, or the diagonal that is given instead, is clearly not
-    Hermitian; for what reads only one half."""
+    """Return a matrix, or NaN everywhere if it is clearly not Hermitian.
+
+    Decompositions of Hermitian matrices read only one half of a matrix, so they would not
+    notice. The diagonal of a matrix can be given instead of the matrix.
+    """
     skew = jnp.max(jnp.abs(matrix - matrix.conj().T))
     return jnp.where(skew > ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
 
@@ -105,6 +116,7 @@ def hermitian_or_nan(matrix: Array) -> Array:
 def exact_function_trace(
     call: Call, fn: Flat, structure: Structure, combine: ScalarFunction | None = None
 ) -> Estimate:
+    """Return the exact tr f(A) of a Hermitian operator, or the combination of traces."""
     known = _of_diagonal(call.operator)
     if known is None:
         subject = MatrixFunction(LinearMap(call.operator), fn, combine)
@@ -117,12 +129,14 @@ def exact_function_trace(
 def _from_matrix(
     call: Call, algorithm: Algorithm, subject: MatrixFunction, structure: Structure
 ) -> Estimate:
+    """Run an algorithm that makes the whole matrix, under the derivative rule."""
     spent, degrees = price(call.operator), call.operator.in_size()
     how = {"method": "exact", "spent": spent, "degrees": degrees}
     return estimate(algorithm, subject, None, structure=structure, **how)
 
 
 def _exact(subject: MatrixFunction, _: None) -> Outcome:
+    """Compute tr f(A) from the eigenvalues of a Hermitian matrix."""
     matrix = hermitian_or_nan(subject.linear_map.dense())
     eigen = decompose(matrix)
     weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
@@ -133,7 +147,7 @@ def _exact(subject: MatrixFunction, _: None) -> Outcome:
 def _pairs(
     matrix: Array, eigen: Eigen, subject: MatrixFunction, direction: Direction
 ) -> Values:
-    """Return tr(f'(A) dA)."""
+    """Return tr(f'(A) dA) for a Hermitian A, where dA is the direction."""
     matrix = with_own_jvp(matrix, LinearMap.dense, subject.linear_map)
     slopes = columns(Slope(subject.fn), matrix, eigen, count=len(matrix))
     return einsum("pij,ji->p", slopes, direction.matrix().astype(slopes.dtype))
@@ -142,19 +156,24 @@ def _pairs(
 def exact_general_trace(
     call: Call, fn: Flat, structure: Structure, *, real: bool
 ) -> Estimate:
-    """`real`: the value is meant to be."""
+    """Return the exact tr f(A) of a square operator. It should be real if `real` is set."""
     subject = MatrixFunction(LinearMap(call.operator), fn)
     return _from_matrix(call, partial(_exact_general, real=real), subject, structure)
 
 
 def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
+    """Compute tr f(A) from the eigenvalues of a square matrix.
+
+    If it should be real and has an imaginary part beyond rounding, the value is NaN.
+    """
     matrix = subject.linear_map.dense()
     nodes = lapack.eigvals(matrix)
     values = at_nodes(subject.fn, nodes[None])[0]
     value = jnp.sum(values, axis=0)
     if real:
-        # Conjugate eigenvalues have conjugate values, but not across a branch cut. (The
-        # root of a zero that rounding has made negative is not across.)
+        # Conjugate eigenvalues have conjugate values, but not if f has a branch cut between
+        # them. (If rounding has made an eigenvalue of zero negative, its square root is
+        # imaginary, but too small to count.)
         noise = 30 * subject.linear_map.eps**0.5
         sizes = jnp.sum(jnp.abs(values), axis=0)
         crossed = jnp.abs(value.imag) > min(noise, 1e-3) * sizes
@@ -167,7 +186,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
 def _general_pairs(
     matrix: Inexact[Array, "n n"], subject: MatrixFunction, direction: Direction
 ) -> Values:
-    """Return tr(f'(A) dA)."""
+    """Return tr(f'(A) dA) for a square A, where dA is the direction."""
     spectrum = with_own_jvp(_spectrum(matrix), refuse_second, subject.linear_map)
     nodes, vectors, inverse = spectrum
     slopes = at_nodes(Slope(subject.fn), nodes).astype(nodes.dtype)
@@ -177,7 +196,10 @@ def _general_pairs(
 
 
 class _Spectrum(NamedTuple):
-    """The decomposition of A, twice, or of the matrices on both sides of it."""
+    """The decompositions of A + E and A - E, or twice the decomposition of A.
+
+    `inverse` is V^{-1}.
+    """
 
     nodes: Inexact[Array, "2 n"]
     vectors: Inexact[Array, "2 n n"]
@@ -185,6 +207,11 @@ class _Spectrum(NamedTuple):
 
 
 def _spectrum(matrix: Inexact[Array, "n n"]) -> _Spectrum:
+    """Decompose A, or A + E and A - E if the eigenvectors of A are too ill-conditioned.
+
+    A itself is perturbed by its rounding error, because it may have no basis of
+    eigenvectors. Almost every matrix near it has one.
+    """
     eps = float(jnp.finfo(matrix.dtype).eps)
     near = _decomposed((matrix + perturbation(matrix, eps))[None])
     condition = jnp.linalg.norm(near.vectors) * jnp.linalg.norm(near.inverse)
@@ -197,6 +224,7 @@ def _spectrum(matrix: Inexact[Array, "n n"]) -> _Spectrum:
 
 
 def _decomposed(matrices: Inexact[Array, "k n n"]) -> _Spectrum:
+    """Return the eigenvalues, V and V^{-1} of each matrix."""
     nodes, vectors = lapack.eig(matrices)
     unit = jnp.broadcast_to(jnp.eye(nodes.shape[1], dtype=nodes.dtype), vectors.shape)
     return _Spectrum(nodes, vectors, lapack.solve((vectors, unit)))

@@ -1,33 +1,38 @@
 """Diagonals of functions, from one block Krylov run.
 
-Notation of `block_quadrature`: Z the orthonormal columns of K_d(A, W), T = Z* A Z, and
-F = f(T); S_i = K_q(A, W without w_i), P_i its projector, r_i = (I - P_i) w_i. As in
-`xdiag`, for probes with E[w w*] = I and for every i
+The notation is as in `block_quadrature`. Z has the orthonormal columns of K_d(A, W),
+T = Z* A Z, and F = f(T). S_i = K_q(A, W without w_i) has the projector P_i, and
+r_i = (I - P_i) w_i. As in `xdiag`, for probes with E[w w*] = I and for every i
 
     diag f(A) = E[ diag(f(A) - B_i) + conj(w_i) o B_i w_i ],
-    B_i = (I - P_i) f(A) (I - P_i),
+    B_i = (I - P_i) f(A) (I - P_i).
 
-and f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i, and f(A) r_i, are computed from the run
-by f(A) ~ Z F Z*: exact for polynomials of degree d - q. In coordinates of Z, with G_i for
-I - P_i, which is E, the identity on the blocks after K, and N_i N_i* (`krylov`),
+Here f(A) - B_i = P_i f(A) + f(A) P_i - P_i f(A) P_i. This and f(A) r_i are computed from
+the run by f(A) ~ Z F Z*, which is exact for polynomials of degree d - q. K is the span of
+the first q blocks of Z, and N_i the complement of S_i in K (`krylov`). In the coordinates
+of Z, I - P_i is G_i = E + N_i N_i*, where E is the identity on the blocks after K. So each
+probe gives a sample d_i, the expectation of which is diag f(A):
 
     d_i = diag(Z (F - G_i F G_i) Z*) + conj(w_i) o Z G_i F r_i
         = diag(Z (F - E F E) Z*) - 2 Re diag((Z N_i) (Z E F N_i)*)
           - diag((Z N_i) (N_i* F N_i) (Z N_i)*) + conj(w_i) o Z (E + N_i N_i*) F r_i.
 
-What a Krylov space leaves of f(A) is nearly a multiple of I. The diagonal of that is known,
-but in d_i it would be estimated with the off-diagonal entries of I - P_i as noise. So
+The part of f(A) that a Krylov space leaves is nearly a multiple of I. The diagonal of a
+multiple of I is known, but d_i would estimate it, with the off-diagonal entries of I - P_i
+as noise. So f(A) is split,
 
     f(A) = c I + (f(A) - c I),    c = sum_i r_i* F r_i / sum_i |r_i|^2,
 
-and d_i is that of the second term; multiples of I are exact. (For traces the factor c_i
-does this.) c is computed from the same probes and is not independent of the d_i; by the
-Cauchy-Schwarz inequality this bias is at most of the order of (n k)^(-1/2) standard errors.
+and d_i is computed for the second term alone. Then multiples of I are exact. (For traces
+the factor c_i has the same effect.) c is computed from the same probes, so it is not
+independent of the d_i. By the Cauchy-Schwarz inequality the bias that this causes is at
+most of the order of (n k)^(-1/2) standard errors.
 
-The samples share probes as those of `xdiag` do. The derivative is that of `xdiag` of f(A) -
-c I. The run gives a sketch of it without applications, Y = Z (F - c I) Z* W, for half of
-the probes, since each is applied twice. If f(A) is a multiple of I, Y is rounding, and its
-columns would be dependent: so a small multiple of W, above rounding, is added.
+The samples share probes, as in `xdiag`. The derivative is the derivative of `xdiag` of
+f(A) - c I. The run gives a sketch of this matrix without further matvecs,
+Y = Z (F - c I) Z* W. It uses half of the probes, because f(A) is applied to each of them
+twice. If f(A) is a multiple of I, Y is only rounding, and its columns would be dependent.
+So a small multiple of W, above rounding, is added.
 """
 
 from __future__ import annotations
@@ -77,7 +82,7 @@ from traceax._quadrature.block_quadrature import (
 from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
-# How many probes see the quadrature error of colours.
+# The number of probes that test the quadrature error if the estimate uses colours.
 _TESTS = 4
 
 
@@ -92,31 +97,32 @@ def function_diagonal(
     sampler: SamplerLike = rademacher,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
-    """Estimate the diagonal of f(A), A Hermitian.
+    """Estimate the diagonal of f(A) of a Hermitian A.
 
-    For subgraph centralities (exp), leverages, Fermi-Dirac densities, variances (1/x). From
-    one block Krylov run as in `function_trace`, with P_i the projector on the space of all
-    probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
+    Use it for subgraph centralities (exp), leverages, Fermi-Dirac densities, or variances
+    (1/x). There is one block Krylov run, as in `function_trace`. With P_i the projector on
+    the space of all probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
 
         diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
 
-    for each i; the value is the mean over i, unbiased but for quadrature. With `probing`
-    (for f(A) that decays along a graph) it is `hutchinson_diagonal` of f(A), by Lanczos.
+    for each i. The value is the mean over i, and unbiased except for quadrature. With
+    `probing`, for f(A) that decays along a graph, it is `hutchinson_diagonal` of f(A),
+    which Lanczos' process applies.
 
-    Exact where `function_trace` is.
+    The value is exact whenever `function_trace` is.
 
     **Arguments** (the others are in the guide's conventions): `operator`, `num_matvecs`,
-    `num_probes`, `num_steps`: as in `function_trace` (of `probing` a multiple of its
-    colours). `fn`: a real function of a real scalar. `sampler`: independent probes, or
-    `probing`. Default `rademacher`.
+    `num_probes`, `num_steps`: as in `function_trace`. With `probing`, `num_probes` is a
+    multiple of its colours. `fn`: a real function of a real scalar. `sampler`: draws
+    independent probes; or `probing`. Default `rademacher`.
 
-    **Derivatives**: unbiased but for quadrature, those of `xdiag` of f(A) in its two-sided
-    form, by half of the probes and a sketch from the same run. f(A) is applied by Lanczos
-    to num_probes vectors, which takes num_steps applications and as many matvec-VJPs for
-    each. **Cost**: at most `num_matvecs` applications, m say, in blocks of num_probes; 8 n
-    m^2 flops for an orthonormal basis of m vectors, which must fit in memory, and about (8
-    + num_probes / num_steps) n m^2 to read it. With `probing`, (num_probes + 6) * num_steps
-    applications and num_probes blocks of n x num_steps.
+    **Derivatives**: unbiased except for quadrature, as for `xdiag` of f(A) in its two-sided
+    form, from half of the probes and a sketch of the same run. Lanczos' process applies
+    f(A) to num_probes vectors, which takes num_steps matvecs and as many matvec-VJPs for
+    each of them. **Cost**: m <= `num_matvecs` matvecs, in blocks of num_probes. The
+    orthonormal basis of m vectors, which must fit in memory, takes 8 n m^2 flops to
+    compute, and about (8 + num_probes / num_steps) n m^2 flops to read. With `probing`,
+    (num_probes + 6) * num_steps matvecs, and num_probes blocks of n x num_steps.
 
     **Example**
 
@@ -158,14 +164,14 @@ def function_diagonal(
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
-    """A probe for each colour, or several, and the steps that the budget has for them."""
+    """Choose one or more probes for each colour, and as many steps as the budget allows."""
     check_samples(name, num_matvecs, colours)
     width = max(colours, shape_for(num_matvecs).width // colours * colours)
     return Shape(width, max(1, num_matvecs // (width + 3 * _TESTS // 2)))
 
 
 def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
-    """Estimate by probes made of colours, each by itself."""
+    """Estimate with the probes of colours, from one Lanczos run for each probe."""
     steps, name = min(shape.depth, call.operator.in_size()), call.name
     subject = FunctionOfOperator(call.operator, fn, steps)
     key, test_key = jax.random.split(call.key)
@@ -186,7 +192,11 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
 def _quadrature_error(
     name: str, subject: FunctionOfOperator, key: PRNGKeyArray
 ) -> Float[Array, " n"]:
-    """The row norms of the difference that half of the steps make, by a few probes."""
+    """Estimate the quadrature error of each entry, with a few probes.
+
+    It is the row norm of the difference between f(A) from all steps and from half of the
+    steps. It is infinite if there is a single step.
+    """
     subject = frozen(subject)
     tests = draw(name, rademacher, key, subject.operator, _TESTS)
     if subject.num_steps == 1:
@@ -197,7 +207,7 @@ def _quadrature_error(
 
 
 def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Array, " n"]:
-    """Return the diagonal of the function of a diagonal, or of a matrix."""
+    """Return the diagonal of f(A), where `array` is the matrix A or its diagonal."""
     if array.ndim == 1:
         return jax.vmap(fn)(array)[:, 0]
     eigen = jax.lax.stop_gradient(decompose(array))
@@ -228,9 +238,10 @@ def block_diagonal(
     moved = _function(kept[0], eigen.values[0], eigen.vectors[0], sizes)
     rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
     error = shared_error(samples, 4 * eps * rounding)
-    # Without a shorter run to compare with, the quadrature error is unknown.
+    # If there is no shorter run to compare with, the quadrature error is unknown.
     error = jnp.hypot(error, quadrature_error(changes, unresolved=True))
-    # The sketch of f(A) - c I has half of the probes, and a part of them above rounding.
+    # The sketch of f(A) - c I uses half of the probes. A multiple of them is added, so that
+    # its columns are independent.
     tested = probes[:, : (k + 1) // 2]
     grain = jnp.finfo(error.dtype).eps ** 0.5 * largest_modulus(functions[0])
     sketch = dot(run.basis, dot(rest[0, :, :k], space.starts[:, : tested.shape[1]]))
@@ -242,7 +253,7 @@ def block_diagonal(
 def _read(
     weight: TwoSided, num_steps: Static, subject: MatrixFunction
 ) -> Float[Array, " n"]:
-    """Read the diagonal of f(A), which Lanczos' process applies."""
+    """Read the diagonal of f(A) for another operator. Lanczos' process applies f(A)."""
     operator = subject.linear_map.operator
     applied = FunctionOfOperator(operator, subject.fn, num_steps.value)
     return weight(LinearMap(applied)).real
@@ -254,8 +265,10 @@ def _function(
     vectors: Inexact[Array, "m m"],
     values: Float[Array, " m"],
 ) -> Inexact[Array, "m m"]:
-    """Return V diag(values) V* on the coordinates that are kept. A node of no weight does
-    not count, even if its value is infinite."""
+    """Return V diag(values) V* on the coordinates that are kept.
+
+    A node without weight does not count, even if its value is infinite.
+    """
     vectors = jnp.where(kept[:, None], vectors, 0)
     values = jnp.where(jnp.any(vectors != 0, axis=0), values, 0)
     # LAPACK may return finite numbers for NaN input.
@@ -264,15 +277,18 @@ def _function(
 
 
 class SpacesLeftOut(eqx.Module):
-    """Z, W, and the complement of every S_i in the first blocks of Z. F is an m x m matrix,
-    in the coordinates of Z; those of the first blocks are its first r ones."""
+    """The basis Z, the probes W, and the complement of every S_i in the first blocks of Z.
+
+    The argument F of the methods is an m x m matrix in the coordinates of Z, of which the
+    first r belong to the first blocks.
+    """
 
     basis: Inexact[Array, "n m"]
     probes: Inexact[Array, "n k"]
     spaces: Complements
 
     def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
-        """Return c, for which c I is nearest to what the S_i leave of F."""
+        """Return c, for which c I is nearest to the parts of F that the S_i leave."""
         lengths = jnp.sum(squared_modulus(self.spaces.remainders))
         return jnp.sum(self._forms(f)) / jnp.where(lengths > 0, lengths, 1)
 
@@ -291,7 +307,7 @@ class SpacesLeftOut(eqx.Module):
         return self._diagonal(self._inside(f))[:, None] - left + self._tested(f)
 
     def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
-        """Return the mean of the samples, by one product of the size of Z."""
+        """Return the mean of the samples, which reads Z once for all probes."""
         complement = self.spaces.vectors
         k, r, _ = complement.shape
         lacks = einsum("kra,ksa->rs", complement, complement.conj()) / k
@@ -320,7 +336,11 @@ class SpacesLeftOut(eqx.Module):
         return (self.probes.conj() * dot(self.basis, outside + self._padded(within))).real
 
     def _inside(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "m r"]:
-        """Return (J + 2 E) F J, where J = I - E. Its form is that of F - E F E."""
+        """Return (J + 2 E) F J, where J = I - E.
+
+        For Hermitian F it has the same real quadratic forms as F - E F E, but fewer
+        columns.
+        """
         kept = times(1 + self._outside, f[:, : self.spaces.inside.size])
         return jnp.where(self.spaces.inside[None, :], kept, 0)
 
@@ -330,7 +350,7 @@ class SpacesLeftOut(eqx.Module):
 
     @property
     def _outside(self) -> Float[Array, "m 1"]:
-        """The diagonal of E."""
+        """Return the diagonal of E, as a column."""
         inside = self._padded(self.spaces.inside[:, None])
         return 1 - inside.astype(self.spaces.dimensions.dtype)
 

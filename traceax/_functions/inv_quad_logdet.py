@@ -306,9 +306,9 @@ def likelihood(
 
 
 def _read(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
-    """Read both values for another subject, with the solution held.
+    """Return both values as functions of the subject.
 
-    The derivative of the solution enters second derivatives alone.
+    The first derivative holds the solution u. Only the second one includes the change of u.
     """
     form = _form(frozen(subject), report.solve.solution)
     form = with_own_jvp(form, _form, subject, report.solution)
