@@ -1,23 +1,27 @@
-"""The sampler's probes for an operator: checked, constant, as columns of a block.
+"""Blocks of probes for an operator, and the default choice of a sampler.
 
-Estimators ask of a sampler whether its probes are independent of each other, whether they
-may be resphered, and how many of them make one sample. Of a sampler that is not one of the
-library's only E[z z*] = I is assumed.
+`draw` checks the probes of a sampler, and returns them as constant columns of a block.
+Estimators read from a sampler whether its samples are independent, whether its probes may
+be resphered, and how many probes make one sample. Of a plain function they only assume that
+E[z z*] = I.
 
-If the user names no sampler, the choice is this:
+If the user names no sampler, the default is as follows.
 
-*Sketches.* Points of the sphere have projections that can be resphered, which removes all
-of the variance that a multiple of I contributes; drawing signs takes a fifth to a tenth of
-the time. The gain of resphering falls with n (`tests.benchmarks.samplers`): from MANY
-dimensions on both errors are the same, or 1e-5 of the trace or less.
+*Sketches* use points on the sphere. Their projections can be resphered, which removes all
+of the variance that a multiple of I contributes. But signs are drawn in a fifth to a tenth
+of the time, and the gain of resphering falls with n (`tests.benchmarks.samplers`). From
+MANY dimensions on, both errors are the same, or at most 1e-5 of the trace, so sketches then
+use signs.
 
-*Means* of quadratic forms. Signs without replacement, rows of a Hadamard matrix, have (m -
-k)/(m - 1) times the variance of independent ones for any operator, where m is the least
-power of 2 that is at least n. Drawing them takes a sort of m numbers, too long for fewer
-probes than PART of the dimensions.
+*Means of quadratic forms* use signs without replacement, the rows of a Hadamard matrix, if
+there are many probes. For any operator they have (m - k)/(m - 1) times the variance of
+independent signs, for k probes, with m the least power of 2 that is at least n. To draw
+them takes a sort of m numbers. This is too slow if there are fewer probes than PART of the
+dimensions, so independent signs are used then.
 
-*Operators with a known pattern.* If the budget buys colours for three steps or more,
-probing has less error than sketches, else 0.2 to 6 times (`tests.benchmarks.probing`).
+*Operators with a known pattern* use probing if the budget pays for colours that keep ENOUGH
+steps apart. Then it has less error than sketches. With fewer steps it has 0.2 to 6 times
+their error (`tests.benchmarks.probing`).
 """
 
 from __future__ import annotations
@@ -41,11 +45,11 @@ from traceax._probes.samplers import Sampler, hadamard, rademacher, sphere
 
 MANY = 100_000
 PART = 1 / 8
-ENOUGH = 3  # steps that colours have to keep apart, or a sketch is the better choice
+ENOUGH = 3  # if colours keep fewer steps apart, a sketch is the better choice
 
 
 def coloured(method: str, sampler: Sampler | None) -> str:
-    """`hutchinson_trace, 36 colours`: the method, with the colours that it uses."""
+    """Name the method and the colours that it uses: `hutchinson_trace, 36 colours`."""
     colours = getattr(sampler, "num_colours", 0)
     return f"{method}, {colours} colour{'s' * (colours > 1)}" if colours else method
 
@@ -53,8 +57,11 @@ def coloured(method: str, sampler: Sampler | None) -> str:
 def check_dependence(
     name: str, sampler: Sampler, *, independent: bool = True, colours: bool = False
 ) -> None:
-    """Refuse probes drawn without replacement where they must be `independent`, and those
-    of `probing` unless `colours` are welcome."""
+    """Refuse samplers whose probes depend on each other, if the estimator cannot use them.
+
+    An estimator that needs `independent` probes refuses probes drawn without replacement,
+    and one that does not take `colours` refuses `probing`.
+    """
     alone = sampler.population is not None and independent
     if alone or (sampler.group > 1 and not colours):
         got = f"traceax.{sampler!r}" if alone else "traceax.probing"
@@ -67,10 +74,10 @@ def check_dependence(
 
 
 def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None:
-    """Return the places of the pattern that the user gave, read once.
+    """Read the pattern that the user gave, and return its places.
 
-    If it is None, return the operator's own pattern, or None if that is not known. What is
-    returned may be passed as `pattern` again, here and to `for_pattern`.
+    If `pattern` is None, return the operator's own pattern, or None if that is not known.
+    The result may be passed as `pattern` again, here and to `for_pattern`.
     """
     n = operator.in_size()
     known = own_pattern(operator) if pattern is None else places(name, pattern)
@@ -82,10 +89,12 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None
 
 
 def for_sketch(operator: Operator) -> Sampler:
+    """Return the default sampler for sketches."""
     return sphere if operator.in_size() < MANY else rademacher
 
 
 def for_mean(operator: Operator, num_probes: int) -> Sampler:
+    """Return the default sampler for means of quadratic forms."""
     many = num_probes > 1 and num_probes >= PART * operator.in_size()
     return hadamard if many else rademacher
 
@@ -93,9 +102,10 @@ def for_mean(operator: Operator, num_probes: int) -> Sampler:
 def for_pattern(
     name: str, operator: Operator, num_colours: int, pattern: Any, enough: int = ENOUGH
 ) -> Probing | None:
-    """Return `probing` if so many colours keep enough steps apart in the pattern's graph.
+    """Return `probing` if `num_colours` keep `enough` steps of the pattern's graph apart.
 
-    The graph, the colouring and the sampler are those of the last call, if the edges are.
+    Otherwise, or if no pattern is known, return None. If the edges are the same as in the
+    last call, its graph, colouring and sampler are used again.
     """
     known = check_pattern(name, operator, pattern)
     if known is None:
@@ -107,7 +117,10 @@ def for_pattern(
 def draw(
     name: str, sampler: Sampler, key: PRNGKeyArray, operator: Operator, num_probes: int
 ) -> Inexact[Array, "n k"]:
-    """Draw probes for an operator: checked, constant, as columns of a block."""
+    """Draw probes for an operator, check them, and return them as columns of a block.
+
+    They are constants for derivatives.
+    """
     how = name, sampler, key, operator.in_structure(), num_probes, working_dtype(operator)
     drawn = _columns(*how) if sampler.is_plain else compiled(_columns, *how)
     return jax.lax.stop_gradient(drawn)
@@ -121,6 +134,7 @@ def _columns(
     num_probes: int,
     dtype: jnp.dtype,
 ) -> Inexact[Array, "n k"]:
+    """Draw probes, and check that they have the operator's input structure."""
     probes = sampler(key, structure, num_probes)
 
     def expected(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -138,7 +152,10 @@ def _columns(
 
 
 class Samples(eqx.Module):
-    """Draws one sample for each key. It is hashable: `Stream` has it in a static field."""
+    """A function that draws one sample for each key.
+
+    It must be hashable, because `Stream` has it in a static field.
+    """
 
     name: str
     sampler: Sampler

@@ -10,12 +10,13 @@ other, and the neighbour residual
 
     d_ab = P_ac(b) conj(s_b) - conj(P_bc(a) conj(s_a))
 
-contains disturbances only: of the colour of a, as seen from b, and of the colour of b, as
-seen from a. If a and b are neighbours, these are the disturbances of the diagonal entries a
-and b, but for one step. So half of the mean of |d_ab|^2 over the neighbours b of a is about
-the variance of the estimate of A_aa. Some of the other dimensions of a colour are a step
-nearer to the neighbour and some are a step further away. Entries decay convexly, so the
-mean is no less than the variance. If A is not Hermitian, |A_ab - conj(A_ba)|^2 is added.
+contains disturbances only. They come from the colour of a, as seen from b, and from the
+colour of b, as seen from a. If a and b are neighbours, these are the disturbances of the
+diagonal entries a and b, except for one step. So half of the mean of |d_ab|^2 over the
+neighbours b of a is about the variance of the estimate of A_aa. Some of the other
+dimensions of a colour are a step nearer to the neighbour, and some are a step further away.
+Entries decay convexly, so the mean is no less than the variance. If A is not Hermitian,
+|A_ab - conj(A_ba)|^2 is added.
 
 In a chain a has two neighbours, and a disturbance is a sum of two signs. Both residuals may
 vanish by chance when the error does not. But dimensions that are near each other have about
@@ -65,8 +66,8 @@ from traceax._probes.samplers import Sampler, rademacher
 
 Rows = Float[Array, " n"]
 
-_MOST_NEIGHBOURS = 8  # that are used for each dimension
-_STEPS = 8  # of the walks that average variances
+_MOST_NEIGHBOURS = 8  # the most neighbours that are used for each dimension
+_STEPS = 8  # the length of the random walks that average variances
 
 # The degrees of freedom of the interval of one repeat. They were measured: see
 # `tests.benchmarks.probing`.
@@ -187,10 +188,11 @@ def neighbour_residuals(
         signs = jnp.sum(z, axis=1) / count**0.5
         here = jnp.take_along_axis(seen, near.colours[neighbours], axis=1)
         there = seen[neighbours, near.colours[:, None]]
-        # The residual times s_a s_b, or its conjugate: it has the same modulus.
+        # This is the residual times s_a s_b, or its conjugate, so it has the same modulus.
         signed = signs[neighbours].conj() * here - signs[:, None] * there.conj()
         between = row_norms_squared(jnp.where(is_neighbour, signed, 0))
-        # Without neighbours, the mean square of the products with all other colours.
+        # A dimension without neighbours has the mean square of A times the probes of all
+        # other colours instead.
         alone = row_norms_squared(jnp.where(z == 0, seen, 0)) / max(count - 1, 1)
         variance = jnp.where(degrees > 0, between / (2 * jnp.maximum(degrees, 1)), alone)
         sizes = jnp.abs(seen)
@@ -222,7 +224,7 @@ def combined_error(spread: Rows, indicator: Rows, repeats: int) -> Rows:
 
 
 class Probing(Sampler):
-    """A sampler that draws one signed probe for each colour, as often as is asked for."""
+    """A sampler that draws one signed probe for each colour, once or several times."""
 
     def __init__(self, colours: Colours, neighbourhood: Neighbourhood | None) -> None:
         self.colours, self.neighbourhood = colours, neighbourhood
@@ -255,7 +257,7 @@ def probing(
     """Make a sampler for sparse structure from a colouring of the dimensions.
 
     There is one probe for each colour. It has random signs (phases, for complex operators)
-    on the dimensions of that colour and zero on all others. If entries A_ab decay with the
+    on the dimensions of this colour and zeros on all others. If entries A_ab decay with the
     distance in a graph, probing is better than every unstructured sampler:
 
         error of entry a = sum of A_ab s_b conj(s_a) over b != a of the colour of a
@@ -272,9 +274,9 @@ def probing(
 
     **Arguments**
 
-    - `pattern_or_colours`: where the operator may have entries, as in `colouring`. Or
-      colours: integers of at least 0, one for each dimension, as a one-dimensional array or
-      a pytree with the operator's structure.
+    - `pattern_or_colours`: the places at which the operator may have entries, as in
+      `colouring`. Or colours: integers of at least 0, one for each dimension, as a
+      one-dimensional array or a pytree with the operator's structure.
     - `power`, `num_colours`: for a pattern, as in `colouring`.
 
     **Returns** a sampler, the same one for equal patterns. Its attribute `num_colours` is

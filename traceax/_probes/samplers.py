@@ -1,17 +1,18 @@
 """Samplers: functions that draw probes, random vectors z with E[z z*] = I.
 
 `hadamard` draws signs without replacement. A Hadamard matrix H of order m has entries of
-modulus 1 and orthogonal columns. Take k of its rows r without replacement, restrict them to
+modulus 1 and orthogonal columns. Draw k of its rows r without replacement, restrict them to
 the first n columns, and multiply each column by a random sign:
 
     z_r = d o H[r, :n],      sum over all m rows of z_r* A z_r = m tr A   for any signs d.
 
-Given d, the samples z_r* A z_r are drawn from a finite population of mean tr A. Their mean
-has the variance of a survey, (m - k)/(m - 1) of that of independent signs, term by term:
-E (1/k sum_r H_ra H_rb)^2 = (m - k)/(k (m - 1)) for every pair a != b, and signs of
-different pairs are uncorrelated. Like independent signs they are exact for diagonal
-operators. The matrix is Sylvester's: H_rc = (-1)^(number of ones that r and c have in
-common in binary), whose order is a power of 2.
+Given d, the samples z_r* A z_r are drawn from a finite population with mean tr A. So their
+mean has the variance of a survey, which is (m - k)/(m - 1) times the variance with
+independent signs. This holds term by term, because
+E (1/k sum_r H_ra H_rb)^2 = (m - k)/(k (m - 1)) for every pair a != b, and the signs of
+different pairs are uncorrelated. Like independent signs, these probes are exact for
+diagonal operators. The matrix is Sylvester's, which has a power of 2 as its order:
+H_rc = (-1)^(number of ones that r and c have in common in binary).
 """
 
 from __future__ import annotations
@@ -33,29 +34,30 @@ from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import dot, over, times
 
 SamplerLike = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
-LARGE = 2**20  # numbers of a block, from which devices draw only their parts
+LARGE = 2**20  # from so many numbers on, each device draws its own part of a block
 
 
 class Sampler:
     """A function that draws probes, with the properties that estimators make use of.
 
-    `tx.rademacher`, `tx.normal`, `tx.sphere`, `tx.orthogonal` and `tx.hadamard` are such. A
-    plain function is a sampler, too, of which nothing but E[z z*] = I is assumed.
+    `tx.rademacher`, `tx.normal`, `tx.sphere`, `tx.orthogonal` and `tx.hadamard` are
+    samplers. A plain function can be passed as a sampler, too. Then estimators only assume
+    that E[z z*] = I.
 
     **Arguments**
 
     - `draw`: a function `draw(key, structure, num_probes)` that returns vectors with the
-      given structure, with a leading axis of `num_probes` on every leaf. It is traced.
+      given structure, and a leading axis of `num_probes` on every leaf. It is traced.
     - `rotation_invariant`: whether the distribution of a probe does not change under
-      rotations, so that estimators may rescale projected probes to their expected length
-      ("resphering"): `xtrace` is then exact for multiples of I. Default False.
+      rotations. Then estimators may rescale projected probes to their expected length
+      ("resphering"), which makes `xtrace` exact for multiples of I. Default False.
     - `independent`: whether each sample may be drawn with a key of its own. Then `draw` is
-      called for one sample at a time (under `jax.vmap`), so that estimators may draw them
-      in batches, and a probe does not depend on how many there are. Default False.
-    - `group`: how many probes make one sample: then the sum of their z z* has the mean
+      called for one sample at a time (under `jax.vmap`), estimators may draw samples in
+      batches, and a probe does not depend on how many there are. Default False.
+    - `group`: the number of probes that make one sample. The sum of their z z* has the mean
       `group` times I, as with the colours of `probing`. Default 1.
     - `population`: for probes that are drawn without replacement, a function from n to the
-      number of those there are to draw from. Default `None`, with replacement.
+      number of probes that one can draw from. Default `None`: with replacement.
 
     **Returns** a sampler: call it as `sampler(key, structure, num_probes)`. The same key
     and sampler give the same probes in every function of this library.
@@ -74,7 +76,7 @@ class Sampler:
     """
 
     __name__: str
-    is_plain = False  # a function of a user's, about which nothing is known
+    is_plain = False  # True for a user's own function, about which nothing is known
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Sampler:
         group: int = 1,
         population: Callable[[int], int] | None = None,
     ) -> None:
-        # `help` shows it as the function, and as its name where it is a default.
+        # `help` then shows a sampler as the function, and as its name if it is a default.
         functools.update_wrapper(self, draw)
         self.__name__ = getattr(draw, "__name__", type(draw).__name__)
         self.draw = draw
@@ -110,7 +112,7 @@ class Sampler:
         return jax.tree.map(lambda x: x.reshape(num_probes, *x.shape[2:]), samples)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        # `inspect` and `help` take an object with this method for a function.
+        # `inspect` and `help` treat an object that has this method as a function.
         return self
 
     def __repr__(self) -> str:
@@ -121,8 +123,11 @@ class Sampler:
 
 
 def as_sampler(name: str, sampler: Any) -> Sampler:
-    """Make a sampler of what the user gave: one, a plain function, or a partial function of
-    one of these."""
+    """Return the sampler that the user gave, or make one of a plain function.
+
+    A `functools.partial` of either of them keeps its properties. `name` is the public
+    function that errors name.
+    """
     if isinstance(sampler, Sampler):
         return sampler
     if isinstance(sampler, functools.partial):
@@ -151,13 +156,16 @@ def as_sampler(name: str, sampler: Any) -> Sampler:
 
 
 def hadamard_order(n: int) -> int:
-    """The order of the Hadamard matrix for n dimensions."""
+    """Return the order of the Hadamard matrix for n dimensions."""
     return 1 << (n - 1).bit_length()
 
 
 def space(name: str, structure: Structure) -> tuple[int, jnp.dtype]:
-    """Dimension and dtype of the vectors that are drawn. They are split into leaves after
-    the draw, so that a probe does not depend on how the space is split."""
+    """Return the dimension and the dtype of the vectors that are drawn.
+
+    They are split into leaves after the draw, so that a probe does not depend on how the
+    space is split.
+    """
     leaves = jax.tree.leaves(structure)
     kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
     if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
@@ -169,13 +177,14 @@ def space(name: str, structure: Structure) -> tuple[int, jnp.dtype]:
 
 @functools.partial(Sampler, independent=True)
 def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Probes of independent random signs; for complex leaves, random phases (Steinhaus).
+    """Draw probes of independent random signs, or random phases (Steinhaus) if complex.
 
-    Every entry has modulus 1, so a diagonal operator's trace is exact from one probe.
-    Variance of one quadratic form z* A z: 2 ||off(A)||_F^2 for a real symmetric A,
-    ||off(A)||_F^2 for complex probes, where off(A) is A without its diagonal.
+    Every entry has modulus 1, so the trace of a diagonal operator is exact from one probe.
+    The variance of one quadratic form z* A z is 2 ||off(A)||_F^2 for a real symmetric A,
+    and ||off(A)||_F^2 for complex probes, with off(A) for A without its diagonal.
 
-    **Arguments**: see the guide's conventions. **Cost**: a bit (complex: number) an entry.
+    **Arguments**: see the guide's conventions. **Cost**: one random bit for each entry, or
+    one random number if it is complex.
 
     **Example**
 
@@ -193,12 +202,13 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
 @functools.partial(Sampler, rotation_invariant=True, independent=True)
 def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Probes of independent standard normal entries; for complex leaves, E|z|^2 = 1.
+    """Draw probes of independent standard normal entries, with E|z|^2 = 1 if complex.
 
-    Variance of one quadratic form z* A z: 2 ||A||_F^2 for a real symmetric A, ||A||_F^2 for
-    complex probes. Because their length is random they are never better than `sphere`.
+    The variance of one quadratic form z* A z is 2 ||A||_F^2 for a real symmetric A, and
+    ||A||_F^2 for complex probes. Because the length of these probes is random, they are
+    never better than `sphere`.
 
-    **Arguments**: see the guide's conventions. **Cost**: one float32 number an entry.
+    **Arguments**: see the guide's conventions. **Cost**: one float32 number for each entry.
 
     **Example**
 
@@ -215,13 +225,14 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
 @functools.partial(Sampler, rotation_invariant=True, independent=True)
 def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Probes uniform on the sphere of radius sqrt(n), n the size of the whole pytree.
+    """Draw probes uniformly from the sphere of radius sqrt(n).
 
-    Their distribution is invariant under rotations, so that estimators may rescale
-    projected probes to their expected length ("resphering"). Variance of one quadratic form
-    z* A z: 2n/(n+2) (||A||_F^2 - |tr A|^2/n) for a real symmetric A, 0 for multiples of I.
+    n is the number of entries of the whole pytree. The distribution of a probe is invariant
+    under rotations, so estimators may rescale projected probes to their expected length
+    ("resphering"). The variance of one quadratic form z* A z for a real symmetric A is
+    2n/(n+2) (||A||_F^2 - |tr A|^2/n), which is 0 for multiples of I.
 
-    **Arguments**: see the guide's conventions. **Cost**: one float32 number an entry.
+    **Arguments**: see the guide's conventions. **Cost**: one float32 number for each entry.
 
     **Example**
 
@@ -241,13 +252,14 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 
 @functools.partial(Sampler, rotation_invariant=True, population=lambda n: n)
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Probes that are sqrt(n) times orthonormal columns, uniformly distributed (Haar).
+    """Draw probes that are sqrt(n) times uniformly distributed (Haar) orthonormal columns.
 
-    Each is uniform on the sphere; because they are orthogonal, the variance of a Hutchinson
-    mean is multiplied by (n - num_probes)/(n - 1). They are dependent.
+    Each probe is uniform on the sphere. Because they are orthogonal, the variance of a
+    Hutchinson mean is multiplied by (n - num_probes)/(n - 1). They are dependent.
 
-    **Arguments**: see the guide's conventions; `num_probes` is at most n. **Cost**: one
-    single-precision number an entry, and an orthonormal basis, 4 to 9 n num_probes^2 flops.
+    **Arguments**: see the guide's conventions. `num_probes` is at most n. **Cost**: one
+    single-precision number for each entry, and 4 to 9 n num_probes^2 flops for an
+    orthonormal basis.
 
     **Example**
 
@@ -272,15 +284,16 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 
 @functools.partial(Sampler, population=hadamard_order)
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
-    """Randomly signed rows of a Hadamard matrix, drawn without replacement.
+    """Draw rows of a Hadamard matrix with random signs, without replacement.
 
-    For complex leaves the signs are random phases. The order m is the least power of 2 from
-    n on. The variance of a Hutchinson mean of signs is multiplied by (m - num_probes)/(m -
-    1), and like signs they are exact for diagonal operators. They help if there are probes
-    for a good part of the dimensions. They are dependent.
+    Random phases take the place of signs if leaves are complex. The order m of the matrix
+    is the least power of 2 that is at least n. The variance of a Hutchinson mean is
+    (m - num_probes)/(m - 1) times the variance with `rademacher`, and diagonal operators
+    are exact, too. These probes help if their number is a good part of the dimension. They
+    are dependent.
 
-    **Arguments**: see the guide's conventions; `num_probes` is at most m. **Cost**: one
-    random bit a dimension, a random order of m rows, and a sign an entry.
+    **Arguments**: see the guide's conventions. `num_probes` is at most m. **Cost**: one
+    random bit for each dimension, a random order of m rows, and one sign for each entry.
 
     **Example**
 
@@ -312,15 +325,18 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
 
 
 def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
+    """Draw k rows of n random signs, or random phases if the dtype is complex."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _phases(key, (k, n), dtype)
-    # One random bit for each sign, or drawing would take ten times as long.
+    # Each sign takes one random bit. With a random number for each, the draw would take ten
+    # times as long.
     integers = _rows(jax.random.bits, key, k, -(-n // 32), jnp.uint32)
     bits = (integers[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, :]) & 1
     return 1 - 2 * bits.reshape(k, -1)[:, :n].astype(dtype)
 
 
 def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Array:
+    """Draw complex numbers of modulus 1 with uniform random angles."""
     turns = _rows(jax.random.uniform, key, *shape, jnp.finfo(dtype).dtype)
     angles = 2 * math.pi * turns
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
@@ -329,17 +345,22 @@ def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Arra
 def _rows(
     draw: Callable[..., Array], key: PRNGKeyArray, k: int, n: int, dtype: Any
 ) -> Array:
-    """One long vector has the same numbers, and its program compiles faster, but a device
-    cannot draw a part of it that is cut along n."""
+    """Draw k rows of n numbers.
+
+    Small blocks are drawn as one long vector, which has the same numbers and compiles
+    faster. But a device cannot draw its part of a vector if the part is cut along n, so
+    large blocks are drawn in their own shape.
+    """
     return draw(key, (k, n) if k * n >= LARGE else (k * n,), dtype).reshape(k, n)
 
 
 def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:
-    """Normal numbers in single precision, which takes half the time of double precision;
-    no estimate shows the difference.
+    """Draw k rows of n normal numbers.
 
-    The branch of `cond` is always taken, for all keys of a batch at once. It keeps the
-    compiler from computing the normal numbers anew wherever they are used.
+    They are drawn in single precision, which takes half the time of double precision. No
+    estimate shows the difference. The branch of `cond` is always taken, for all keys of a
+    batch at once. It keeps the compiler from computing the normal numbers again for each of
+    their uses.
     """
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     single = jnp.complex64 if is_complex else jnp.float32

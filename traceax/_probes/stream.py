@@ -1,12 +1,13 @@
 """Probes in batches, for estimators that do not need all of them together.
 
-An estimate that is a sum over independent probes can take them in batches: at a time only
-one batch, its images, and the sums are in memory. Reverse-mode differentiation would store
-all probes and all residuals of the applications. So each batch is a `jax.checkpoint`: the
-derivative draws it and applies the operator again. Each sample has a key of its own, so the
-numbers are the same for any batch size.
+An estimate that is a sum over independent probes can take them in batches. Then only one
+batch, its images, and the sums are in memory at any time. Reverse-mode differentiation
+would store all probes and all residuals of the matvecs. So each batch is a
+`jax.checkpoint`: the derivative draws its probes and applies the operator again. Each
+sample has a key of its own, so the numbers are the same for any batch size.
 
-A `SamplingDesign` says how a budget becomes probes, and how these make independent samples.
+A `SamplingDesign` has the numbers of samples and of probes that a budget pays for, and the
+standard error of their mean.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class ProgressMeter(Protocol):
 
 
 class Silent:
-    """No progress is shown."""
+    """A progress meter that shows nothing."""
 
     def _nothing(self, *_: Any, **__: Any) -> Any:
         return None
@@ -52,6 +53,7 @@ SILENT = Silent()
 
 
 def checked_meter(name: str, progress_meter: Any) -> ProgressMeter:
+    """Check the meter that the user gave. If it is None, return one that shows nothing."""
     meter = SILENT if progress_meter is None else progress_meter
     methods = [getattr(meter, method, None) for method in ("init", "step", "close")]
     if isinstance(meter, type) or not all(map(callable, methods)):
@@ -67,9 +69,11 @@ Columns = Array
 
 
 class Stream(eqx.Module):
-    """Samples of `group` probes each, in batches of `batch` samples.
+    """The probes of an estimate: samples of `group` probes each, in batches of samples.
 
-    `source` is a block of all probes; or, with `draw`, its argument for each sample.
+    `batch` is the number of samples in a batch. `source` is a block of all probes. If there
+    is a function `draw`, `source` has its argument for each sample instead, and each batch
+    is drawn when it is needed.
     """
 
     source: Columns | Shaped[Array, " samples"]
@@ -80,7 +84,7 @@ class Stream(eqx.Module):
 
     @property
     def is_whole(self) -> bool:
-        """Whether one batch has all samples."""
+        """Return whether one batch has all samples."""
         return self.batch >= self.num_samples
 
     @property
@@ -88,7 +92,7 @@ class Stream(eqx.Module):
         return self.num_samples * self.group
 
     def shown(self, meter: ProgressMeter) -> Stream:
-        """The same, in twenty batches if there is but one and a meter to show them."""
+        """Return this stream, cut into twenty batches if a meter would see only one."""
         if meter is SILENT or not self.is_whole:
             return self
         return replace(self, batch=-(-self.num_samples // 20))
@@ -96,8 +100,11 @@ class Stream(eqx.Module):
     def _scan(
         self, fn: Callable[[T, Columns], tuple[T, Any]], carry: T, meter: ProgressMeter
     ) -> tuple[T, Any]:
-        """`carry, output = fn(carry, columns)` over all batches. Outputs have a last axis
-        of probes, along which they are joined."""
+        """Run `carry, output = fn(carry, columns)` over all batches.
+
+        Return the last carry, and the outputs, joined along their last axis, which is for
+        probes.
+        """
         if self.is_whole:
             return fn(carry, self._columns(0, self.num_samples))
 
@@ -124,6 +131,7 @@ class Stream(eqx.Module):
         return carry, outputs
 
     def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
+        """Return `fn` of all batches, joined along the last axis, which is for probes."""
         return self.shown(meter)._scan(lambda _, columns: (None, fn(columns)), None, meter)[
             1
         ]
@@ -134,7 +142,10 @@ class Stream(eqx.Module):
         merge: Callable[[T, T], T] = jnp.add,
         meter: ProgressMeter = SILENT,
     ) -> T:
-        """The sum of `fn` over batches; zeros must be neutral for `merge`."""
+        """Return the sum of `fn` over all batches.
+
+        `merge` adds two results. It must leave a result unchanged if the other one is zero.
+        """
         stream = self.shown(meter)
         if stream.is_whole:
             return fn(self._columns(0, self.num_samples))
@@ -143,6 +154,7 @@ class Stream(eqx.Module):
         return stream._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros, meter)[0]
 
     def _columns(self, first: int | Array, count: int) -> Columns:
+        """Return the probes of `count` samples, from the sample with number `first` on."""
         if self.draw is not None:
             return self.draw(jax.lax.dynamic_slice_in_dim(self.source, first, count))
         if count == self.num_samples:
@@ -152,16 +164,19 @@ class Stream(eqx.Module):
 
 
 def all_at_once(block: Columns, group: int = 1) -> Stream:
+    """Make a stream of one batch from a block of all probes."""
     count = block.shape[1] // group
     return Stream(block, None, count, group, count)
 
 
 def unit_vectors(n: int, dtype: Any, batch: int) -> Stream:
-    """All unit vectors, as probes that are not random."""
+    """Make a stream of all n unit vectors, as probes that are not random."""
     return Stream(jnp.arange(n), _Units(n, dtype), n, 1, min(batch, n))
 
 
 class _Units(NamedTuple):
+    """A function that makes unit vectors from their indices."""
+
     n: int
     dtype: Any
 
@@ -170,17 +185,19 @@ class _Units(NamedTuple):
 
 
 def _joined(outputs: Array) -> Array:
-    """Outputs of several batches along their last axis, instead of along the first."""
+    """Join the outputs of several batches, a leading axis, along their last axis."""
     moved = jnp.moveaxis(outputs, 0, -2)
     return moved.reshape(*moved.shape[:-2], -1)
 
 
 class SamplingDesign(NamedTuple):
-    """How many samples and probes there are. `correction` is the factor by which sampling
-    without replacement reduces the standard error of a mean, as in a survey.
+    """The numbers of samples and of probes, and the standard error of a mean over them.
 
-    The probes of one sample are independent, too, but of different means, one for each
-    colour: the standard error of a sum over colours pools a spread within each colour."""
+    `correction` is the factor by which sampling without replacement reduces this standard
+    error, as in a survey. The probes of one sample are also independent of each other, but
+    each colour has its own mean. So the standard error of a sum over colours pools the
+    spreads within each colour.
+    """
 
     num_samples: int
     num_probes: int
@@ -188,7 +205,7 @@ class SamplingDesign(NamedTuple):
 
     @property
     def group(self) -> int:
-        """The probes of one sample."""
+        """The number of probes in one sample."""
         return self.num_probes // self.num_samples
 
     @property
@@ -197,29 +214,38 @@ class SamplingDesign(NamedTuple):
         return self.group * jackknife.independent_degrees_of_freedom(self.num_samples)
 
     def degrees(self, has_neighbours: bool) -> float:
-        """The same if a single sample of `probing` has an error by neighbour residuals."""
+        """Return these degrees of freedom, or the ones of neighbour residuals.
+
+        Neighbour residuals give the error of a single sample of `probing`.
+        """
         alone = self.num_samples == 1 and has_neighbours
         return DEGREES if alone else self.degrees_of_freedom
 
     def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
+        """Return the sum over the probes of each sample."""
         return jnp.sum(self._by_sample(by_probe), axis=-1)
 
     def _by_sample(self, by_probe: Inexact[Array, "*values k"]) -> Array:
+        """Split the last axis into one for samples and one for the probes of a sample."""
         return by_probe.reshape((*by_probe.shape[:-1], -1, self.group))
 
     def mean_and_error(
         self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
+        """Return the mean over probes, and its standard error.
+
+        `rounding` is the rounding error of the mean.
+        """
         samples = self.correction * self._by_sample(by_probe / self.group)
         return mean(by_probe), jackknife.standard_error_of_parts(samples, rounding)
 
 
 def design_of(name: str, n: int, num_matvecs: int, sampler: Sampler) -> SamplingDesign:
-    """As many samples as the budget allows, of operators on n dimensions."""
+    """Make the design with as many samples as the budget allows, in n dimensions."""
     check_samples(name, num_matvecs, sampler.group)
     num_samples = num_matvecs // sampler.group
     num_probes, correction = num_samples * sampler.group, 1.0
-    if sampler.population is not None:  # The finite-population correction for k of m.
+    if sampler.population is not None:  # This is the finite-population correction.
         correction = (1 - num_probes / sampler.population(n)) ** 0.5
     return SamplingDesign(num_samples, num_probes, correction)
 
@@ -232,8 +258,10 @@ def stream(
     sampler: Sampler,
     batch_size: int | None,
 ) -> Stream:
-    """Draw all probes at once, or, with `batch_size` and independent samples, each batch
-    when it is needed."""
+    """Draw all probes at once, or draw each batch when it is needed.
+
+    The second way needs a `batch_size`, and a sampler of independent samples.
+    """
     group = sampler.group
     check_batch_size(name, batch_size, group)
     count = num_probes // group
