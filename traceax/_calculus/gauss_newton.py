@@ -26,7 +26,7 @@ from traceax._core.operator import Operator, jacobian_operator
 def gauss_newton(
     fn: Field, loss: Callable[[Any, Any], Any], x: GivenPoint, *, args: PyTree = None
 ) -> Operator:
-    """Make the generalised Gauss-Newton matrix of loss(fn(x, args), args), an operator.
+    """Make the generalised Gauss-Newton matrix of loss(fn(x, args), args) as an operator.
 
         v -> J* H J v
 
@@ -67,7 +67,7 @@ def gauss_newton(
 
 
 def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operator:
-    """Make the empirical Fisher matrix, the sum of g_i g_i* over examples, an operator.
+    """Make the empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
 
     g_i is the gradient in x of the log-likelihood (or loss) of example i. The Fisher
     information matrix averages over the predictions of the model (`gauss_newton`). The

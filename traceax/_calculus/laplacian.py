@@ -405,7 +405,7 @@ class FourthDerivatives(AlongProbes):
 
 
 class _UnitPairs(NamedTuple):
-    """A function that makes columns of two unit vectors each from the numbers of pairs."""
+    """A function that makes columns of two unit vectors each from the indices of pairs."""
 
     n: int
     dtype: Any

@@ -1,7 +1,8 @@
 """Equations with A + shift I or A + D, where D is diagonal and positive.
 
-This module has the scaling by D^{-1/2}, which turns A + D into a matrix plus I; right-hand
-sides as columns of a block; and preconditioners for the solvers of lineax.
+`whitened` scales by D^{-1/2}, which turns A + D into a matrix plus I. `right_hand_sides`
+makes columns of the vectors that the user gives. `preconditioner` is a public function, for
+the solvers of lineax.
 """
 
 from __future__ import annotations

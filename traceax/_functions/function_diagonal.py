@@ -113,8 +113,8 @@ def function_diagonal(
 
     **Arguments** (the others are in the guide's conventions): `operator`, `num_matvecs`,
     `num_probes`, `num_steps`: as in `function_trace`. With `probing`, `num_probes` is a
-    multiple of its colours. `fn`: a real function of a real scalar. `sampler`: draws
-    independent probes; or `probing`. Default `rademacher`.
+    multiple of its colours. `fn`: a real function of a real scalar. `sampler`: a sampler of
+    independent probes, or `probing`. Default `rademacher`.
 
     **Derivatives**: unbiased except for quadrature, as for `xdiag` of f(A) in its two-sided
     form, from half of the probes and a sketch of the same run. Lanczos' process applies
@@ -302,7 +302,7 @@ class SpacesLeftOut(eqx.Module):
             twice = dot(self.basis, 2 * times(self._outside, image) + within)
             return row_dots(twice, dot(self.basis[:, :r], complement)).real
 
-        # One probe at a time, because together they are larger than the basis.
+        # This takes one probe at a time, because together they are larger than the basis.
         left = jax.lax.map(removed, self.spaces.vectors).T
         return self._diagonal(self._inside(f))[:, None] - left + self._tested(f)
 

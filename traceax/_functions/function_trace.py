@@ -101,7 +101,7 @@ def function_trace(
     except for quadrature (and the second order of `combine`). They use the same spaces, and
     take about 0.8 num_matvecs matvec-VJPs for each trace. Second derivatives differentiate
     a Lanczos recurrence for each of these, and are NaN if it does not resolve the spectrum.
-    **Cost**: at most `num_matvecs` matvecs, in blocks of k; and 8 n num_matvecs^2 flops for
+    **Cost**: at most `num_matvecs` matvecs, in blocks of k, and 8 n num_matvecs^2 flops for
     an orthonormal basis of `num_matvecs` vectors, which must fit in memory.
 
     **Example**
@@ -448,8 +448,8 @@ def arnoldi_trace(
 
     **Arguments** (the others are in the guide's conventions): `fn`: an analytic function of
     a *complex* scalar, else as in `function_trace`. `num_probes`, `num_steps`: the number
-    of probes, and of matvecs for each probe. `sampler`: draws independent probes. The
-    default, `rademacher`, is exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2,
+    of probes, and of matvecs for each probe. `sampler`: a sampler of independent probes.
+    The default `rademacher` is exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2,
     and 1 for your own samplers.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. It is real if the
@@ -461,9 +461,9 @@ def arnoldi_trace(
     about 0.8 num_probes * num_steps matvec-VJPs for each entry of the value. If the value
     is exact, they are exact too, but have half of the digits if the matrix has no basis of
     eigenvectors. Second derivatives in the operator raise `NotImplementedError`. **Cost**:
-    m = num_probes * num_steps matvecs, none with the adjoint; 4 n m^2 flops for an
-    orthonormal basis of m vectors, which must fit in memory; and three decompositions of
-    m x m matrices, which work on the CPU, and on other devices only if JAX has them there.
+    m = num_probes * num_steps matvecs, none with the adjoint, and 4 n m^2 flops for an
+    orthonormal basis of m vectors, which must fit in memory. Three decompositions of m x m
+    matrices work on the CPU, and on other devices only if JAX has them there.
 
     **Example**
 

@@ -98,11 +98,11 @@ def inv_quad_logdet(
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
 
-    One block Krylov run gives the log-determinant, as in `logdet`; Galerkin's solution of
-    (A + shift I) u = y; and a preconditioner, with which conjugate gradients improve this
-    solution. The first block has k columns, probes and y. If y has more than k/4 columns,
-    they are all probes. The log-determinant is unbiased except for quadrature. Both values
-    are exact, from a Cholesky factorisation, whenever `logdet` is.
+    One block Krylov run gives the log-determinant, as in `logdet`, and Galerkin's solution
+    of (A + shift I) u = y. Conjugate gradients improve this solution, with a preconditioner
+    from the same run. The first block consists of probes and y, or of probes alone if y
+    would be more than a quarter of it. The log-determinant is unbiased except for
+    quadrature. Both values are exact, from a Cholesky factorisation, whenever `logdet` is.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -129,9 +129,9 @@ def inv_quad_logdet(
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
     another solve. They take about 0.8 num_matvecs matvec-VJPs for the log-determinant, and
     one for each right-hand side. Derivatives of the solution, and second derivatives, take
-    a solve each. **Cost**: at most `num_matvecs` matvecs in blocks; at most 10 num_matvecs
-    matvecs of conjugate gradients for each right-hand side; and a basis of `num_matvecs`
-    vectors.
+    a solve each. **Cost**: at most `num_matvecs` matvecs in blocks, and a basis of as many
+    vectors. Conjugate gradients take at most 10 num_matvecs matvecs for each right-hand
+    side.
 
     **Example**
 
@@ -194,9 +194,10 @@ def _estimated(
     rest: Float[Array, ""],
     start: Inexact[Array, "n t"] | None,
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
-    """Estimate the quadratic form and the log-determinant plus `rest`; add the solution.
+    """Return estimates of the quadratic form and the log-determinant, and the solution.
 
-    `rest` is log det D if the operator was scaled by D^{-1/2}, and `start` is the guess.
+    `rest` is added to the log-determinant: it is log det D if the operator was scaled by
+    D^{-1/2}. `start` is the guess.
     """
     shape, t = shape_for(call.num_matvecs), subject.vectors.shape[1]
     # Right-hand sides take at most a quarter of the first block.

@@ -82,8 +82,8 @@ def slq_trace(
 
     - `operator`, `fn`, `combine`: as in `function_trace`.
     - `num_probes`, `num_steps`: the number of probes, and of Lanczos steps for each probe.
-    - `sampler`: draws independent probes (default `sphere`); or `probing`, with a multiple
-      of its colours as `num_probes`.
+    - `sampler`: a sampler of independent probes, or `probing`, for which `num_probes` is a
+      multiple of its colours. Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all earlier steps, which
       takes 4 n num_steps more flops. Without it, converged eigenvalues appear again as
       copies. This is harmless for few steps or smooth functions, and faster for cheap

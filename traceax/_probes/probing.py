@@ -75,7 +75,7 @@ DEGREES = 5.0
 
 
 class Neighbourhood(eqx.Module):
-    """What neighbour residuals need to know about the graph and its colouring.
+    """The properties of the graph and its colouring that neighbour residuals need.
 
     For each dimension, `neighbours` is a row of neighbours, filled up with the dimension
     itself. `beyond` tells which colours lie at the last two distances that are kept apart,
@@ -165,11 +165,12 @@ class NeighbourResiduals(eqx.Module):
         return jnp.where(is_exact, 0, error)
 
     def error_in_sum(self, near: Neighbourhood, eps: float, *, real: bool) -> Rows:
-        """Return what the entries of one repeat contribute to the error of their sum.
+        """Return the contribution of each entry of one repeat to the error of their sum.
 
         The error of the sum is the root of the sum of squares. With real signs an entry of
         A changes two entries of the diagonal by the same amount. So for a symmetric A the
-        variance of the sum is twice that of independent changes, and for others it is less.
+        variance of the sum is twice as large as with independent changes. For others it is
+        less.
         With phases the changes are independent.
         """
         return (2.0 if real else 1.0) ** 0.5 * self.error(near, 1, eps)
