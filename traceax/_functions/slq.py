@@ -85,8 +85,8 @@ def slq_trace(
     - `sampler`: a sampler of independent probes, or `probing`, for which `num_probes` is a
       multiple of its colours. Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all earlier steps, which
-      takes 4 n num_steps more flops. Without it, converged eigenvalues appear again as
-      copies. This is harmless for few steps or smooth functions, and faster for cheap
+      takes 4 n num_steps more flops a step. Without it, converged eigenvalues appear again
+      as copies. This is harmless for few steps or smooth functions, and faster for cheap
       operators, but log and inverses of ill-conditioned operators lose digits.
 
     **Derivatives**: in the same arguments as for `function_trace`, from one matvec-VJP for

@@ -92,7 +92,7 @@ class Stream(eqx.Module):
         return self.num_samples * self.group
 
     def shown(self, meter: ProgressMeter) -> Stream:
-        """Return this stream, cut into twenty batches if a meter would see only one."""
+        """Return this stream, in up to twenty batches if a meter would see only one."""
         if meter is SILENT or not self.is_whole:
             return self
         return replace(self, batch=-(-self.num_samples // 20))
