@@ -155,10 +155,10 @@ def laplacian(
     there is `biharmonic`.
 
     If there are 10 or more directions, and `fn` returns one real number, a quarter of the
-    directions make a sketch of the Hessian, as many read it, and the rest are probes. For
-    trained networks in 50 and 100 dimensions the error is 7 to 40 times smaller than with
-    probes alone. If no directions dominate, it is up to 1.5 times larger. The value takes 2
-    to 4 times as long. Together with its gradient it takes less time than without a sketch.
+    directions make a sketch of the Hessian, another quarter read it, and the rest are
+    probes. For trained networks in 50 and 100 dimensions the error is 7 to 40 times smaller
+    than with probes alone. If no directions dominate, it is up to 1.5 times larger. The
+    value takes 2 to 4 times as long. Together with its gradient it takes less time than without a sketch.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -293,8 +293,9 @@ def hessian_diagonal(
     the Hessian, at least 1. `sampler`: by default `rademacher`.
 
     **Cost**: `num_matvecs` matvecs with the Hessian (forward over reverse mode, with one
-    backward pass), in one batch. Each costs about four times as much as `fn`. Memory for
-    about 4 blocks of n x `num_matvecs` / 2; with `batch_size`, one of n x `batch_size`.
+    backward pass), in one batch. Each costs about four times as much as `fn`. About 4
+    blocks of n x `num_matvecs` / 2 must fit in memory, or, with `batch_size`, one block of
+    n x `batch_size`.
 
     **Example**
 
