@@ -151,7 +151,7 @@ def _hermitian(name: str, n: int, dtype: Any, seed: int) -> Array:
     return (matrix + matrix.conj().T) / 2
 
 
-def _report(check: str, thing: object, *facts: Facts) -> None:
+def _list_faults(check: str, thing: object, *facts: Facts) -> None:
     """Raise an error that lists each fact `(name, got, want, bound)` whose numbers differ
     by more than `bound`, or whose texts are not equal."""
     faults = []
@@ -215,7 +215,7 @@ def check_sampler(
     why = "because one probe cannot show independence"
     checks.check_count("testing.check_sampler", "num_probes", num_probes, 2, why)
     facts = partial(_sampler_facts, sampler, num_probes, independent, same_for_any_cut)
-    _report("check_sampler", sampler, facts("float32"), facts("complex64"))
+    _list_faults("check_sampler", sampler, facts("float32"), facts("complex64"))
 
 
 def _sampler_facts(sampler: Any, k: int, independent: bool, cut: bool, dtype: str) -> Facts:
@@ -278,7 +278,7 @@ def check_operator(
     checks.check_key("testing.check_operator", key)
     operator = ops.canonicalise(jax.tree.map(_of_this_process, operator))
     rtol = ops.unit_roundoff(operator) ** 0.6 if rtol is None else rtol
-    _report("check_operator", operator, _operator_facts(operator, key, rtol))
+    _list_faults("check_operator", operator, _operator_facts(operator, key, rtol))
 
 
 def _of_this_process(leaf: Any) -> Any:
@@ -292,7 +292,7 @@ def _of_this_process(leaf: Any) -> Any:
     raise invalid(ValueError, "testing.check_operator", "operator", must, got, cure)
 
 
-def _apply(operator: Any, x: Any) -> Any:
+def _image(operator: Any, x: Any) -> Any:
     image = operator.mv(unflatten(x, operator.in_structure()))
     return flatten(image, common_dtype(operator.out_structure()))
 
@@ -303,16 +303,16 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     jax.tree.map(_of_this_process, program.consts)  # also what functions close over
     yield "mv returns out_structure", checks.show(got), checks.show(out), 0
     xs, ys = (as_columns(normal(key, s, 8), common_dtype(s)).T for s in (into, out))
-    images = jax.vmap(partial(_apply, operator))(xs)
+    images = jax.vmap(partial(_image, operator))(xs)
     (x, v, *_), (ax, av, *_), y = xs, images, ys[-1]
     norm, bound = jnp.linalg.norm, rtol * jnp.max(jnp.abs(images))
     a, b = (0.6 - 0.8j, 1.7j) if jnp.iscomplexobj(x) else (0.6, -1.7)
-    mixed = _apply(operator, (a * x + b * v).astype(x.dtype))
+    mixed = _image(operator, (a * x + b * v).astype(x.dtype))
     yield "mv is linear, A(ax + bv) = a Ax + b Av", mixed, a * ax + b * av, 2 * bound
-    aty = _apply(operator.transpose(), y)
+    aty = _image(operator.transpose(), y)
     size = float(norm(ax) * norm(y)) + float(norm(aty) * norm(x))
     yield "transpose is that of mv, y.(Ax) = (A^T y).x", aty @ x, y @ ax, rtol * size
-    conjugate = _apply(lx.conj(operator), x.conj())
+    conjugate = _image(lx.conj(operator), x.conj())
     yield "lx.conj is that of mv, conj(A) conj(x) = conj(Ax)", conjugate, ax.conj(), bound
     with suppress(NotImplementedError):  # a class may have no matrix
         image = jnp.matmul(*promoted(operator.as_matrix(), x)) if x.size <= 64 else ax
@@ -324,7 +324,7 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
 
     def moved(h: Any) -> Any:
         changed = jax.tree.map(lambda a, d: a + times(h, d).astype(a.dtype), arrays, change)
-        return _apply(eqx.combine(changed, rest), x + times(h, v))
+        return _image(eqx.combine(changed, rest), x + times(h, v))
 
     zero, h = jnp.zeros((), x.real.dtype), ops.unit_roundoff(operator) ** (1 / 3)
     _, slope = jax.jvp(moved, (zero,), (zero + 1,))
@@ -341,7 +341,7 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
 def _tag_facts(operator: Any, xs: Any, rtol: float) -> Facts:
     """Compute numbers that are zero if lineax is right, from some columns of the operator
     and from its Ritz values in a small Krylov space."""
-    n, rows = xs.shape[1], jax.vmap(partial(_apply, operator))
+    n, rows = xs.shape[1], jax.vmap(partial(_image, operator))
     places = np.unique(np.linspace(0, n - 1, 32).astype(int))[:, None]
     columns = rows(jnp.asarray(places == np.arange(n), xs.dtype))
     apart = np.arange(n) - places
@@ -420,7 +420,7 @@ def check_estimator(
 
     one = _estimate_facts(estimate, truth, num_matvecs if budgeted else np.inf, euler)
     many = _statistics_facts(estimate, truth, num_keys)
-    _report("check_estimator", estimator, one, many)
+    _list_faults("check_estimator", estimator, one, many)
 
 
 def _problem(name: str, dtype: Any) -> tuple[Array, Array, Array]:

@@ -47,7 +47,7 @@ from traceax._calculus.sampled import (
     sampled_mean,
 )
 from traceax._calculus.taylor import second_derivatives_sum
-from traceax._core.canonical import canonical
+from traceax._core.canonical import canonical, strongly_typed
 from traceax._core.checks import (
     check_callable,
     check_returned,
@@ -119,9 +119,7 @@ def divergence(
     name, x = "divergence", differentiable_point("divergence", fn, x)
     operator = jacobian_operator(fn, x, args)
     check_same_structure(name, operator.in_structure(), operator.out_structure())
-    call = begin(
-        name, operator, key, num_matvecs, sampler=sampler, independent=False, colours=True
-    )
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
         return call.exact(TOTAL)
@@ -193,16 +191,8 @@ def laplacian(
         fn, x = _diffused(fn, x, diffusion)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("laplacian", "fn", result, "real or complex numbers")
-    subject = Curvature(canonical(fn, x, args), x, args)
-    call = begin(
-        "laplacian",
-        subject.space,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        independent=False,
-        colours=True,
-    )
+    subject = Curvature(canonical(fn, x, args), *strongly_typed((x, args)))
+    call = begin("laplacian", subject.space, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     chosen = sampler is None and batch_size is None
     chosen = chosen and num_matvecs >= SKETCHED and not call.is_exact
@@ -310,15 +300,7 @@ def hessian_diagonal(
     name = "hessian_diagonal"
     x = differentiable_point(name, fn, x)
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
-    call = begin(
-        name,
-        hessian(fn, x, args),
-        key,
-        num_matvecs,
-        sampler=sampler,
-        independent=False,
-        colours=True,
-    )
+    call = begin(name, hessian(fn, x, args), key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
         return call.exact(by_row(call.operator))
@@ -367,7 +349,7 @@ def biharmonic(
     x = differentiable_point("biharmonic", fn, x)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("biharmonic", "fn", result, "real or complex numbers")
-    subject = FourthDerivatives(canonical(fn, x, args), x, args)
+    subject = FourthDerivatives(canonical(fn, x, args), *strongly_typed((x, args)))
     call = begin("biharmonic", subject.space, key, num_matvecs)
     call = call.in_batches(batch_size, progress_meter)
     return sampled_mean(call.using(rademacher), subject)

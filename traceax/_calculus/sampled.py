@@ -121,7 +121,7 @@ def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
     design = streamed.design
     count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
     return call.finish(
-        partial(_mean, design=design, meter=call.meter),
+        partial(_mean_along, design=design, meter=call.meter),
         Batches(streamed.probes, count, along),
         spent=design.num_probes,
         degrees=design.degrees_of_freedom,
@@ -130,7 +130,7 @@ def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
     )
 
 
-def _mean(
+def _mean_along(
     subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
 ) -> Outcome:
     """Take the mean over the probes of `readout`, and its standard error.

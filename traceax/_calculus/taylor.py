@@ -81,14 +81,14 @@ def second_derivatives_sum(
     """
     program, structure = jax.make_jaxpr(fn, return_shape=True)(x)
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(directions), strict=True)
-    outputs = _run(program, [_Jet(leaf, first) for leaf, first in leaves])
+    outputs = _run_jets(program, [_Jet(leaf, first) for leaf, first in leaves])
     seconds = [
         jnp.zeros_like(jet.value) if jet.second is None else jet.second for jet in outputs
     ]
     return jax.tree.unflatten(jax.tree.structure(structure), seconds)
 
 
-def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
+def _run_jets(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
     """Pass all coefficients through a program, one operation after the other."""
     jaxpr = program.jaxpr
     jets = dict(zip(jaxpr.constvars, map(_Jet, program.consts), strict=True))
@@ -100,7 +100,7 @@ def _run(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
     for equation in jaxpr.eqns:
         inside = _program_inside(equation)
         if inside is not None:
-            outputs = _run(inside, [look_up(atom) for atom in equation.invars])
+            outputs = _run_jets(inside, [look_up(atom) for atom in equation.invars])
         else:
             outputs = _step(jaxpr, equation, look_up)
         jets.update(zip(equation.outvars, outputs, strict=True))
@@ -187,7 +187,7 @@ def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
     return _push_entrywise if alone and name in _ENTRYWISE else _push_any
 
 
-def _slope(along: Along, moved: list[_Jet], *directions: Array) -> list[Any]:
+def _slope_along(along: Along, moved: list[_Jet], *directions: Array) -> list[Any]:
     """Return Dg times the directions, one for each input that moves."""
     return jax.jvp(along, tuple(jet.value for jet in moved), directions)[1]
 
@@ -198,12 +198,12 @@ def _slope_along_second(along: Along, moved: list[_Jet]) -> list[Any] | None:
         return None
     # `jvp` needs zeros for the coefficients that vanish.
     seconds = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
-    return _slope(along, moved, *seconds)
+    return _slope_along(along, moved, *seconds)
 
 
 def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
     """Pass coefficients through a linear operation, for which D2g = 0."""
-    first = _for_each(partial(_slope, along, moved), moved)
+    first = _for_each(partial(_slope_along, along, moved), moved)
     return first, _slope_along_second(along, moved) or [None] * len(first)
 
 

@@ -46,6 +46,20 @@ class Canonical(eqx.Module):
         return jax.tree.unflatten(self.result, run(*self.arrays, *inputs))
 
 
+def strongly_typed(tree: PyTree) -> PyTree:
+    """Return the tree with its inexact arrays as strongly typed arrays of JAX.
+
+    Under an eager `jax.grad(f)(1.3)` a derivative rule would get the bare Python float, and
+    a closure-converted operator cannot be applied with it."""
+
+    def strong(leaf: Any) -> Any:
+        if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jax.lax.convert_element_type(leaf, leaf.dtype)
+        return leaf
+
+    return jax.tree.map(strong, tree)
+
+
 def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
     """Trace `fn` for arguments like `args`. Their arrays may change later, if shapes and
     dtypes do not; everything else in `args` becomes a constant."""
@@ -62,7 +76,8 @@ def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:
     jaxpr = jax.make_jaxpr(
         lambda consts, *inputs: jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*inputs)
     )(consts, *closed.in_avals).jaxpr  # Constants are inputs: jax 0.12 keeps them inside.
-    return Canonical([*consts, *jax.tree.leaves(own)], jaxpr, jax.tree.structure(shape))
+    arrays = strongly_typed([*consts, *jax.tree.leaves(own)])
+    return Canonical(arrays, jaxpr, jax.tree.structure(shape))
 
 
 def is_concrete(tree: PyTree) -> bool:

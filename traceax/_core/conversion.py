@@ -65,7 +65,7 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         raise _no_matrix(matrix, library)
     array = matrix if isinstance(matrix, jax.Array) else np.asarray(matrix)
     _check_square(array.shape)
-    return lx.MatrixLinearOperator(_inexact(array), tags)
+    return lx.MatrixLinearOperator(_as_inexact(array), tags)
 
 
 def _sparse(matrix: Any, tags: Any) -> SparseOperator:
@@ -79,7 +79,7 @@ def _sparse(matrix: Any, tags: Any) -> SparseOperator:
         cure = "Make it outside of jax.jit, and trace its data alone."
         raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
     stored, pattern = entries_of(matrix)
-    data, rows, columns = _inexact(stored), pattern.rows, pattern.columns
+    data, rows, columns = _as_inexact(stored), pattern.rows, pattern.columns
     several = isinstance(tags, list | tuple | set | frozenset)
     tagged = frozenset(tags if several else [tags])
     real = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
@@ -89,7 +89,7 @@ def _sparse(matrix: Any, tags: Any) -> SparseOperator:
     return SparseOperator(data, forwards, backwards, pattern, tagged)
 
 
-def _inexact(array: Any) -> Inexact[Array, "..."]:
+def _as_inexact(array: Any) -> Inexact[Array, "..."]:
     """Return an array of numbers, with integers converted to floats."""
     dtype = array.dtype
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Inexact
 
-Apply = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
+ApplyOne = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
 
 MANY_COLUMNS = 32  # from so many vectors on, a stored matrix is applied to rows
 SHIFTED, SCATTERED = 50_000, 1_000_000  # from so many entries of a block on, it is a loop
@@ -69,7 +69,7 @@ class Layout(enum.Enum):
 
 
 def through(
-    apply: Apply, block: Inexact[Array, "n k"], layout: Layout | None
+    apply: ApplyOne, block: Inexact[Array, "n k"], layout: Layout | None
 ) -> Inexact[Array, "p k"]:
     """Apply a function of one vector to each column, in this layout or the fastest one."""
     if block.shape[1] == 1:
@@ -86,7 +86,7 @@ def through(
 
 
 def through_matrix(
-    apply: Apply, block: Inexact[Array, "n k"], layout: Layout | None
+    apply: ApplyOne, block: Inexact[Array, "n k"], layout: Layout | None
 ) -> Inexact[Array, "p k"]:
     """Do so for a stored matrix. The barriers keep the compiler from transposing it."""
     many = block.shape[1] >= MANY_COLUMNS
@@ -97,7 +97,7 @@ def through_matrix(
     return kept(through(apply, kept(block), layout))
 
 
-def _fastest(apply: Apply, block: Inexact[Array, "n k"]) -> Layout:
+def _fastest(apply: ApplyOne, block: Inexact[Array, "n k"]) -> Layout:
     if block.size < SHIFTED or jax.default_backend() != "cpu" or _is_sharded(block):
         return Layout.COLUMNS
     program = jax.make_jaxpr(apply)(jax.ShapeDtypeStruct(block.shape[:1], block.dtype))

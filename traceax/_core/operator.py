@@ -8,10 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.canonical import Canonical, canonical
+from traceax._core.canonical import Canonical, canonical, strongly_typed
 from traceax._core.layout import Layout, through, through_matrix
 from traceax._core.sparse import SparseOperator, own_pattern
 from traceax._core.vectors import common_dtype, flatten, in_rows, unflatten
@@ -32,19 +31,8 @@ def unit_roundoff(operator: Operator) -> float:
 
 
 def canonicalise(module: Module) -> Module:
-    """Return the operator, or other module, with inexact leaves as strongly typed arrays of
-    JAX and with functions in canonical form.
-
-    Under an eager `jax.grad(f)(1.3)` a derivative rule would get the bare Python float, and
-    a closure-converted operator cannot be applied with it. The functions inside a tangent
-    stay as they are.
-    """
-
-    def strong(leaf: Any) -> Any:
-        array = isinstance(leaf, np.ndarray | jax.Array)
-        if array and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return jax.lax.convert_element_type(leaf, leaf.dtype)
-        return leaf
+    """Return the operator, or other module, with strongly typed leaves and with functions
+    in canonical form. The functions inside a tangent stay as they are."""
 
     def with_canonical_function(node: Any) -> Any:
         if isinstance(node, lx.FunctionLinearOperator):
@@ -58,7 +46,7 @@ def canonicalise(module: Module) -> Module:
     kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
     return jax.tree.map(
         with_canonical_function,
-        jax.tree.map(strong, module),
+        strongly_typed(module),
         is_leaf=lambda node: isinstance(node, kinds),
     )
 

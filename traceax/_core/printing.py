@@ -26,7 +26,7 @@ def in_words(estimate: Any) -> str:
         return eqx.tree_pformat(estimate)
     values = jax.tree.leaves_with_path(estimate.value)
     lines = []
-    for (path, value), error in zip(values, _errors(estimate), strict=True):
+    for (path, value), error in zip(values, _error_leaves(estimate), strict=True):
         words = _array_in_words(np.asarray(value), np.asarray(error))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         lines.append(f"{name}: {words}" if path else words)
@@ -46,12 +46,12 @@ def formatted(estimate: Any, spec: str) -> str:
         got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
         cure = "Format entries of `value` and `standard_error`."
         raise invalid(TypeError, "Estimate.__format__", "spec", must, got, cure)
-    value, error = (np.asarray(x).item() for x in (*leaves, *_errors(estimate)))
+    value, error = (np.asarray(x).item() for x in (*leaves, *_error_leaves(estimate)))
     shown = format(value, spec)
     return shown if error == 0 else f"{shown} ± {error:{spec}}"
 
 
-def _errors(estimate: Any) -> list[Any]:
+def _error_leaves(estimate: Any) -> list[Any]:
     return jax.tree.leaves(estimate.standard_error)
 
 

@@ -41,7 +41,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, error_tangent
-from traceax._core.operator import LinearMap, canonicalise
+from traceax._core.operator import LinearMap
 from traceax._core.vectors import Structure, as_result
 
 Values = Inexact[Array, "*values"]
@@ -132,8 +132,9 @@ def estimate(
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
-    """Run an algorithm under the rule. The value is real if the operator is Hermitian."""
-    subject = canonicalise(subject)
+    """Run an algorithm under the rule. The value is real if the operator is Hermitian.
+
+    The subject must be canonical already, as the operator of a `Call` is."""
     outcome = _evaluate(subject, algorithm, probes)
     if isinstance(subject, LinearMap) and subject.is_read_real:
         return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)

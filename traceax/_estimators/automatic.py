@@ -23,7 +23,7 @@ from traceax._core.vectors import as_result
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
-from traceax._estimators.krylov_nystrom import FEWEST, estimate_by_nystrom
+from traceax._estimators.krylov_nystrom import FEWEST_PROBES, estimate_by_nystrom
 from traceax._estimators.readouts import TOTAL, Reduce, by_leaf, by_row
 from traceax._estimators.second_batch import (
     nystrom_or_hutchinson,
@@ -87,7 +87,7 @@ def trace(
     if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
-    if call.is_semidefinite and num_matvecs >= FEWEST:
+    if call.is_semidefinite and num_matvecs >= FEWEST_PROBES:
         return estimate_by_nystrom(call, "xnystrace + A Q")
     if call.is_semidefinite and num_matvecs >= 3:
         return estimate_by_nystrom(call, "xnystrace")

@@ -40,7 +40,7 @@ from traceax._core.operator import (
 from traceax._core.rule import Algorithm, Outcome, Subject
 from traceax._core.vectors import Structure
 from traceax._estimators.readouts import Batches, Forms, Reduce
-from traceax._probes.draw import check_dependence, coloured, draw
+from traceax._probes.draw import Takes, check_dependence, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
 from traceax._probes.samplers import Sampler, SamplerLike, as_sampler
 from traceax._probes.stream import (
@@ -215,17 +215,16 @@ def begin(
     least: int = 1,
     square: bool = True,
     sampler: SamplerLike | None = None,
-    independent: bool = True,
-    colours: bool = False,
+    takes: Takes = "independent",
 ) -> Call:
     """Check the arguments of the public function `name`. `argument` is the name of its
-    budget, of which at least `least` is needed, unless n is less. Probes must be
-    `independent`, and not those of `probing`, unless `colours` says that they may be."""
+    budget, of which at least `least` is needed, unless n is less. `takes` are the samplers
+    that the function can use."""
     operator = checks.check_operator(name, operator, square=square)
     checks.check_key(name, key, operator)
     made = None if sampler is None else as_sampler(name, sampler)
     if made is not None:
-        check_dependence(name, made, independent=independent, colours=colours)
+        check_dependence(name, made, takes)
     enough = min(operator.in_size(), operator.out_size())
     checks.check_count(name, argument, num_matvecs, min(least, enough))
     return Call(name, operator, key, num_matvecs, made)

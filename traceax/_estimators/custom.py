@@ -91,7 +91,7 @@ def custom_trace(
         num_probes,
         argument="num_probes",
         sampler=sampler,
-        independent=False,
+        takes="dependent",
     )
     (probes,) = call.draw(num_probes)
     operator, linear_map = call.operator, LinearMap(call.operator)

@@ -55,7 +55,7 @@ SKETCH = 8
 MOST_LEFT, MOST_DISTURBED = 0.7, 0.7
 
 
-class Coloured(eqx.Module):
+class DeflatedProbes(eqx.Module):
     """Probes of both colourings, with their neighbourhoods."""
 
     fine: Inexact[Array, "n c"]
@@ -83,7 +83,7 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     few, near_coarse = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
     return call.using(fine).finish(
         _deflated,
-        Coloured(z[:, order], few, near, near_coarse),
+        DeflatedProbes(z[:, order], few, near, near_coarse),
         method="hutchpp_trace or hutchinson_trace",
         spent=count,
         degrees=DEGREES,
@@ -114,7 +114,7 @@ def _adjacent_first(
     return np.array(first + [c for c in range(len(edges)) if c not in first])
 
 
-def _deflated(linear_map: LinearMap, probes: Coloured) -> Outcome:
+def _deflated(linear_map: LinearMap, probes: DeflatedProbes) -> Outcome:
     tests, others = probes.fine[:, :SKETCH], probes.fine[:, SKETCH:]
     sketch = linear_map(tests)
     q, each = decide(sketch, tests, probes.near)
@@ -141,7 +141,7 @@ def _filled(like: Array, *blocks: Array) -> Inexact[Array, "n r"]:
 
 def _errors(
     linear_map: LinearMap,
-    probes: Coloured,
+    probes: DeflatedProbes,
     q: Inexact[Array, "n s"],
     products: Inexact[Array, "n c"],
     plain: Bool[Array, " n"],

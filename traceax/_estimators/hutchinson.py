@@ -68,13 +68,7 @@ def hutchinson_trace(
     Communications in Statistics 18(3), doi:10.1080/03610918908812806.
     """
     call = begin(
-        "hutchinson_trace",
-        operator,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        independent=False,
-        colours=True,
+        "hutchinson_trace", operator, key, num_matvecs, sampler=sampler, takes="any"
     )
     call = call.in_batches(batch_size, progress_meter)
     return call.exact(TOTAL) if call.is_exact else estimate_by_forms(call)
@@ -133,13 +127,7 @@ def hutchinson_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
     call = begin(
-        "hutchinson_diagonal",
-        operator,
-        key,
-        num_matvecs,
-        sampler=sampler,
-        independent=False,
-        colours=True,
+        "hutchinson_diagonal", operator, key, num_matvecs, sampler=sampler, takes="any"
     )
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:

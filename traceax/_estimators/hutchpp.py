@@ -85,12 +85,12 @@ def hutchpp_trace(
         num_matvecs,
         least=3,
         sampler=sampler,
-        independent=False,
+        takes="dependent",
     )
     if call.is_exact:
         return call.exact(TOTAL)
     call = call.using(for_sketch(call.operator)).measured()
-    k, rest = _split(call.num_matvecs)
+    k, rest = _sketch_and_rest(call.num_matvecs)
     return call.finish(
         partial(_hutchpp, resphere=call.resphere),
         call.draw(k, rest),
@@ -141,7 +141,7 @@ def na_hutchpp_trace(
         num_matvecs,
         least=4,
         sampler=sampler,
-        independent=False,
+        takes="dependent",
     )
     if call.is_exact:
         return call.exact(TOTAL)
@@ -164,10 +164,10 @@ def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcom
     samples = times(resphering, column_dots(mu, linear_map(mu)))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
     error = standard_error(samples, 4 * linear_map.eps * rounding)
-    return Outcome(jnp.sum(h) + mean(samples), error, _pairs(q, mu, resphering))
+    return Outcome(jnp.sum(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
 
 
-def _split(num_matvecs: int) -> tuple[int, int]:
+def _sketch_and_rest(num_matvecs: int) -> tuple[int, int]:
     k = num_matvecs // 3
     return k, num_matvecs - 2 * k
 
@@ -184,7 +184,7 @@ def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Out
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
     error = standard_error(samples, 4 * linear_map.eps * rounding)
-    weight = _pairs(q, *_project(rest, q, resphere))
+    weight = _hutchpp_pairs(q, *_project(rest, q, resphere))
     return Outcome(low + mean(samples), error, weight)
 
 
@@ -198,7 +198,7 @@ def _project(
     return mu, (n - k) / lengths if resphere else jnp.ones_like(lengths)
 
 
-def _pairs(
+def _hutchpp_pairs(
     q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
 ) -> Pairs:
     left = jnp.hstack([q, times(mu, (resphering / mu.shape[1])[None, :])])
@@ -242,12 +242,12 @@ def diagpp(
     **Reference**: Baston and Nakatsukasa (2022), arXiv:2201.10684, for the one-sided form.
     """
     call = begin(
-        "diagpp", operator, key, num_matvecs, least=3, sampler=sampler, independent=False
+        "diagpp", operator, key, num_matvecs, least=3, sampler=sampler, takes="dependent"
     )
     if call.is_exact:
         return call.exact(by_row(call.operator))
     call = call.measured()
-    k, rest = _split(call.num_matvecs)
+    k, rest = _sketch_and_rest(call.num_matvecs)
     return call.finish(
         _diagpp,
         call.draw(k, rest),

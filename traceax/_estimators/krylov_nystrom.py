@@ -57,7 +57,7 @@ from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
-    diagonal,
+    diagonal_of,
     dot,
     einsum,
     largest_modulus,
@@ -76,7 +76,7 @@ from traceax._probes.samplers import SamplerLike
 NOISES = 3
 
 # Products; with fewer, second ones of two directions would take too many.
-FEWEST = 8
+FEWEST_PROBES = 8
 
 
 def xnystrace(
@@ -126,7 +126,7 @@ def xnystrace(
 
 
 def estimate_by_nystrom(
-    call: Call, method: str, *, cost: int = 1, fewest: float = FEWEST
+    call: Call, method: str, *, cost: int = 1, fewest: float = FEWEST_PROBES
 ) -> Estimate:
     """Estimate the trace, with second products from a budget of `fewest` on. A product
     costs `cost` matvecs."""
@@ -148,7 +148,7 @@ class ProbesOfProducts(NamedTuple):
 
 
 def draw_for_products(
-    call: Call, cost: int = 1, fewest: float = FEWEST
+    call: Call, cost: int = 1, fewest: float = FEWEST_PROBES
 ) -> ProbesOfProducts:
     """Draw the probes: a quarter of the products are second ones."""
     count = call.num_matvecs // cost
@@ -325,8 +325,8 @@ def leaf_by_leaf(
         gram, tested, plain = leaf
         forms, along = dot(columns.conj().T, gram, columns), dot(tested, columns)
         whole, plain = jnp.trace(gram).real, (1 - weights) * plain
-        of_one = jnp.sum(diagonal(forms).real.reshape(k, 2), axis=1)
-        rest = diagonal(along.reshape(k, k, 2)[..., 1]).real
+        of_one = jnp.sum(diagonal_of(forms).real.reshape(k, 2), axis=1)
+        rest = diagonal_of(along.reshape(k, k, 2)[..., 1]).real
         samples = weights * (whole - of_one + roots * rest) + plain
         rest = roots[None, :] * pairs.tested(along)
         of_two = weights[None, :] * (whole - pairs.removed(forms) + rest)

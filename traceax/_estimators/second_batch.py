@@ -76,13 +76,17 @@ from traceax._estimators.readouts import (
     trace_pairs,
     two_sided,
 )
-from traceax._estimators.xdiag import xdiag_samples, xnysdiag_samples
+from traceax._estimators.xdiag import (
+    estimate_by_xnysdiag,
+    xdiag_samples,
+    xnysdiag_samples,
+)
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
-    diagonal,
+    diagonal_of,
     dot,
     mean,
     over,
@@ -237,7 +241,7 @@ def missed_shares(
     overlap = dot(s.conj().T, s)
     inverse = 1 / jackknife.one_minus_squared_modulus(overlap)
     sw = dot(s.conj().T, dot(loo.basis.columns.conj().T, w))
-    own = diagonal(sw)[None, :]
+    own = diagonal_of(sw)[None, :]
     # u_ij* Q* w_j and t_ij* Q* w_j, but for a.
     uw, tw = sw - overlap * own, own - overlap.conj() * sw
     lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(uw) * inverse
@@ -285,16 +289,7 @@ def _selected_readout(
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal of a semidefinite operator."""
-    call = call.using(rademacher)
-    k = call.num_matvecs
-    return call.finish(
-        mixed_diagonal,
-        call.draw(k),
-        method="xnysdiag or hutchinson_diagonal",
-        spent=k,
-        degrees=max(k - 1, 1),
-        structure=call.operator.in_structure(),
-    )
+    return estimate_by_xnysdiag(call, mixed_diagonal, "xnysdiag or hutchinson_diagonal")
 
 
 def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
@@ -337,7 +332,7 @@ def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
     (n, k), right = known.block.shape, over(fitted.residuals, fitted.squares[None, :])
     images, gram = dot(fitted.left, right), dot(right.conj().T, right)
     forms = dot(images.conj().T, images)
-    lengths, own = diagonal(gram).real[:, None], diagonal(forms).real
+    lengths, own = diagonal_of(gram).real[:, None], diagonal_of(forms).real
     along = over(gram, lengths)
     left = lengths.T - squared_modulus(gram) / lengths
     inverse = 1 / jnp.where(jnp.eye(k, dtype=bool), 1, left)

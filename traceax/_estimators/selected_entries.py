@@ -73,14 +73,14 @@ def selected_entries(
         raise invalid(ValueError, name, "pattern", must, "none", cure)
     coloured = for_pattern(name, operator, num_matvecs, known, 2)
     structure = jax.ShapeDtypeStruct((known.rows.size,), working_dtype(operator))
-    entries, subject = SelectedEntries(known), Entries(operator)
+    entries, subject = SelectedEntries(known), EntryMap(operator)
     if call.is_exact:
         return call.exact_by(entries, structure, subject=subject)
     call = call.using(coloured or rademacher)
     return ratio_estimate(call, entries, method=name, structure=structure, subject=subject)
 
 
-class Entries(LinearMap):
+class EntryMap(LinearMap):
     """An operator of which more than the diagonal is read, so that what is read of it is
     complex, even if the operator is Hermitian."""
 

@@ -38,7 +38,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
-from traceax._core.rule import Outcome
+from traceax._core.rule import Algorithm, Outcome
 from traceax._estimators.call import Call, begin
 from traceax._estimators.krylov_nystrom import NOISES, Products, products
 from traceax._estimators.readouts import (
@@ -223,13 +223,15 @@ def xnysdiag(
     return estimate_by_xnysdiag(call)
 
 
-def estimate_by_xnysdiag(call: Call) -> Estimate:
-    call = call.using(rademacher)
-    k = call.num_matvecs
+def estimate_by_xnysdiag(
+    call: Call, algorithm: Algorithm | None = None, method: str = "xnysdiag"
+) -> Estimate:
+    """Estimate the diagonal of a semidefinite operator by all probes at once."""
+    call, k = call.using(rademacher), call.num_matvecs
     return call.finish(
-        _xnysdiag,
+        algorithm or _xnysdiag,
         call.draw(k),
-        method="xnysdiag",
+        method=method,
         spent=k,
         degrees=max(k - 1, 1),
         structure=call.operator.in_structure(),

@@ -51,7 +51,7 @@ from traceax._quadrature.scalar import (
 EIGENVALUES, CHOLESKY = 1024, 2048
 
 # A matrix is not Hermitian if its asymmetry exceeds this part of its largest entry.
-ASYMMETRY = 1e-2
+MATRIX_ASYMMETRY = 1e-2
 
 
 def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) -> bool:
@@ -110,7 +110,7 @@ def hermitian_or_nan(matrix: Array) -> Array:
     notice. The diagonal of a matrix can be given instead of the matrix.
     """
     skew = jnp.max(jnp.abs(matrix - matrix.conj().T))
-    return jnp.where(skew > ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
+    return jnp.where(skew > MATRIX_ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
 
 
 def exact_function_trace(
@@ -120,7 +120,7 @@ def exact_function_trace(
     known = _of_diagonal(call.operator)
     if known is None:
         subject = MatrixFunction(LinearMap(call.operator), fn, combine)
-        return _from_matrix(call, _exact, subject, structure)
+        return _from_matrix(call, _exact_trace, subject, structure)
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
     return exact_estimate(as_result(total, structure), known.spent)
@@ -135,16 +135,16 @@ def _from_matrix(
     return estimate(algorithm, subject, None, structure=structure, **how)
 
 
-def _exact(subject: MatrixFunction, _: None) -> Outcome:
+def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     """Compute tr f(A) from the eigenvalues of a Hermitian matrix."""
     matrix = hermitian_or_nan(subject.linear_map.dense())
     eigen = decompose(matrix)
     weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
-    nodes = Nodes(eigen.values, weights, Partial(_pairs, matrix, eigen))
+    nodes = Nodes(eigen.values, weights, Partial(_matrix_pairs, matrix, eigen))
     return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
 
 
-def _pairs(
+def _matrix_pairs(
     matrix: Array, eigen: Eigen, subject: MatrixFunction, direction: Direction
 ) -> Values:
     """Return tr(f'(A) dA) for a Hermitian A, where dA is the direction."""

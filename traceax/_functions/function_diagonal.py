@@ -137,7 +137,9 @@ def function_diagonal(
     its uses. Compare Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
     """
     name = "function_diagonal"
-    call = begin(name, operator, key, num_matvecs, least=6, sampler=sampler, colours=True)
+    call = begin(
+        name, operator, key, num_matvecs, least=6, sampler=sampler, takes="coloured"
+    )
     call = call.in_batches(None, progress_meter)
     operator, colours = call.operator, call.group
     converted, structure = scalar_function(name, fn, real_dtype(operator))
@@ -148,7 +150,7 @@ def function_diagonal(
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps, choose, tests)
     check_samples(name, shape.width, colours, "num_probes")
     if (known := entries(operator, budget)) is not None:
-        value = as_result(_exact(known.array, converted), operator.in_structure())
+        value = as_result(_exact_diagonal(known.array, converted), operator.in_structure())
         return exact_estimate(value, known.spent)
     if colours > 1:
         return _probed(call, converted, shape)
@@ -206,7 +208,9 @@ def _quadrature_error(
     return jnp.sqrt(mean(squared_modulus(difference)))
 
 
-def _exact(array: Inexact[Array, " *entries"], fn: ScalarFunction) -> Float[Array, " n"]:
+def _exact_diagonal(
+    array: Inexact[Array, " *entries"], fn: ScalarFunction
+) -> Float[Array, " n"]:
     """Return the diagonal of f(A), where `array` is the matrix A or its diagonal."""
     if array.ndim == 1:
         return jax.vmap(fn)(array)[:, 0]
@@ -247,10 +251,10 @@ def block_diagonal(
     sketch = dot(run.basis, dot(rest[0, :, :k], space.starts[:, : tested.shape[1]]))
     sketch = sketch + times(grain, tested)
     weight = two_sided(leave_one_out(sketch, tested, resphere=False))
-    return Outcome(mean(samples), error, Partial(_read, weight, Static(depth)))
+    return Outcome(mean(samples), error, Partial(_read_spaces, weight, Static(depth)))
 
 
-def _read(
+def _read_spaces(
     weight: TwoSided, num_steps: Static, subject: MatrixFunction
 ) -> Float[Array, " n"]:
     """Read the diagonal of f(A) for another operator. Lanczos' process applies f(A)."""

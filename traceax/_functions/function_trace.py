@@ -366,7 +366,7 @@ def schatten_norm(
     if call.is_semidefinite:
         target, exponent, cost = scaled, p, 1
     else:
-        target, exponent, cost = _square(scaled), p / 2, 2
+        target, exponent, cost = _squared(scaled), p / 2, 2
     fn, structure = scalar_function(name, _power(exponent), real_dtype(target))
     products = max((num_matvecs - 1) // cost, 1)
     shape, budget = checked_run(name, products, num_probes, num_steps)
@@ -389,7 +389,7 @@ def schatten_norm(
     )
 
 
-def _square(operator: Operator) -> Operator:
+def _squared(operator: Operator) -> Operator:
     """Return B* B or B B*, whichever is smaller, as a matrix if it costs little."""
     square = gram(operator)
     if not stores_matrix(operator) or square.in_size() > EIGENVALUES:

@@ -156,7 +156,7 @@ def inv_quad_logdet(
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
-        solution, logs, error = _exact(known.array, shift, columns)
+        solution, logs, error = _exact_solve(known.array, shift, columns)
         form = jnp.sum(column_dots(columns, solution).real)
         exact = partial(exact_estimate, spent=known.spent, error=error)
         form, logdet = exact(form), exact(logs + rest)
@@ -171,7 +171,7 @@ def inv_quad_logdet(
     return InvQuadLogdet(form, logdet, sides.like(scale * solution))
 
 
-def _exact(
+def _exact_solve(
     array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
 ) -> tuple[Inexact[Array, "n t"], Float[Array, ""], Float[Array, ""]]:
     """Return the solution, the log-determinant and its error, from all entries of A.
@@ -301,12 +301,12 @@ def likelihood(
     return Outcome(
         jnp.append(traced.value, value),
         jnp.append(traced.standard_error, error),
-        Partial(_read, traced.readout, report),
+        Partial(_read_both, traced.readout, report),
         report,
     )
 
 
-def _read(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
+def _read_both(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
     """Return both values as functions of the subject.
 
     The first derivative holds the solution u. Only the second one includes the change of u.

@@ -112,7 +112,8 @@ def slq_trace(
     name = "slq_trace"
     checks.check_count(name, "num_probes", num_probes, 1)
     checks.check_count(name, "num_steps", num_steps, 1)
-    call = begin(name, operator, key, num_probes * num_steps, sampler=sampler, colours=True)
+    budget = num_probes * num_steps
+    call = begin(name, operator, key, budget, sampler=sampler, takes="coloured")
     call = call.in_batches(batch_size, progress_meter)
     checks.check_samples(name, num_probes, call.group, "num_probes")
     shape = Shape(num_probes, num_steps)
@@ -438,10 +439,8 @@ def spectral_density(
     **Reference**: Lin, Saad and Yang (2016), doi:10.1137/130934283; compare Matti and
     others (2025), arXiv:2502.18626.
     """
-    name = "spectral_density"
-    call = begin(
-        name, operator, key, num_matvecs, sampler=sampler, colours=grid is not None
-    )
+    name, takes = "spectral_density", "independent" if grid is None else "coloured"
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes=takes)
     call = call.in_batches(batch_size, progress_meter)
     shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
     checks.check_samples(name, shape.width, call.group, "num_probes")

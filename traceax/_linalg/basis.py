@@ -33,7 +33,7 @@ from traceax._linalg import lapack
 from traceax._linalg.columns import (
     Square,
     column_norms_squared,
-    diagonal,
+    diagonal_of,
     dot,
     largest_modulus,
     over,
@@ -74,29 +74,31 @@ def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
-Factors = tuple[Inexact[Array, "n k"], Square, Square]
+Decomposition = tuple[Inexact[Array, "n k"], Square, Square]
 
 
-def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Decomposition:
     """Return `columns`, `factor` and `inverse` of a basis."""
     n, k = block.shape
     is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES
     return (_by_qr if is_small or n < TALL * k else _by_random_signs)(block, floor)
 
 
-def _by_qr(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _by_qr(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Decomposition:
     """Decompose by LAPACK's QR decomposition.
 
     A diagonal entry below the floor is replaced by the floor itself, which is real, because
     the phase of a subnormal number is noise.
     """
     columns, triangle = lapack.qr(block)
-    short = jnp.abs(diagonal(triangle)) < floor
+    short = jnp.abs(diagonal_of(triangle)) < floor
     triangle = jnp.where(jnp.diag(short), floor.astype(block.dtype), triangle)
     return columns, triangle, _inverse(triangle.conj().T)
 
 
-def _by_random_signs(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Factors:
+def _by_random_signs(
+    block: Inexact[Array, "n k"], floor: Float[Array, ""]
+) -> Decomposition:
     """Decompose by randomised Cholesky QR, (1) to (3) of the module docstring."""
     n, k = block.shape
     sizes, right = approximate_svd(block)

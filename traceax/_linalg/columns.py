@@ -85,7 +85,7 @@ def squared_modulus(a: Inexact[Array, "*shape"]) -> Float[Array, "*shape"]:
     return (a * a.conj()).real
 
 
-def diagonal(matrix: Square) -> Inexact[Array, " k"]:
+def diagonal_of(matrix: Square) -> Inexact[Array, " k"]:
     """Return the diagonal as a sum, which compiles faster than `jnp.diagonal`'s gather."""
     return einsum("ii->i", matrix)
 

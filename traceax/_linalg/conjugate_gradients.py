@@ -300,24 +300,24 @@ class Solve(eqx.Module):
 
     def __call__(self, apply: Matvecs, y: Sides) -> Sides:
         def on_parts(parts: Parts) -> Parts:
-            return _real_parts(apply(_complex(parts)))
+            return _as_parts(apply(_complex(parts)))
 
         def solve(on_parts: Callable[[Parts], Parts], parts: Parts) -> Parts:
             def on_block(block: Sides) -> Sides:
-                return _complex(on_parts(_real_parts(block)))
+                return _complex(on_parts(_as_parts(block)))
 
             block = _complex(parts)
             solved = conjugate_gradients(
                 on_block, self.precondition, block, rtol=self.rtol, max_steps=self.max_steps
             )
-            return _real_parts(solved.solution)
+            return _as_parts(solved.solution)
 
-        rest = _real_parts(y - apply(self.solution))
+        rest = _as_parts(y - apply(self.solution))
         more = jax.lax.custom_linear_solve(on_parts, rest, solve, symmetric=True)
         return self.solution + _complex(more)
 
 
-def _real_parts(block: Sides) -> Parts:
+def _as_parts(block: Sides) -> Parts:
     """Split a complex block into its real and imaginary parts; a real one has one part."""
     return (block.real, block.imag) if jnp.iscomplexobj(block) else (block,)
 

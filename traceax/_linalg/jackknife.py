@@ -55,7 +55,7 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg.columns import (
     Square,
-    diagonal,
+    diagonal_of,
     dot,
     einsum,
     largest_modulus,
@@ -222,7 +222,7 @@ def pairs_of_probes(
 
 def _dots_with_u(overlap: Square, products: Square) -> Square:
     """Return a u* v_j, by (2), given s_i* v_j."""
-    return products - overlap * diagonal(products)[None, :]
+    return products - overlap * diagonal_of(products)[None, :]
 
 
 def xtrace_replicates(
@@ -235,7 +235,7 @@ def xtrace_replicates(
     s, overlap, inverse, tests, resphering = pairs
     s_adjoint = s.conj().T
     shs = dot(s_adjoint, h, s)
-    own = diagonal(shs)
+    own = diagonal_of(shs)
     uhu = own[:, None] - shs * overlap.T - overlap * shs.T
     uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
     # The terms of (5): `a` cancels from c times (Q u)*.

@@ -61,7 +61,7 @@ from traceax._linalg.columns import (
 )
 
 # Of numbers that are finer than this, small differences keep enough digits.
-DOUBLE = 1e-10
+FINE = 1e-10
 
 # A residual is noise up to so many rounding errors of the product that it is left of.
 ROUNDINGS = 10
@@ -374,7 +374,7 @@ def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None)
     is a lower bound of the spectrum; it makes small eigenvalues more accurate.
     """
     identity, square = plain = plain_frame(projection, filled)
-    if float(jnp.finfo(square.dtype).eps) < DOUBLE:
+    if float(jnp.finfo(square.dtype).eps) < FINE:
         return plain
     scale = largest_modulus(projection)
     shift = jnp.zeros_like(scale) if bound is None else over(bound, scale)

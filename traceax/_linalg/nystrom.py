@@ -30,7 +30,7 @@ from traceax._linalg import lapack
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
-    diagonal,
+    diagonal_of,
     dot,
     einsum,
     over,
@@ -136,7 +136,7 @@ def fit(
         # |F_a|^2/theta_a for a change of theta_a, and remainder j by x_j x_j*,
         # x_j = H^{-1} e_j/(H^{-1})_jj.
         theta = jnp.maximum(values, 0) + shift
-        rates = jnp.sqrt(diagonal(gram).real / theta)
+        rates = jnp.sqrt(diagonal_of(gram).real / theta)
         x = over(residuals, jnp.sqrt(theta)[:, None])
         weights = rates[:, None] * rates[None, :] + jnp.abs(dot(x, x.conj().T)) / k
         noise = jnp.linalg.norm(weights * jnp.abs(skew)) / 2

@@ -26,7 +26,7 @@ their error (`tests.benchmarks.probing`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -43,6 +43,9 @@ from traceax._probes.colouring import best_colouring, places, undirected
 from traceax._probes.probing import Probing, probing_of
 from traceax._probes.samplers import Sampler, hadamard, rademacher, sphere
 
+Takes = Literal["independent", "dependent", "coloured", "any"]
+"""The samplers that a function can use, by how their probes depend on each other."""
+
 MANY = 100_000
 PART = 1 / 8
 ENOUGH = 3  # if colours keep fewer steps apart, a sketch is the better choice
@@ -54,17 +57,17 @@ def coloured(method: str, sampler: Sampler | None) -> str:
     return f"{method}, {colours} colour{'s' * (colours > 1)}" if colours else method
 
 
-def check_dependence(
-    name: str, sampler: Sampler, *, independent: bool = True, colours: bool = False
-) -> None:
-    """Refuse samplers whose probes depend on each other, if the estimator cannot use them.
+def check_dependence(name: str, sampler: Sampler, takes: Takes = "independent") -> None:
+    """Refuse a sampler whose probes depend on each other, unless the function `takes` it.
 
-    An estimator that needs `independent` probes refuses probes drawn without replacement,
-    and one that does not take `colours` refuses `probing`.
+    Probes drawn without replacement are "dependent", and those that come in groups, one for
+    each colour, are "coloured".
     """
-    alone = sampler.population is not None and independent
-    if alone or (sampler.group > 1 and not colours):
-        got = f"traceax.{sampler!r}" if alone else "traceax.probing"
+    alone = sampler.population is not None and takes not in ("dependent", "any")
+    grouped = sampler.group > 1 and takes not in ("coloured", "any")
+    if alone or grouped:
+        got = f"traceax.{sampler!r}" if alone else f"a sampler of group={sampler.group}"
+        got = "traceax.probing" if isinstance(sampler, Probing) else got
         must = "draw independent probes, because each is a sample of its own"
         cure = (
             f"Use traceax.sphere or traceax.rademacher; {got} is for "
@@ -151,7 +154,7 @@ def _columns(
     return as_columns(probes, dtype)
 
 
-class Samples(eqx.Module):
+class Draws(eqx.Module):
     """A function that draws one sample for each key.
 
     It must be hashable, because `Stream` has it in a static field.

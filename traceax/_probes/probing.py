@@ -64,7 +64,7 @@ from traceax._probes.colouring import (
 )
 from traceax._probes.samplers import Sampler, rademacher
 
-Rows = Float[Array, " n"]
+ByRow = Float[Array, " n"]
 
 _MOST_NEIGHBOURS = 8  # the most neighbours that are used for each dimension
 _STEPS = 8  # the length of the random walks that average variances
@@ -139,9 +139,9 @@ class NeighbourResiduals(eqx.Module):
     of the largest entries of all.
     """
 
-    squares: Rows
+    squares: ByRow
     beyond: Float[Array, "n 2"]
-    size: Rows
+    size: ByRow
     scale: Float[Array, ""]
 
     def merged(self, other: NeighbourResiduals) -> NeighbourResiduals:
@@ -153,7 +153,7 @@ class NeighbourResiduals(eqx.Module):
         size = self.size * one + other.size * two
         return NeighbourResiduals(squares, beyond, size, scale)
 
-    def error(self, near: Neighbourhood, repeats: int, eps: float) -> Rows:
+    def error(self, near: Neighbourhood, repeats: int, eps: float) -> ByRow:
         """Return the standard error of the mean over repeats."""
         variances = self.squares
         for _ in range(_STEPS):
@@ -164,7 +164,7 @@ class NeighbourResiduals(eqx.Module):
         is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
         return jnp.where(is_exact, 0, error)
 
-    def error_in_sum(self, near: Neighbourhood, eps: float, *, real: bool) -> Rows:
+    def error_in_sum(self, near: Neighbourhood, eps: float, *, real: bool) -> ByRow:
         """Return the contribution of each entry of one repeat to the error of their sum.
 
         The error of the sum is the root of the sum of squares. With real signs an entry of
@@ -208,7 +208,7 @@ def neighbour_residuals(
     return NeighbourResiduals(squares, beyond, size, scale)
 
 
-def combined_error(spread: Rows, indicator: Rows, repeats: int) -> Rows:
+def combined_error(spread: ByRow, indicator: ByRow, repeats: int) -> ByRow:
     """Return the standard error of a mean over repeats, by spread and by residuals.
 
     The spread of all entries together is right, so it scales the error indicator.

@@ -26,7 +26,7 @@ from traceax._core.checks import check_batch_size, check_samples, invalid
 from traceax._core.operator import Operator
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
-from traceax._probes.draw import Samples, draw
+from traceax._probes.draw import Draws, draw
 from traceax._probes.probing import DEGREES
 from traceax._probes.samplers import Sampler
 
@@ -121,7 +121,7 @@ class Stream(eqx.Module):
 
         starts = self.batch * jnp.arange(whole)
         (carry, state), outputs = jax.lax.scan(shown, (carry, meter.init()), starts)
-        outputs = jax.tree.map(_joined, outputs)
+        outputs = jax.tree.map(_unbatched, outputs)
         if rest:
             last = jax.checkpoint(partial(step, count=rest))
             carry, output = last(carry, jnp.asarray(self.batch * whole))
@@ -184,7 +184,7 @@ class _Units(NamedTuple):
         return jax.nn.one_hot(indices, self.n, axis=0, dtype=self.dtype)
 
 
-def _joined(outputs: Array) -> Array:
+def _unbatched(outputs: Array) -> Array:
     """Join the outputs of several batches, a leading axis, along their last axis."""
     moved = jnp.moveaxis(outputs, 0, -2)
     return moved.reshape(*moved.shape[:-2], -1)
@@ -267,7 +267,7 @@ def stream(
     count = num_probes // group
     batch = count if batch_size is None else batch_size // group
     if batch < count and sampler.independent:
-        samples = Samples(name, sampler, operator.in_structure())
+        samples = Draws(name, sampler, operator.in_structure())
         return Stream(jax.random.split(key, count), samples, count, group, batch)
     block = draw(name, sampler, key, operator, num_probes)
     return Stream(block, None, count, group, batch)

@@ -99,7 +99,7 @@ def block_arnoldi(
         x.astype(modes.nodes.dtype) for x in (spaces.vectors, spaces.remainders, starts)
     )
     spaces = Complements(vectors, remainders, spaces.dimensions, spaces.inside)
-    weights = jax.vmap(partial(_weights, spaces, starts), out_axes=1)(modes)
+    weights = jax.vmap(partial(_mode_weights, spaces, starts), out_axes=1)(modes)
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.any(jnp.isnan(levels)), jnp.nan, weights)
 
@@ -144,7 +144,7 @@ def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
     return Modes(nodes, vectors, jax.vmap(lambda v: lapack.solve((v, unit)))(vectors))
 
 
-def _weights(
+def _mode_weights(
     spaces: Complements, starts: Inexact[Array, "k r"], modes: Modes
 ) -> Inexact[Array, "2 k m"]:
     """Return the weight of each node in each sample, which is the diagonal of the inverse

@@ -57,7 +57,7 @@ from traceax._linalg.columns import (
     squared_modulus,
 )
 from traceax._linalg.krylov import (
-    DOUBLE,
+    FINE,
     BlockKrylov,
     Complements,
     block_krylov,
@@ -181,7 +181,7 @@ def spectrum_of(
     undefined = jnp.any(~jnp.isfinite(at_nodes(fn, eigen.values)), axis=-1)
     reach = 4 * jnp.maximum(own.size**0.5 * eps, own) * largest
     moved = undefined & (jnp.abs(eigen.values - edge) <= reach)
-    zero = 0 if eps < DOUBLE else eps * largest
+    zero = 0 if eps < FINE else eps * largest
     moved_to = edge + jnp.where(space.is_exhausted, zero, own * largest)
     nodes = jnp.where(moved, moved_to, eigen.values)
     values = at_nodes(fn, nodes)

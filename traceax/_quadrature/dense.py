@@ -20,7 +20,7 @@ from traceax._core.sparse import answer
 from traceax._core.vectors import Structure, flatten, unflatten
 from traceax._linalg import lapack
 from traceax._linalg.columns import dot, einsum, over, promoted, times
-from traceax._linalg.krylov import DOUBLE, lanczos
+from traceax._linalg.krylov import FINE, lanczos
 from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
 
@@ -53,7 +53,7 @@ def decompose_above(
     single precision a lower bound of the spectrum lets small eigenvalues keep more digits,
     which is worth three times the time."""
     eps = float(jnp.finfo(matrices.dtype).eps)
-    if bound is None or eps < DOUBLE:
+    if bound is None or eps < FINE:
         eigen = decompose(matrices)
         return eigen, jnp.broadcast_to(eps * largest_of(eigen.values), eigen.values.shape)
     identity = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
@@ -159,7 +159,7 @@ class FunctionOfOperator(Operator):
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         column = flatten(vector, working_dtype(self.operator))
         subject = LinearMap(self.operator), self.fn, column
-        apply = partial(_apply, num_steps=self.num_steps)
+        apply = partial(_apply_function, num_steps=self.num_steps)
         value = apply(subject, differentiable=False)
         value = with_own_jvp(value, partial(apply, differentiable=True), subject)
         return unflatten(value, self.operator.out_structure())
@@ -177,7 +177,7 @@ class FunctionOfOperator(Operator):
         return self.operator.out_structure()
 
 
-def _apply(
+def _apply_function(
     subject: tuple[LinearMap, Flat, Array], *, num_steps: int, differentiable: bool
 ) -> Inexact[Array, " n"]:
     """Return f(A) v, where the subject holds A, f and v."""

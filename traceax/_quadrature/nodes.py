@@ -80,7 +80,7 @@ class Direction(eqx.Module):
         return jnp.zeros_like(value) if moved is None else moved
 
 
-Pairs = Callable[[MatrixFunction, Direction], Values]
+SlopePairs = Callable[[MatrixFunction, Direction], Values]
 """The sum over all pairs of l^T dA r, for each of the p values of f."""
 
 
@@ -91,7 +91,7 @@ class Nodes(eqx.Module):
 
     nodes: Inexact[Array, " m"]
     weights: Inexact[Array, "... m"]
-    pairs: Pairs
+    pairs: SlopePairs
 
     def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
         return read(subject, self)

@@ -41,7 +41,7 @@ Scalar = Inexact[Array, ""]
 Flat = Callable[[Scalar], Inexact[Array, " p"]]
 
 # The jackknife needs so many samples to estimate the bias.
-FEWEST = 3
+FEWEST_SAMPLES = 3
 
 
 class ScalarFunction(eqx.Module):
@@ -225,12 +225,12 @@ def traces_outcome(
     if (combine := subject.combine) is None:
         value, error = total, error_of(values, *bounds)
     else:
-        slope = _slope(combine, total)
+        slope = _slope_of(combine, total)
         copies = slope.shape[1] // len(total)  # two if the traces are complex
         bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
         error = error_of(_through(slope, _real_parts(values, axis=-2)), *bounds)
         shifts = _shifts(combine, total, samples)
-        readout = Partial(_read, readout, shifts)
+        readout = Partial(_read_combination, readout, shifts)
         value = _unbiased(combine, total, shifts)
         eps = float(jnp.finfo(subject.linear_map.dtype).eps)
         error = jnp.hypot(error, 4 * eps * jnp.abs(value))
@@ -245,11 +245,11 @@ def exact_outcome(
 ) -> Outcome:
     """Return exact traces, or their combination, with an error bar of zero."""
     if combine is not None:
-        total, readout = combine(total), Partial(_read, readout, None)
+        total, readout = combine(total), Partial(_read_combination, readout, None)
     return Outcome(total, jnp.zeros_like(total.real), readout)
 
 
-def _read(
+def _read_combination(
     traces: Readout, shifts: Inexact[Array, "p k"] | None, subject: MatrixFunction
 ) -> Inexact[Array, " q"]:
     """Read the combination of the traces of another operator or another function."""
@@ -263,7 +263,9 @@ def _real_parts(values: Inexact[Array, "..."], axis: int) -> Float[Array, "..."]
     return jnp.concatenate(parts, axis=axis)
 
 
-def _slope(combine: ScalarFunction, total: Inexact[Array, " p"]) -> Inexact[Array, "q _"]:
+def _slope_of(
+    combine: ScalarFunction, total: Inexact[Array, " p"]
+) -> Inexact[Array, "q _"]:
     """Return Dg(t), the derivatives in the real parts of t."""
 
     def of_parts(parts: Float[Array, " _"]) -> Inexact[Array, " q"]:
@@ -301,7 +303,7 @@ def _shifts(
     """Return the d_i if there are enough samples. They are zero if g is undefined at some
     t_{-i}, as the log of a negative number is, because then the bias is unknown."""
     k = samples.shape[1]
-    if k < FEWEST:
+    if k < FEWEST_SAMPLES:
         return None
     shifts = (samples - total[:, None]) / (k - 1)
     value, unbiased = combine(total), _unbiased(combine, total, shifts)
