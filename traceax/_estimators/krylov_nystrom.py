@@ -1,37 +1,45 @@
-"""Nyström approximations of semidefinite operators: traces, and sums over leaves.
+"""Nyström approximations of semidefinite operators, for traces and for sums over leaves.
 
-With S a test matrix, A<S> = A S (S* A S)^{-1} (A S)* the Nyström approximation from it, and
-A<S_-j> that without probe j and what was made of it,
+Let S be a test matrix, and A<S> = A S (S* A S)^{-1} (A S)* the Nyström approximation made
+from it. A<S_-j> is the approximation that lacks probe j and everything made from probe j.
+Then
 
     tr A = E[ tr A<S_-j> + c_j w_j* (A - A<S_-j>) w_j ]        for every j,
 
-since w_j is isotropic and independent of the others. The k estimates of the right-hand side
-are averaged. If the probes are resphered, c_j = (n - dim S_-j)/(w_j* (I - P_j) w_j) with
-P_j the projector on S_-j, which removes all of the variance that a multiple of I
-contributes; else c_j is 1. `_linalg.nystrom` has the approximations without a probe, and
-without two, of which the jackknife's error is made. The same with I in the place of A gives
-dim S_-j and w_j* (I - P_j) w_j.
+because w_j is isotropic and independent of the other probes. The estimate is the mean of
+the k samples in the brackets. If the probes are resphered, then
 
-**XNysTrace** has S = Omega, all k probes: one application a probe.
+    c_j = (n - dim S_-j) / (w_j* (I - P_j) w_j)
 
-**In a Krylov space.** XNysTrace leaves about tr(rest)/k in the direction of a large
-eigenvalue. XTrace's second product A Q leaves next to nothing there, but a sketch by half
-of the probes is worse where eigenvalues decay. So a quarter of the budget is spent on
-second products: with probes Omega_1, a of them, Omega_2, and Q R = A Omega_1,
+with P_j the projector on S_-j. This factor removes all of the variance that a multiple of I
+contributes. Otherwise c_j is 1. `_linalg.nystrom` computes the approximations without one
+probe, and the approximations without two, from which the jackknife makes the standard
+error. With I in the place of A it also computes dim S_-j and w_j* (I - P_j) w_j.
+
+**XNysTrace** uses S = Omega with all k probes. It takes one matvec per probe.
+
+**In a Krylov space.** XNysTrace leaves an error of about tr(rest)/k in the direction of a
+large eigenvalue. XTrace leaves hardly any error there, because it also computes A Q, but
+its sketch has only half as many probes, which is worse if eigenvalues decay. So the
+estimate here spends a quarter of the budget on *second matvecs*, which apply A to a basis
+of images. Omega_1 and Omega_2 hold the probes, a of them in Omega_1. With Q R = A Omega_1,
 
     S = [Omega_1, Omega_2, Q].
 
-With probe j of Omega_1 goes the direction s_j of Q, which the other columns of R do not
-have (`basis.downdate`). No decision is made, so none can be wrong.
+To leave out probe j of Omega_1 is to leave out the direction s_j of Q, too, which is
+orthogonal to all other columns of R (`basis.downdate`). The budget is always split in this
+way, so there is no decision that could be wrong.
 
-**Derivative.** It is read through XTrace's weight on the range of A S, from which probe j
-is left out in the same way, with a ridge in the place of the shift (`_readout`).
+This estimate is worse than XNysTrace if nearly all of the trace lies in more eigenvalues
+than there are second matvecs, and in fewer than the budget has matvecs
+(`tests.benchmarks.choices`).
 
-**Sums over leaves** have the same estimates, each summed over the rows of a leaf, without
-resphering, so that signs are exact for the diagonal part of the remainder (`second_batch`).
+**Derivative.** The derivative uses XTrace's readout on the range of A S. Probe j is left
+out of that range in the same way, and a ridge takes the place of the shift (`_readout`).
 
-It is worse than XNysTrace (`tests.benchmarks.choices`) where nearly all of the trace is in
-more eigenvalues than there are second products, and in fewer than there are products.
+**Sums over leaves** are the same estimates, each summed over the rows of one leaf. They are
+not resphered, so that random signs are exact for the diagonal part of the remainder
+(`second_batch`).
 """
 
 from __future__ import annotations
@@ -71,11 +79,12 @@ from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
 from traceax._probes.draw import for_sketch
 from traceax._probes.samplers import SamplerLike
 
-# How many standard errors of the noise of matvecs an error bar has at least. The shift that
-# the noise needs leaves a bias of about one.
+# An error bar is at least this many standard deviations of the noise of matvecs. The shift
+# that the noise requires leaves a bias of about one such standard deviation.
 NOISES = 3
 
-# Products; with fewer, second ones of two directions would take too many.
+# The least budget, in matvecs, that has second matvecs. Two directions would take too large
+# a part of a smaller budget.
 FEWEST_PROBES = 8
 
 
@@ -86,28 +95,30 @@ def xnystrace(
     *,
     sampler: SamplerLike | None = None,
 ) -> Estimate:
-    """Estimate tr A of a semidefinite operator by XNysTrace: one application a probe.
+    """Estimate tr A of a semidefinite operator by XNysTrace, with one matvec per probe.
 
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates the remainder of the approximation by the others:
+    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
+    left out of it, and estimates the remainder of the approximation by the others:
 
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 
-    Unbiased. Exact (to rounding) if the rank of A is below k, or if A is a multiple of I
-    (and probes are resphered). The most accurate estimator wherever it applies.
+    The estimate is unbiased. It is exact (to rounding) if the rank of A is below k, or if A
+    is a multiple of I (and probes are resphered). If A is semidefinite, this is the most
+    accurate estimator.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
-    `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
+    `sampler`: independent probes. The default is the sphere, resphered by c_i, or signs.
 
-    **Returns** an `Estimate`. `standard_error` includes the noise of matvecs, which the
-    asymmetry of Omega* A Omega shows: an operator may compute in TF32 or bfloat16 inside.
-    An operator that is semidefinite only up to rounding of its entries is estimated without
-    bias. If its most negative eigenvalue is deeper than a hundredth of the largest, and
-    noise does not explain it, the tag was wrong: value and error are NaN.
+    **Returns** an `Estimate`. `standard_error` includes the noise of matvecs, because an
+    operator may compute in TF32 or bfloat16 internally. The asymmetry of Omega* A Omega
+    shows this noise. An operator that is semidefinite only up to rounding of its entries is
+    estimated without bias. If its most negative eigenvalue is larger in modulus than a
+    hundredth of the largest one, and noise does not explain this, the tag was wrong, and
+    value and error are NaN.
 
-    **Derivatives**: by XTrace's rule on the same sketch, which is frozen: exact for a
-    multiple of I, also for indefinite tangents. A gradient costs 2k matvec-VJPs. **Cost**:
-    k applications in one batch; 4 blocks of n x k; about 16 n k^2 flops.
+    **Derivatives**: XTrace's rule on the same sketch, which is frozen. It is exact for a
+    multiple of I, and holds for indefinite tangents, too. A gradient costs 2k matvec-VJPs.
+    **Cost**: k matvecs in one batch; 4 blocks of n x k; about 16 n k^2 flops.
 
     **Example**
 
@@ -128,8 +139,11 @@ def xnystrace(
 def estimate_by_nystrom(
     call: Call, method: str, *, cost: int = 1, fewest: float = FEWEST_PROBES
 ) -> Estimate:
-    """Estimate the trace, with second products from a budget of `fewest` on. A product
-    costs `cost` matvecs."""
+    """Estimate the trace, with second matvecs if the budget has at least `fewest` matvecs.
+
+    One matvec with `call.operator` counts as `cost` matvecs of the budget. For example, a
+    Gram matrix A* A costs 2 matvecs.
+    """
     call = call.using(for_sketch(call.operator))
     drawn = draw_for_products(call, cost, fewest)
     algorithm = partial(_trace, resphere=call.resphere)
@@ -139,8 +153,12 @@ def estimate_by_nystrom(
 
 
 class ProbesOfProducts(NamedTuple):
-    """Probes with second products and without, the matvecs they cost, and the degrees of
-    freedom of the error bar."""
+    """The probes of an estimate with second matvecs.
+
+    `blocks` are Omega_1, whose images get second matvecs, and Omega_2, whose images do not.
+    `spent` is the number of matvecs that all of it costs, and `degrees` the degrees of
+    freedom of the error bar.
+    """
 
     blocks: tuple[Inexact[Array, "n a"], Inexact[Array, "n b"]]
     spent: int
@@ -150,7 +168,10 @@ class ProbesOfProducts(NamedTuple):
 def draw_for_products(
     call: Call, cost: int = 1, fewest: float = FEWEST_PROBES
 ) -> ProbesOfProducts:
-    """Draw the probes: a quarter of the products are second ones."""
+    """Draw the probes for a budget of which a quarter goes to second matvecs.
+
+    `cost` and `fewest` are those arguments of `estimate_by_nystrom`.
+    """
     count = call.num_matvecs // cost
     again = count // 4 if count >= fewest else 0
     (block,) = call.draw(count - again)
@@ -159,7 +180,12 @@ def draw_for_products(
 
 
 class Products(NamedTuple):
-    """All probes, S, A S/scale (of -A if `sign` is -1), and the directions of Q."""
+    """The matvecs of an estimate, from which value, error and derivative are made.
+
+    `block` holds all probes, `test` is S, and `images` is A S/scale, with -A in the place
+    of A if `sign` is -1. `directions` are the s_j of `basis.downdate`, one for each probe
+    of Omega_1; there are none without second matvecs.
+    """
 
     block: Inexact[Array, "n k"]
     test: Inexact[Array, "n m"]
@@ -170,31 +196,33 @@ class Products(NamedTuple):
 
     @property
     def eps(self) -> float:
-        """The rounding error of sums. A coarser operator shows its noise in the core."""
+        """The unit roundoff of sums. The core shows the noise of a coarser operator."""
         return float(jnp.finfo(self.images.dtype).eps)
 
     @property
     def fitted(self) -> Fit:
-        """With the shift of what the products are rounded by."""
+        """The Nyström approximation, with a shift that covers rounding of the images."""
         size = jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
         noise = self.eps * self.block.shape[0] ** 0.5 * size
         return fit_to_core(self.test, self.images, self.directions, noise)
 
     @property
     def without_second(self) -> Products:
-        """Those with the probes alone."""
+        """The same matvecs without the second ones, so that S = Omega."""
         block, none = self.block, self.directions[:0, :0]
         return self._replace(test=block, images=self.sketch, directions=none)
 
     @property
     def sketch(self) -> Inexact[Array, "n k"]:
-        """A/scale times the probes."""
+        """The images of the probes alone, A Omega/scale."""
         return self.images[:, : self.block.shape[1]]
 
 
 def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
-    """Apply the operator to all blocks of probes, and to a basis of the sketch of the first
-    block if there are two."""
+    """Apply the operator to all probes and, if there are two blocks, to Q.
+
+    Q is a basis of the images of the first block.
+    """
     block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
     again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
     known = products_of_sketch(sketch, block)._replace(sign=sign)
@@ -212,6 +240,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
 def products_of_sketch(
     sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"]
 ) -> Products:
+    """Collect what is known from one batch, the sketch A Omega of the probes `block`."""
     scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
     images = over(sketch, jnp.where(jnp.any(sketch != 0), scale, 1))
     return Products(block, block, images, none, 1, scale)
@@ -231,11 +260,17 @@ def _trace(
 
 
 def _readout(known: Products, resphere: bool) -> Pairs:
-    """The mean of 2 P_j - P_j^2 + c_j mu_j mu_j*, P_j = F C_j F* of A S with C_j =
-    I - N_j N_j*, mu_j = (I - P_j) w_j: its expectation is I, projector or not."""
+    """Return the readout for derivatives, the mean of 2 P_j - P_j^2 + c_j mu_j mu_j*.
+
+    Here P_j = F C_j F* with C_j = I - N_j N_j*, where F comes from A S as in
+    `_linalg.nystrom`, and mu_j = (I - P_j) w_j. The ridge makes P_j differ from a
+    projector. The expectation of the readout is I nevertheless, because E[mu_j mu_j*] =
+    (I - P_j)^2.
+    """
     block, (n, m) = known.block, known.images.shape
     k = block.shape[1]
-    # The squares of the singular values, which fall far, without squaring the block.
+    # Singular values of A S may span many orders of magnitude. So they are computed from
+    # the block and squared, because rounding in (A S)* A S would destroy the small ones.
     basis = orthonormalise(known.images)
     sizes, right = lapack.svd(basis.factor)[1:]
     ridge = 16 * known.eps * sizes[0] ** 2
@@ -252,7 +287,7 @@ def _readout(known: Products, resphere: bool) -> Pairs:
     along = einsum("kma,mk->ka", v.conj(), inside)
     mu = block - dot(space.left, inside - einsum("kma,ka->mk", v, along))
     lengths = jnp.ones(k, sizes.dtype)
-    if resphere:  # n - tr(2 P_j - P_j^2)
+    if resphere:  # the trace n - tr(2 P_j - P_j^2), over |mu_j|^2
         second = jnp.sum(column_norms_squared(dot(gram, columns)).reshape(k, 2), axis=1)
         squares = jnp.sum(squared_modulus(gram)) - 2 * second
         squares = squares + jnp.sum(squared_modulus(inner), axis=(1, 2))
@@ -264,8 +299,10 @@ def _readout(known: Products, resphere: bool) -> Pairs:
 def value_and_error(
     known: Products, *, resphere: bool
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the estimate of the trace, of -A if `known.sign` is -1, and its error bar."""
     (n, k), of_a = known.block.shape, known.fitted
-    # In the same proportion to I as the shift is to A, so that multiples of I are exact.
+    # The ridge has the same ratio to I as the shift has to A, so that the estimate is exact
+    # for multiples of I.
     size = jnp.sum(column_dots(known.test, known.images).real)
     proportion = jnp.sum(column_norms_squared(known.test)) / jnp.where(size != 0, size, 1)
     ridge = of_a.shift * proportion
@@ -291,13 +328,14 @@ def value_and_error(
 
 
 def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, " k"]:
+    """Return the replicates of the jackknife, the estimates without each of the probes."""
     (traces, remainders), (ranks, lengths) = _of_pairs(of_a), _of_pairs(of_one)
     factors = (n - ranks) / lengths if resphere else 1
     return jackknife.mean_of_others(traces + factors * remainders)
 
 
 def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
-    """tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j."""
+    """Return tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j, as matrices indexed [i, j]."""
     pairs, columns = left_out_in_pairs(fit), fit.columns
     removed = pairs.removed(dot(columns.conj().T, fit.gram, columns))
     traces = jnp.trace(fit.gram).real - removed
@@ -307,12 +345,17 @@ def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
 def leaf_by_leaf(
     known: Products, weights: Float[Array, " k"], structure: Structure, leaves: LeafSums
 ) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
-    """With F_L and W_L the rows of a leaf,
+    """Return the sums over leaves and their error bars.
+
+    Let F_L and W_L be the rows of F and of the probes that belong to one leaf. The sample
+    of probe j for the sum over that leaf is
 
         t_j = tr F_L C_j F_L* + w_jL* F_L u_j/|u_j|^2,
 
-    and likewise without i and j: of F only the F_L* F_L and W_L* F_L are needed. `weights`
-    are those of the t_j, beside those of the quadratic forms w_jL* (A w_j)_L."""
+    with C_j = I - N_j N_j* in the notation of `_linalg.nystrom`. The sample without i and j
+    is similar. So only F_L* F_L and W_L* F_L are needed. The estimate mixes the t_j, with
+    these `weights`, and the quadratic forms w_jL* (A w_j)_L, with weights 1 - `weights`.
+    """
     (n, k), fitted = known.block.shape, known.fitted
     *of_leaves, counts = (
         jax.ops.segment_sum(x, np.asarray(leaves.places), leaves.count)
@@ -342,7 +385,8 @@ def leaf_by_leaf(
 def _of_leaves(
     left: Inexact[Array, "n m"], known: Products, structure: Structure
 ) -> tuple[Array, Array, Array, Float[Array, " leaves"]]:
-    """Return F_L* F_L, W_L* F_L, the forms, and the number of rows of each leaf."""
+    """Return F_L* F_L, W_L* F_L, the quadratic forms w_jL* (A w_j)_L, and the number of
+    rows, for each leaf."""
     leaves = jax.tree.leaves(structure)
     as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
     rows = [unflatten_rows(x.T, as_they_are) for x in (left, known.block, known.sketch)]
