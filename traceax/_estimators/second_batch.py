@@ -1,41 +1,48 @@
-"""Sketches or samples: the first batch of products decides what the second batch is.
+"""Sketches or samples: the first batch of matvecs decides what the second batch is.
 
-Where singular values decay, the second batch A Q of XTrace and XDiag removes most of the
-variance; where they do not, as many fresh probes F are better. In the notation of
-`leave_one_out`, there are two unbiased estimates for each probe i of Y = A Omega:
+If singular values decay, the second batch A Q of XTrace and XDiag removes most of the
+variance. If they do not, it is better to apply A to as many fresh probes F. In the notation
+of `leave_one_out`, there are two unbiased estimates for each probe i of Y = A Omega:
 
     traces:     e_i = tr(P_i A) + c_i mu_i* A mu_i                              from A Q
                 f_i = (w_i* A w_i + mean_j F_j* A F_j) / 2                      from A F
     diagonals:  e_i = diag A_i + conj(w_i) o B_i w_i                            from A* Q
                 f_i = (conj(w_i) o A w_i + mean_j F_j o conj(A* F_j)) / 2       from A* F
 
-A decision for all probes, made of Y, would depend on the forms w_i* A w_i that it decides
-about, and be biased. So each probe has its own weight a_i in [0, 1], made of the others,
-and g_i = a_i e_i + (1 - a_i) f_i is unbiased. One batch cannot serve both terms: it is
-selected at random, before it is applied. With u uniform on [0, 1), for the mean of the g_i,
+A single decision for all probes, computed from Y, would depend on the forms w_i* A w_i that
+it decides about, so the estimate would be biased. Instead each probe i has its own weight
+a_i in [0, 1], which is computed from the other probes. Then g_i = a_i e_i + (1 - a_i) f_i
+is unbiased. One second batch cannot serve both terms, so one of the two is selected at
+random before it is applied. With u uniform on [0, 1), the mean of the g_i is the
+expectation over u of
 
     u < mean a:    value = sum a_i e_i / sum a_i
     otherwise:     value = sum (1 - a_i) f_i / sum (1 - a_i).
 
-a_i falls from 1 to 0 as the share of the variance that a sketch leaves grows to about .5,
+The weight a_i falls from 1 to 0 as t_i, the share of the variance that a sketch leaves,
+grows to about .5. This share is
 
     t_i = sum_j |r_ij|^2 / sum_j |A w_j|^2,    r_ij = (I - P_ij) A w_j,    j != i,
 
-with P_ij the projector without probes i and j. Multiples of I do not count in a trace: of
-both vectors only the part orthogonal to the probe (mu_ij, w_j) is taken. In a diagonal they
-count in XDiag's error: of r_ij only its part along w_j is left out. With L = S* S, the u_ij
-of `jackknife`, and t_ij = (s_j - s_i L_ij)/a, a^2 = 1 - |L_ij|^2, all of this is k x k:
+with P_ij the projector without probes i and j. For a trace, multiples of I do not matter,
+so only parts orthogonal to a probe count: the part of r_ij orthogonal to mu_ij, and the
+part of A w_j orthogonal to w_j. For a diagonal, multiples of I matter in XDiag's error, so
+the parts of r_ij and A w_j along w_j are left out instead. Let L = S* S, take u_ij from
+`jackknife`, and let t_ij = (s_j - s_i L_ij)/a with a^2 = 1 - |L_ij|^2. Then everything
+follows from k x k matrices:
 
     r_ij = (d_j/a) Q t_ij,    |mu_ij|^2 = |mu_j|^2 + |u_ij* Q* w_j|^2.
 
-Measured (`tests.benchmarks.second_batch`): 1.4 (2.4) times less error than XTrace (XDiag)
-on flat spectra, the same on decaying ones, in between at worst a tenth (a fifth) above.
+On flat spectra the measured error was 1.4 times smaller than the error of XTrace, and 2.4
+times smaller than the error of XDiag. On decaying spectra it was the same. Between these
+cases it was at worst a tenth larger for traces, and a fifth larger for diagonals
+(`tests.benchmarks.second_batch`).
 
-**Semidefinite operators.** The batch Y = A Omega gives both estimates of a diagonal,
-XNysDiag's e_i and f_i = conj(w_i) o A w_i, so the mean of the g_i is the value. (Sums over
-leaves have second products in their e_i, `krylov_nystrom`.) With r_ij = B_ij w_j, what the
-Nyström approximation without i and j misses, the two are equally good where t is .9 to 1.
-In the notation of `nystrom`, with K = G* G,
+**Semidefinite operators.** The batch Y = A Omega gives both estimates of a diagonal, e_i by
+XNysDiag and f_i = conj(w_i) o A w_i. So the value is the mean of the g_i itself. (For sums
+over leaves, the e_i use second matvecs: see `krylov_nystrom`.) Here r_ij = B_ij w_j, with
+B_ij the remainder of the Nyström approximation without i and j. The two estimates are
+equally good if t_i lies between .9 and 1. In the notation of `nystrom`, with K = G* G,
 
     u_ij = g_j - g_i K_ij/K_ii,   B_ij w_j = F u_ij/|u_ij|^2,   w_j* B_ij w_j = 1/|u_ij|^2.
 """
@@ -102,7 +109,10 @@ ValueAndError = tuple[Array, Array]
 
 
 class BothBatches(eqx.Module):
-    """Probes of the first batch, fresh ones for the second, and u, which selects."""
+    """The probes of the first batch, fresh probes F for the second batch, and u.
+
+    `uniform` is the number u on [0, 1) that selects the second batch.
+    """
 
     first: Inexact[Array, "n k"]
     fresh: Inexact[Array, "n k"]
@@ -110,20 +120,21 @@ class BothBatches(eqx.Module):
 
 
 def xtrace_or_hutchinson(call: Call) -> Estimate:
-    """Estimate the trace."""
+    """Estimate the trace by XTrace or Hutchinson, whichever the first batch selects."""
     call = call.using(for_sketch(call.operator)).measured()
     algorithm = partial(sketched_or_sampled_trace, resphere=call.resphere)
     return _finish(call, algorithm, "xtrace or hutchinson_trace", TOTAL)
 
 
 def xdiag_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
-    """Estimate the diagonal, or sums over parts of it."""
+    """Estimate the diagonal, or sums over parts of it, by XDiag or Hutchinson."""
     call = call.using(rademacher).measured()
     algorithm = partial(sketched_or_sampled_diagonal, reduce=reduce.fn)
     return _finish(call, algorithm, "xdiag or hutchinson_diagonal", reduce)
 
 
 def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Estimate:
+    """Draw the probes of both batches and u, and run the algorithm."""
     k = call.num_matvecs // 2
     sketch_key, fresh_key, uniform_key = jax.random.split(call.key, 3)
     first = draw(call.name, call.source, sketch_key, call.operator, k)
@@ -140,18 +151,20 @@ def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Es
 
 
 class Choice(NamedTuple):
-    """Whether the second batch is A Q, and the weights of the probes, of sum 1."""
+    """Whether the second batch is A Q, and weights of the probes, which sum to 1."""
 
     sketches: Bool[Array, ""]
     weights: Float[Array, " k"]
 
     def select(self, sketched: Tree, sampled: Tree) -> Tree:
+        """Return `sketched` if the second batch is A Q, else `sampled`."""
         return jax.tree.map(partial(jnp.where, self.sketches), sketched, sampled)
 
 
 def sketched_or_sampled_trace(
     linear_map: LinearMap, probes: BothBatches, *, resphere: bool
 ) -> Outcome:
+    """Estimate the trace from Y = A Omega and one of A Q and A F."""
     first, fresh = probes.first, probes.fresh
     sketch, eps = linear_map(first), linear_map.eps
     loo = leave_one_out(sketch, first, resphere=resphere)
@@ -178,6 +191,7 @@ def sketched_or_sampled_trace(
 def sketched_or_sampled_diagonal(
     linear_map: LinearMap, probes: BothBatches, *, reduce: Callable[[Rows], Any]
 ) -> Outcome:
+    """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
     first, fresh = probes.first, probes.fresh
     sketch, eps = linear_map(first), linear_map.eps
     hermitian = linear_map.is_hermitian
@@ -201,30 +215,31 @@ def sketched_or_sampled_diagonal(
 
 
 def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
-    """Return the mean of two independent estimates."""
+    """Return the mean of two independent estimates, and its error bar."""
     return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
 
 
 def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
-    """Randomised selection by the weights of the sketch."""
-    # Compared with a sum, not a mean: if all weights are 1, rounding changes nothing.
+    """Select the second batch at random. `weights` are the a_i, and `uniform` is u."""
+    # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
+    # selected whatever the rounding.
     sketches = uniform * weights.shape[0] < jnp.sum(weights)
     return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
 
 
 def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
-    """The weights over their sum; zeros stay zeros."""
+    """Divide the weights by their sum. If all are zero, they stay zero."""
     return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
 
 
 def trace_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
-    """The a_i of a trace."""
+    """Return the weights a_i of the estimates of a trace."""
     least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
     return jnp.clip(1 - (missed_shares(loo, sketch) - least) / 0.3, 0, 1)
 
 
 def diagonal_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
-    """The a_i of a diagonal."""
+    """Return the weights a_i of the estimates of a diagonal."""
     least = 0.4 + 1.2 / sketch.shape[1]
     shares = missed_shares(loo, sketch, of_diagonal=True)
     return jnp.clip(1 - (shares - least) / 0.2, 0, 1)
@@ -233,16 +248,17 @@ def diagonal_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[A
 def missed_shares(
     loo: LeaveOneOut, sketch: Inexact[Array, "n k"], *, of_diagonal: bool = False
 ) -> Float[Array, " k"]:
-    """t_i: the share of the variance that a sketch leaves, from all probes but the i-th.
+    """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
-    For a diagonal the part along w_j, not along mu_ij, is left out; both are known from
-    r_ij* w_j = r_ij* mu_ij."""
+    For a trace the part of r_ij along mu_ij is left out, and for a diagonal the part along
+    w_j. Both are known from r_ij* w_j = r_ij* mu_ij.
+    """
     s, w = loo.directions, loo.probes
     overlap = dot(s.conj().T, s)
     inverse = 1 / jackknife.one_minus_squared_modulus(overlap)
     sw = dot(s.conj().T, dot(loo.basis.columns.conj().T, w))
     own = diagonal_of(sw)[None, :]
-    # u_ij* Q* w_j and t_ij* Q* w_j, but for a.
+    # These are a u_ij* Q* w_j and a t_ij* Q* w_j.
     uw, tw = sw - overlap * own, own - overlap.conj() * sw
     lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(uw) * inverse
     if of_diagonal:
@@ -257,7 +273,11 @@ def shares_of(
     probes: Inexact[Array, "n k"],
     sketch: Inexact[Array, "n k"],
 ) -> Float[Array, " k"]:
-    """t_i from the |r_ij|^2, for all i and j, in `missed`."""
+    """Return t_i, given the |r_ij|^2 for all i and j in `missed`.
+
+    The part of r_ij that does not count is already left out. `sketch` holds the A w_j, over
+    the same scale as r_ij.
+    """
     others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
     along = squared_modulus(column_dots(probes, sketch)) / column_norms_squared(probes)
     whole = dot(others, column_norms_squared(sketch) - along)
@@ -271,7 +291,7 @@ def _selected_readout(
     loo: LeaveOneOut,
     fresh: Inexact[Array, "n k"],
 ) -> TwoSided:
-    """The readout of the diagonal: the blocks of one estimate are selected."""
+    """Return the readout of the diagonal, made from the blocks of the selected estimate."""
     sketches, weights = choice
     forward, k = sketches.astype(weights.dtype), weights.shape[0]
     return TwoSided(
@@ -288,11 +308,12 @@ def _selected_readout(
 
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
-    """Estimate the diagonal of a semidefinite operator."""
+    """Estimate the diagonal of a semidefinite operator by XNysDiag and Hutchinson."""
     return estimate_by_xnysdiag(call, mixed_diagonal, "xnysdiag or hutchinson_diagonal")
 
 
 def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+    """Estimate the diagonal as the mean of the g_i, from one batch."""
     known = products(linear_map, *probes)
     fitted = known.fitted
     weights = shared_weights(known, fitted)
@@ -301,7 +322,7 @@ def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) 
 
 
 def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
-    """Estimate the sums over leaves of a semidefinite operator, with second products."""
+    """Estimate the sums over leaves of a semidefinite operator, with second matvecs."""
     call = call.using(rademacher)
     drawn = draw_for_products(call)
     return call.finish(
@@ -317,6 +338,7 @@ def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
 def mixed_leaves(
     linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, leaves: Any
 ) -> Outcome:
+    """Estimate sums over leaves, with weights a_i that use only the first matvecs."""
     known, structure = products(linear_map, *probes), linear_map.operator.in_structure()
     first = known.without_second
     weights = shared_weights(first, first.fitted)
@@ -325,10 +347,16 @@ def mixed_leaves(
 
 
 def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
+    """Return the weights a_i for a semidefinite operator, from the shares t_i."""
     return jnp.clip(1 - (nystrom_shares(known, fitted) - 0.8) / 0.2, 0, 1)
 
 
 def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
+    """Return t_i for a semidefinite operator, with r_ij = B_ij w_j.
+
+    The part of r_ij along w_j is left out. Its squared length is (w_j* B_ij w_j)^2/n,
+    because |w_j|^2 = n. Both |r_ij|^2 and this length have the factor 1/|u_ij|^4.
+    """
     (n, k), right = known.block.shape, over(fitted.residuals, fitted.squares[None, :])
     images, gram = dot(fitted.left, right), dot(right.conj().T, right)
     forms = dot(images.conj().T, images)
@@ -342,7 +370,11 @@ def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
 
 
 def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -> Samples:
-    """The g_i. Of their terms only the e_i share probes."""
+    """Return the g_i as samples.
+
+    The e_i share probes and the f_i do not, so the `sharing` of the samples lies between 1
+    and 2.
+    """
     share, a = mean(weights), weights[None, :]
     sketched = xnysdiag_samples(known, fitted)
     sampled = independent(known.block.conj() * known.sketch, known.scale, known.eps, True)
@@ -354,6 +386,7 @@ def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -
 def _shared_readout(
     known: Products, reduce: Callable[[Rows], Any], weights: Float[Array, " k"]
 ) -> TwoSided:
+    """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)
     share, sketched = mean(weights), two_sided(loo, reduce, of_sum_one(weights))
     fields = lambda w: (w.shares, w.forward, w.adjoint, w.plain, w.x)  # noqa: E731
