@@ -1,19 +1,23 @@
-"""Traces to a tolerance: sketches are doubled until their error bar fits it.
+"""Traces to a tolerance, by sketches that double until the error bar meets the tolerance.
 
-To stop at the first estimate that looks good enough favours those that look better than
-they are. Two standard errors of the jackknife, conservative as it is, make up for it
-(`tests/benchmarks/stopping.py` counts how often they do not).
+Stopping at the first estimate that looks good enough favours estimates that look better
+than they are. To make up for this, the search stops only when two standard errors of the
+jackknife, which is conservative, are within the tolerance (`tests/benchmarks/stopping.py`
+counts how often this is not enough).
 
-Sizes are powers of two times the first, so they are known when the program is traced. With
-concrete arrays each size is a program of its own, run if it is needed; in a traced program
-each stands in a branch of a conditional, whose results are padded to the largest.
+The sizes are powers of two times the first size, so they are known when the program is
+traced. With concrete arrays, each size is a separate program, which runs only if it is
+needed. In a traced program, each size is a branch of a conditional, and all results are
+padded to the largest size.
 
-To k probes Omega with Y = A Omega = Q R and Z = A Q come new ones: Y grows by their images,
-Q by an orthonormal basis of what is new in these, R stays block triangular, Z grows by the
-images of Q's new columns. Nothing that was spent is lost, and the estimate from all probes
-is one that a single run with as many could have made.
+Let Omega be k probes with Y = A Omega = Q R and Z = A Q. When new probes are added, their
+images are appended to Y. An orthonormal basis of the part of these images that is
+orthogonal to Q is appended to Q, so that R stays block triangular. The images of Q's new
+columns are appended to Z. So every matvec is used again, and a single run with all of the
+probes would give the same kind of estimate.
 
-The sizes are gone through for a constant operator. The rule gets what was reached.
+The search itself treats the operator as constant. The derivative rule (`_core.rule`) is
+applied afterwards, to the estimate that was reached.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import SamplerLike
 from traceax._probes.stream import ProgressMeter
 
-# The first sketch: the fewest probes whose jackknife can be relied on.
+# The size of the first sketch. With fewer probes the jackknife is not reliable.
 FIRST = 8
 
 
@@ -55,32 +59,35 @@ def adaptive_trace(
     sampler: SamplerLike | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
-    """Estimate tr A to a tolerance, with as few applications as it takes.
+    """Estimate tr A to a tolerance, with as few matvecs as it takes.
 
     A sketch of 8 probes is doubled until two standard errors are within the tolerance,
 
         2 * standard_error <= atol + rtol * |value|,
 
-    or `max_matvecs` is spent. All probes and products are used again, by `xnystrace` if the
-    operator is tagged positive or negative semidefinite, else by `xtrace`. At each size it
-    is unbiased; stopping by the error bar leaves a small bias.
+    or until `max_matvecs` is spent. All earlier probes and matvecs are used again. The
+    method is `xnystrace` if the operator is tagged positive or negative semidefinite, else
+    `xtrace`. At each size the estimate is unbiased, but stopping by the error bar leaves a
+    small bias.
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `rtol`, `atol`: the tolerances, at least 0, may be traced. Default 0.01 and 0.
-    - `max_matvecs`: how many applications may be spent, a Python int of at least 2, or n.
-      Default 1000. If it reaches n + 8 (n if n <= 64), the last size is n, and exact.
-    - `sampler`: independent probes. Default: the sphere, or signs.
+    - `rtol`, `atol`: the tolerances, at least 0. They may be traced. Default 0.01 and 0.
+    - `max_matvecs`: the most matvecs that may be spent, a Python int of at least 2, or n.
+      Default 1000. If it is at least n + 8 (n if n <= 64), the last size is n, which is
+      exact.
+    - `sampler`: independent probes. The default is the sphere, or signs.
     - `progress_meter`: shows how much of `max_matvecs` is spent.
 
     **Returns** an `Estimate`. Its `converged` says whether the tolerance was met.
-    `num_matvecs` is an array, decided at run time. NaN ends at once and is never converged;
-    with a tolerance of 0 all of `max_matvecs` is spent.
+    `num_matvecs` is an array, which is decided at run time. If value or error is NaN, the
+    search ends at once and has not converged. With a tolerance of 0 all of `max_matvecs` is
+    spent.
 
-    **Derivatives**: those of the estimator at the size that was reached. **Cost**:
+    **Derivatives**: the same as for the estimator at the size that was reached. **Cost**:
     `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced program
-    every size is compiled, and memory is that of the largest: 6 blocks of n x k, or of
-    n x n if it is exact. Under `jax.vmap` every size is run.
+    every size is compiled, and the largest size determines the memory: 6 blocks of n x k,
+    or of n x n if it is exact. Under `jax.vmap` every size is run.
 
     **Example**
 
@@ -120,7 +127,7 @@ def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:
 
 
 class _Levels(NamedTuple):
-    """The numbers of probes to try, and whether to be exact after them."""
+    """The numbers of probes to try, and whether an exact level follows them."""
 
     sizes: tuple[int, ...]
     exact: bool
@@ -131,6 +138,12 @@ class _Levels(NamedTuple):
 
 
 def _levels(n: int, max_matvecs: int, matvecs_a_probe: int) -> _Levels:
+    """Return the levels of a search on n dimensions.
+
+    The exact level exists if the budget pays for at least one size before it. Small
+    operators have only the exact level, if the budget pays for it. Without an exact level,
+    the last size is the largest that the budget pays for.
+    """
     if n <= min(max_matvecs, SMALL):
         return _Levels((), exact=True)
     doubled = [FIRST << j for j in range(max_matvecs.bit_length())]
@@ -146,7 +159,10 @@ Reached = tuple[Outcome, Any]
 
 
 class _Search(NamedTuple):
-    """The search, level by level. What is reached comes with the state of the meter."""
+    """The search, level by level.
+
+    A result is the outcome that was reached, and the state of the progress meter.
+    """
 
     call: Call
     growing: _Growing
@@ -155,7 +171,7 @@ class _Search(NamedTuple):
     tolerances: tuple[Float[Array, ""], Float[Array, ""]]
 
     def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
-        """This level and, if need be, those above."""
+        """Search from this level on, given the sketch of the level below."""
         if level == len(self.levels.sizes):
             return self.complete(level, sketch, shown)
         sketch = self.enlarged(level, sketch)
@@ -186,12 +202,14 @@ class _Search(NamedTuple):
         return jax.lax.cond(ended, stop, go)
 
     def enlarged(self, level: int, sketch: _Sketch) -> _Sketch:
+        """Add fresh probes to a sketch, up to the size of this level."""
         count = self.levels.sizes[level] - sketch.probes.shape[1]
         key = jax.random.fold_in(self.call.key, level)
         probes = draw(self.call.name, self.call.source, key, self.call.operator, count)
         return compiled(_Growing.enlarge, self.growing, self.linear_map, sketch, probes)
 
     def complete(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
+        """Return the exact trace, which is the last level."""
         value, pairs, cost = compiled(
             _Growing.complete, self.growing, self.linear_map, sketch
         )
@@ -202,7 +220,7 @@ class _Search(NamedTuple):
         return outcome, self.call.meter.step(shown, jnp.asarray(1.0))
 
     def read_by(self, pairs: _Pairs, level: int) -> _Pairs:
-        """In a traced program padded to the largest level."""
+        """Return the readout. In a traced program, pad it to the largest level."""
         if is_concrete((pairs, self.tolerances)):
             return pairs
         n, exact = self.linear_map.operator.in_size(), self.levels.exact
@@ -214,9 +232,12 @@ class _Search(NamedTuple):
 
 
 class _Pairs(eqx.Module):
-    """The readout tr B = E[<Q C, B Q> + sum_i c_i mu_i* B mu_i]: that of `trace_pairs`, in
-    half the memory. If a traced program has padded the blocks, `widths[level]` columns of
-    each are read."""
+    """The readout tr B = E[<Q C, B Q> + sum_i c_i mu_i* B mu_i].
+
+    It equals the readout of `trace_pairs`, but takes half the memory. `basis` is Q, `core`
+    is C, `tested` holds the mu_i, and `lengths` the c_i. If a traced program has padded the
+    blocks, only the first `widths[level]` columns of each block are read.
+    """
 
     basis: Inexact[Array, "n k"]
     tested: Inexact[Array, "n k"]
@@ -241,12 +262,16 @@ class _Pairs(eqx.Module):
 def _report(
     spent: int, degrees: int, converged: Bool[Array, ""], error: Float[Array, ""]
 ) -> tuple[Int[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """The last three parts of an `Estimate`."""
+    """Return `num_matvecs`, the degrees of freedom, and `converged`, for an `Estimate`."""
     return jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
 
 
 class _Sketch(NamedTuple):
-    """Probes and their images; for XTrace a basis Q of these, if there are any, and A Q."""
+    """The probes and their images, `products`.
+
+    For XTrace, `basis` is a basis Q of these images, and `images` is A Q. `basis` is None
+    for XNysTrace, and as long as there are no probes.
+    """
 
     probes: Inexact[Array, "n k"]
     products: Inexact[Array, "n k"]
@@ -255,7 +280,11 @@ class _Sketch(NamedTuple):
 
 
 class _Growing(NamedTuple):
-    """XTrace; or XNysTrace, if the operator is `semidefinite`, of -A if `sign` is -1."""
+    """The estimator whose sketch grows.
+
+    This is XNysTrace if the operator is `semidefinite`, applied to -A if `sign` is -1.
+    Otherwise it is XTrace.
+    """
 
     semidefinite: bool
     sign: int
@@ -268,6 +297,7 @@ class _Growing(NamedTuple):
     def enlarge(
         self, linear_map: LinearMap, sketch: _Sketch, probes: Inexact[Array, "n j"]
     ) -> _Sketch:
+        """Add probes to a sketch, and apply the operator to them and to Q's new columns."""
         products = self.sign * linear_map(probes)
         basis, images = sketch.basis, sketch.images
         if not self.semidefinite:
@@ -280,6 +310,7 @@ class _Growing(NamedTuple):
     def value_and_error(
         self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+        """Return the estimate of tr A from a sketch, and its error bar."""
         eps, resphere = linear_map.eps, self.resphere
         if sketch.basis is None:
             known = products_of_sketch(sketch.products, sketch.probes)
@@ -289,7 +320,7 @@ class _Growing(NamedTuple):
         return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
 
     def pairs(self, sketch: _Sketch) -> _Pairs:
-        """Return the pairs of `trace_pairs`, which are wanted for the last size only."""
+        """Return the readout, which is needed only for the size that was reached."""
         basis = sketch.basis or orthonormalise(sketch.products)
         loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
         s, k = loo.directions, loo.x.shape[0]
@@ -299,8 +330,11 @@ class _Growing(NamedTuple):
     def complete(
         self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], _Pairs, int]:
-        """The exact trace, its blocks, and what it costs: where A Q is known, only the
-        images of a basis of what is orthogonal to Q."""
+        """Return the exact trace, its readout, and the number of matvecs that it costs.
+
+        If A Q is known, matvecs are needed only for a basis of the orthogonal complement
+        of Q.
+        """
         n = linear_map.operator.in_size()
         identity = jnp.eye(n, dtype=linear_map.dtype)
         half, ones = (n + 1) // 2, jnp.ones((n + 1) // 2, identity.real.dtype)
