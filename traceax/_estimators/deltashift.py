@@ -1,31 +1,34 @@
 """The trace of an operator that changes slowly: DeltaShift.
 
-A_1, A_2, ... are operators, t_j an estimate of tr A_j with variance v_j. Write
+Let A_1, A_2, ... be operators, and t_j an estimate of tr A_j with variance v_j. Write
 
     tr A_j = b tr A_(j-1) + tr(A_j - b A_(j-1))
 
-and estimate the first trace by t_(j-1), the second with fresh probes g_i, l of them:
+and estimate the first trace by t_(j-1), and the second one with l fresh probes g_i:
 
     t_j = b t_(j-1) + mean g_i* (w_i - b z_i),    z_i = A_(j-1) g_i,  w_i = A_j g_i.
 
 A quadratic form of a symmetric B with a probe on the sphere has the variance 2 E|B g - g
-(g* B g)/n|^2 (1 instead of 2 for complex probes), so with N, M, C the means of |z|^2, |w|^2
-and Re z* w, all without their components along g, and c = 2/l,
+(g* B g)/n|^2 (1 instead of 2 for complex probes). Remove from z and w their components
+along g. Let N, M and C be the means of |z|^2, |w|^2 and Re z* w after that, and c = 2/l.
+Then
 
     v_j = b^2 v_(j-1) + c (M + b^2 N - 2 b C),    least for  b = c C / (v_(j-1) + c N).
 
-If b were made of all probes, t_j would be biased, by more than its standard error where
-a few eigenvalues dominate. So each probe has its own b_i, made of the *others*,
+If b were computed from all probes, t_j would be biased. If a few eigenvalues dominate, the
+bias would be larger than the standard error. So each probe has its own b_i, which is
+computed from the *other* probes,
 
     t_j = mean of  b_i t_(j-1) + g_i* (w_i - b_i z_i),
 
-and what is fresh of t_j has no bias. Nor must b_i know the error of t_(j-1): where few
-eigenvalues dominate, probes that miss them show a small trace and a small v together, and
-would be trusted. So v_(j-1) is remembered as a multiple of the mean of |w|^2 that came from
-the same probes, and that mean is taken anew, as N, from the fresh ones. What is left of the
-bias is small next to the standard error, but not zero. For the standard error N and the old
-mean count alike. For other probes and for operators that are not symmetric the standard
-error is too large, and b is not the best.
+and the part of t_j that comes from fresh probes has no bias. Nor may b_i depend on the
+error of t_(j-1). If a few eigenvalues dominate, probes that miss them give too small a
+trace together with too small a v, so a wrong estimate would be trusted most. Therefore
+v_(j-1) is stored as a multiple of the mean of |w|^2 over the same probes, and this mean is
+replaced by N, from the fresh probes. The bias that remains is small next to the standard
+error, but it is not zero. The standard error uses the average of the two variances, one
+with N and one with the old mean. For other probes, and for operators that are not
+symmetric, the standard error is too large and b is not optimal.
 """
 
 from __future__ import annotations
@@ -60,14 +63,15 @@ from traceax._probes.samplers import SamplerLike, as_sampler, sphere
 
 
 class Tracked(NamedTuple):
-    """The state of `deltashift`: arrays only, so that it can be carried by a loop.
+    """The state of `deltashift`. It holds arrays only, so a loop can carry it.
 
     **Attributes**
 
     - `value`, `standard_error`: the latest estimate of the trace.
-    - `size`: the root mean square of the probes' images across the probes; 0 if not known.
-    - `arrays`: those of the operator that it belongs to.
-    - `program`: a hash of that operator's code.
+    - `size`: the root mean square length of the images of the last probes, without their
+      components along the probes. It is 0 if it is not known.
+    - `arrays`: the arrays of the operator whose trace is `value`.
+    - `program`: a hash of the code of that operator.
     """
 
     value: Inexact[Array, ""]
@@ -78,8 +82,11 @@ class Tracked(NamedTuple):
 
 
 class DeltaShift(NamedTuple):
-    """`init(operator, key) -> state` and `update(operator, state, key) -> (Estimate,
-    state)`, pure functions. See `deltashift`."""
+    """The pair of pure functions that `deltashift` returns.
+
+    They are `init(operator, key) -> state` and `update(operator, state, key) -> (Estimate,
+    state)`.
+    """
 
     init: Callable[[Operator, PRNGKeyArray], Tracked]
     update: Callable[[Operator, Tracked, PRNGKeyArray], tuple[Estimate, Tracked]]
@@ -88,33 +95,34 @@ class DeltaShift(NamedTuple):
 def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> DeltaShift:
     """Follow the trace of a slowly changing operator, such as the curvature of a network.
 
-    As in optax, it is a pair of pure functions and a state that `jax.lax.scan` may carry:
+    As in optax, there are two pure functions and a state that `jax.lax.scan` may carry:
 
         state = tracker.init(operator, key)
         estimate, state = tracker.update(operator, state, key)
 
     Each update applies the new operator and the previous one to the same fresh probes, and
-    corrects the previous estimate, whose weight is small after a jump, by the difference.
+    corrects the previous estimate by the difference. The weight of the previous estimate is
+    small after a jump.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: what an update
-    may spend, at least 4, or n: half of it on the previous operator. From n on, updates are
-    exact. `sampler`: independent probes. Default `sphere`.
+    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget of
+    one update, at least 4, or n. Half of it is spent on the previous operator. From n on,
+    updates are exact. `sampler`: independent probes. Default `sphere`.
 
     **Returns** the pair `(init, update)`.
 
     - `init(operator, key)` spends `num_matvecs` on a first estimate by `xtrace` (below 6 by
-      `hutchinson_trace`): `state.value`, `state.standard_error`.
+      `hutchinson_trace`), which is in `state.value` and `state.standard_error`.
     - `update(operator, state, key)` takes the same operator with other arrays in it, and
-      returns an `Estimate` and the next state. `standard_error` is that of the whole chain
-      of estimates, too large for operators that are not symmetric. An earlier estimate that
-      is not finite is ignored. Another operator than before is an error, also another
-      Python float in a closure, if it can be seen.
+      returns an `Estimate` and the next state. `standard_error` covers the whole chain of
+      estimates, and is too large for operators that are not symmetric. An earlier estimate
+      that is not finite is ignored. It is an error to pass another operator than before, or
+      one with another Python float in a closure, if the change can be seen.
 
-    **Derivatives**: of the `Estimate`, in the new operator, unbiased: those of
-    `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen. **Cost**:
-    num_matvecs // 2 applications of each operator, no adjoints, in two batches. The state
-    holds copies of all arrays of the operator, data included. From the third update on only
-    lineax's solves and, in loops, derivative rules of your own are compiled.
+    **Derivatives**: the `Estimate` can be differentiated in the new operator, without bias,
+    as `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen. **Cost**:
+    num_matvecs // 2 matvecs of each operator, no adjoints, in two batches. The state holds
+    copies of all arrays of the operator, including data. From the third update on, only
+    lineax's solves and, in loops, your own derivative rules are compiled.
 
     **Example**
 
@@ -141,6 +149,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
 def _init(
     operator: Operator, key: PRNGKeyArray, *, num_matvecs: int, sampler: SamplerLike
 ) -> Tracked:
+    """Make the first estimate, and return it as a state."""
     call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
     if call.is_exact:
         first = call.exact(TOTAL)
@@ -157,12 +166,14 @@ def _update(
     num_matvecs: int,
     sampler: SamplerLike,
 ) -> tuple[Estimate, Tracked]:
+    """Update the estimate for a new operator."""
     call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
     operator, code = call.operator, application(call.operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays, program_hash(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
     before = by_application(operator, earlier)
-    # Also of classes that are not lineax's: their functions are else compiled each time.
+    # Operators of classes outside lineax are replaced as well, because otherwise their
+    # functions would be compiled at every update.
     if not stores_matrix(operator):
         call = call.on(by_application(operator, code))
     if call.is_exact:
@@ -183,8 +194,11 @@ def _correct(
     linear_map: LinearMap,
     known: tuple[Inexact[Array, "n l"], Inexact[Array, "n l"], Tracked],
 ) -> Outcome:
-    """Correct the trace by fresh probes, of which `known` has the images under the previous
-    operator. The new size is reported."""
+    """Correct the previous trace with fresh probes.
+
+    `known` has the probes, their images under the previous operator, and the state. The
+    outcome reports the new `size`.
+    """
     probes, before, (old, error, size, *_) = known
     w, eps = linear_map(probes), linear_map.eps
     usable = jnp.isfinite(old) & jnp.isfinite(error) & jnp.all(jnp.isfinite(before))
@@ -193,7 +207,8 @@ def _correct(
     scale = jnp.maximum(largest_modulus(z), largest_modulus(w))
     unit = scale.astype(w.dtype)
     off = _off(probes, z / unit), _off(probes, w / unit)
-    # Of a multiple of I what is off is rounding, and would make b any number.
+    # If the operator is a multiple of I, the parts off the probes are rounding errors, so b
+    # would be an arbitrary number without this term.
     grain = eps * mean(column_norms_squared(z / unit))
     b, after = _damping(*off, error / scale, size / scale, grain)
     b = b.astype(w.dtype)
@@ -211,13 +226,17 @@ def _damping(
     size: Float[Array, ""],
     grain: Float[Array, ""],
 ) -> tuple[Float[Array, " l"], Float[Array, ""]]:
-    """The best b for each probe, and the standard error after it, as a sum of squares."""
+    """Return the best b for each probe, and the standard error after the correction.
+
+    `z` and `w` are the images without their components along the probes, `error` and `size`
+    belong to the state, and `grain` is added to N, to cover rounding.
+    """
     c = (1 if jnp.iscomplexobj(z) else 2) / z.shape[1]
     squares = column_norms_squared(z)
     known = (size > 0) & (mean(squares) > 0)
 
     def anew(squares: Array) -> Array:
-        """v_(j-1) as it is by other squares than those it was made with."""
+        """Return v_(j-1), rescaled to other squared lengths than `size` squared."""
         ratio = jnp.where(known, error / jnp.where(known, size, 1), 0)
         return jnp.where(known, ratio**2 * squares, error**2)
 
@@ -232,7 +251,7 @@ def _damping(
 
 
 def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
-    """Columns without their components along the probes."""
+    """Remove from each column its component along the probe."""
     squares = column_norms_squared(probes).astype(block.dtype)
     along = column_dots(probes, block) / squares
     return block - probes * along[None, :]
@@ -241,7 +260,8 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
 def _state(
     latest: Estimate, code: Canonical, size: Float[Array, ""] | None = None
 ) -> Tracked:
-    # Copies: whoever donates a state does not lose the arrays of his operator.
+    """Return the state after an estimate. `size` is zero if it is not known."""
+    # The state holds copies, so a user who donates it does not lose the operator's arrays.
     arrays = [jnp.array(array, copy=True) for array in code.arrays]
     value, error = latest.value, latest.standard_error
     size = jnp.zeros_like(error) if size is None else size
