@@ -1,27 +1,36 @@
 """Probing of a trace, with the dominant directions deflated if that is better.
 
-The error of probing comes from entries A_ab between dimensions of one colour. If they do
-not decay, because few directions dominate, (I - P) A (I - P) has smaller ones; if they do
-decay, P brings in entries everywhere. So the first batch, the products with `SKETCH` of the
-c colours, decides about the second one: the products with the other colours, which is
-probing; or those with Q, an orthonormal basis of the first batch, and with fresh coarse
-probes, of c - 2 SKETCH colours, projected: mu = (I - P) z, P = Q Q*. Both take c products.
+The error of probing comes from the entries A_ab between dimensions of the same colour. If
+these entries do not decay, because a few directions dominate, then the entries of
+(I - P) A (I - P) are smaller. If they do decay, P adds entries everywhere. So the first
+batch decides about the second one. The first batch applies A to the probes of `SKETCH` of
+the c colours. Let Q be an orthonormal basis of the images, and P = Q Q*. The second batch
+is one of two:
 
-Each colour i of the sketch decides for itself by a_i, which is computed from the others
-only; all the other colours are deflated if any a_i is 1. So with v the part of z on the
-dimensions with a_i = 0, which are read from their own product,
+- Plain probing applies A to the probes of the other colours.
+- Deflation applies A to Q, and to mu = (I - P) z for fresh coarse probes z, which have
+  c - 2 SKETCH colours.
 
-    value = tr(Q* A Q) + mu* A mu - v* A z + sum of z_i* A z_i over those i,     if any,
+Both take c matvecs in total.
 
-summed over coarse probes, is unbiased, and so is its derivative, as A z = A mu + A Q Q* z.
+Each colour i of the sketch decides for itself by a number a_i, 0 or 1, which is computed
+from the other colours only. All colours that are not in the sketch are deflated if any a_i
+is 1. The dimensions of a colour with a_i = 0 are read from their own probe z_i of the first
+batch. Let v be the part of z on these dimensions. Then, if any a_i is 1,
+
+    value = tr(Q* A Q) + mu* A mu - v* A z + sum of z_i* A z_i over i with a_i = 0,
+
+in which the terms with z are summed over coarse probes. This value is unbiased. So is its
+derivative, because A z = A mu + A Q Q* z.
 
 a_i is 1 if the sketch leaves less than `MOST_LEFT` of the variance (`second_batch`), and if
-the disturbances of the diagonal fall. The sketch shows both the entries g_a = conj(s_a) (A
-z_j)_a and those of r_ij = (I - P_ij) A z_j, j the colour of a. As the diagonal varies
-little between neighbours a, b, sums of |g_a - g_b|^2 compare disturbances. Their ratio is
-below .6 where deflation halves the error, above 1 where it raises it
-(`tests.benchmarks.probing`). The entry a of r_ij is, by `second_batch`, d_j/(1 - |L_ij|^2)
-times that of Q s_j - Q s_i L_ij.
+deflation reduces the disturbances of the diagonal to less than `MOST_DISTURBED`. For a
+dimension a of colour j and its sign s_a, the sketch shows the disturbed diagonal entry
+g_a = conj(s_a) (A z_j)_a, and also the deflated one, with r_ij = (I - P_ij) A z_j in the
+place of A z_j. The diagonal itself varies little between neighbours a and b, so the sums of
+|g_a - g_b|^2 measure the disturbances. The ratio of the two sums is below .6 if deflation
+halves the error, and above 1 if deflation raises it (`tests.benchmarks.probing`). By
+`second_batch`, r_ij is d_j/(1 - |L_ij|^2) times Q s_j - Q s_i L_ij.
 """
 
 from __future__ import annotations
@@ -51,12 +60,14 @@ from traceax._probes.probing import (
     neighbourhood_of,
 )
 
+# The number of colours in the first batch, and the shares of the variance and of the
+# disturbances below which a colour decides for deflation.
 SKETCH = 8
 MOST_LEFT, MOST_DISTURBED = 0.7, 0.7
 
 
 class DeflatedProbes(eqx.Module):
-    """Probes of both colourings, with their neighbourhoods."""
+    """The probes of the fine and the coarse colouring, with their neighbourhoods."""
 
     fine: Inexact[Array, "n c"]
     coarse: Inexact[Array, "n d"]
@@ -65,8 +76,12 @@ class DeflatedProbes(eqx.Module):
 
 
 def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None:
-    """Estimate the trace if half of the colours are left next to a sketch, and no colour is
-    repeated."""
+    """Estimate the trace, or return None if deflation cannot help.
+
+    After Q and the sketch are paid for, at least half of the colours must be left for
+    coarse probes, and the budget must be too small to repeat the fine colours. `pattern` is
+    the sparsity pattern from which the coarse colouring is made.
+    """
     count, near = fine.num_colours, fine.neighbourhood
     if near is None or count < 4 * SKETCH or call.num_matvecs >= 2 * count:
         return None
@@ -93,7 +108,7 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
 def _probes_of(
     call: Call, sampler: Probing, key: PRNGKeyArray
 ) -> tuple[Inexact[Array, "n c"], Any]:
-    """Draw a probe of each colour; and return their neighbourhood."""
+    """Draw one probe for each colour, and return them with their neighbourhood."""
     operator, count = call.operator, sampler.num_colours
     block = draw(call.name, sampler, key, operator, count)
     return block, neighbourhood_of(sampler, operator.in_structure())
@@ -102,7 +117,11 @@ def _probes_of(
 def _adjacent_first(
     colours: Int[np.ndarray, " n"], neighbours: Int[np.ndarray, "n m"]
 ) -> Int[np.ndarray, " c"]:
-    """All colours, those of the sketch first, which have many neighbours of each other."""
+    """Return all colours in an order that begins with the colours of the sketch.
+
+    These are chosen so that many of their dimensions are neighbours of each other, because
+    the decision compares neighbours.
+    """
     edges = np.zeros((colours.max() + 1,) * 2)
     np.add.at(edges, (colours[:, None], colours[neighbours]), 1)
     np.fill_diagonal(edges, 0)
@@ -115,6 +134,7 @@ def _adjacent_first(
 
 
 def _deflated(linear_map: LinearMap, probes: DeflatedProbes) -> Outcome:
+    """Estimate the trace by the formula of the module docstring, or by plain probing."""
     tests, others = probes.fine[:, :SKETCH], probes.fine[:, SKETCH:]
     sketch = linear_map(tests)
     q, each = decide(sketch, tests, probes.near)
@@ -134,7 +154,7 @@ def _deflated(linear_map: LinearMap, probes: DeflatedProbes) -> Outcome:
 
 
 def _filled(like: Array, *blocks: Array) -> Inexact[Array, "n r"]:
-    """Blocks side by side, with columns of zeros up to the size of another one."""
+    """Return the blocks side by side, with columns of zeros up to the width of `like`."""
     block = jnp.hstack(blocks)
     return jnp.pad(block, ((0, 0), (0, like.shape[1] - block.shape[1])))
 
@@ -147,7 +167,12 @@ def _errors(
     plain: Bool[Array, " n"],
     some: Bool[Array, ""],
 ) -> Float[Array, " n"]:
-    """What each dimension contributes. Where v is not zero, it is read by three probes."""
+    """Return the contribution of each dimension to the error of the trace.
+
+    `plain` marks the dimensions that are read from their own probe, so that v is not zero.
+    Their error has a part from -v* A z and a part from z_i* A z_i, in addition to the part
+    from mu* A mu. `some` tells whether any colour is deflated.
+    """
     eps, real = linear_map.eps, not jnp.iscomplexobj(products)
     x = dot(q.conj().T, probes.coarse)
 
@@ -165,7 +190,7 @@ def _errors(
 def decide(
     sketch: Inexact[Array, "n s"], z: Inexact[Array, "n s"], near: Neighbourhood
 ) -> tuple[Inexact[Array, "n s"], Bool[Array, " s"]]:
-    """The basis of the sketch, and the a_i."""
+    """Return the basis Q of the sketch, and the decisions a_i as Booleans."""
     loo = leave_one_out(sketch, z, resphere=False)
     own, (q, s) = (z != 0).astype(z.dtype), (loo.basis.columns, loo.directions)
     overlap, qs = dot(s.conj().T, s), dot(q, s)
