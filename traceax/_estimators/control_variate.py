@@ -1,20 +1,22 @@
-"""The trace of an operator with the help of a cheaper one, whose trace is known.
+"""The trace of an operator, with the help of a cheaper operator whose trace is known.
 
-Let C be an operator like A (a coarse grid's, a preconditioner's inverse, the Hessian of the
-last epoch) with known trace, z_i independent isotropic probes, and
+Let C be an operator like A with known trace, for example A on a coarse grid, the inverse of
+a preconditioner, or the Hessian of the last epoch. Let z_i be independent isotropic probes,
+and
 
     a_i = z_i* A z_i,        c_i = z_i* C z_i.
 
-The error of c_i is known, so what it has in common with the error of a_i can be subtracted:
+The error of c_i is known, so the part that it shares with the error of a_i can be
+subtracted:
 
     tr A = E[ a_i - b_i (c_i - tr C) ]        for any b_i that does not depend on z_i.
 
-The best b is the slope of the regression of a on c. If it were made of all probes, the mean
-would be biased. So each probe has its own b_i, made of the *others*
-(`jackknife.slopes_of_others`), and the value is the mean over i.
+The best b is the slope of the regression of a on c. If it were computed from all probes,
+the mean would be biased. So each probe has its own b_i, which is computed from the *other*
+probes (`jackknife.slopes_of_others`), and the value is the mean over i.
 
-The derivative holds the b_i constant: d value = mean of z_i* dA z_i - b_i (z_i* dC z_i -
-d tr C), whose expectation is tr dA, whatever dC is.
+The derivative treats the b_i as constants: d value = mean of z_i* dA z_i - b_i (z_i* dC z_i
+- d tr C). Its expectation is tr dA, whatever dC is.
 """
 
 from __future__ import annotations
@@ -50,24 +52,24 @@ def control_variate_trace(
 
         value = mean of a_i - b_i (c_i - tr C),    a_i = z_i* A z_i,  c_i = z_i* C z_i
 
-    b_i is the slope of a_j against c_j over the other probes j. Unbiased. The better C
-    resembles a multiple of A, plus a multiple of I, the smaller is the error; a C that does
-    not resemble A costs little accuracy. For example a coarse grid, the inverse of a
-    preconditioner, the Hessian of the last epoch. Exact if C is a multiple of A, or if
-    `num_matvecs` reaches n.
+    b_i is the slope of a_j against c_j over the other probes j. The estimate is unbiased.
+    It is exact if C is a multiple of A, or if `num_matvecs` reaches n. The better C
+    resembles a multiple of A plus a multiple of I, the smaller is the error. A C that does
+    not resemble A costs little accuracy. C can be, for example, A on a coarse grid, the
+    inverse of a preconditioner, or the Hessian of the last epoch.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `control`: C, on the space of `operator`. It is applied to the same probes.
-    - `num_matvecs`: the number of probes, and of matvecs of `operator`, at least 1; those
-      of `control` are not counted. With fewer than 4 the control is not used.
-    - `control_trace`: tr C. Default `None`, if the structure of `control` gives it, as that
-      of stored matrices does.
+    - `num_matvecs`: the number of probes, and of matvecs of `operator`, at least 1. Matvecs
+      of `control` are not counted. With fewer than 4 probes the control is not used.
+    - `control_trace`: tr C. It may be `None`, the default, if `control` itself shows its
+      trace, as stored matrices do.
     - `sampler`: independent probes. Default `rademacher`.
 
-    **Derivatives**: in both operators and in `control_trace`, with frozen b_i, unbiased:
-    one matvec-VJP of each operator a probe. **Cost**: `num_matvecs` matvecs of each
-    operator in one batch; 3 blocks n x k (n x batch_size).
+    **Derivatives**: unbiased in both operators and in `control_trace`, with frozen b_i. A
+    gradient costs one matvec-VJP of each operator per probe. **Cost**: `num_matvecs`
+    matvecs of each operator in one batch; 3 blocks n x k (n x batch_size).
 
     **Example**
 
@@ -80,7 +82,7 @@ def control_variate_trace(
         True
 
     **Reference**: Lavenberg and Welch (1981), A perspective on the use of control
-    variables, doi:10.1287/mnsc.27.3.322, for slopes and their bias.
+    variables, doi:10.1287/mnsc.27.3.322, on slopes and their bias.
     """
     name = "control_variate_trace"
     call = begin(name, operator, key, num_matvecs, sampler=sampler)
@@ -102,14 +104,17 @@ def control_variate_trace(
 
 
 class _Pair(eqx.Module):
-    """A, C and tr C: the subject of the derivative rule."""
+    """A, C and tr C, which together are the subject of the derivative rule."""
 
     linear_map: LinearMap
     control: LinearMap
     trace: Inexact[Array, ""]
 
     def forms(self, z: Inexact[Array, "n b"]) -> tuple[Array, Array, Array]:
-        """a_i, c_i - tr C, and the sizes of both, that is, of what they are sums of."""
+        """Return a_i, c_i - tr C, and the sizes of a_i and c_i.
+
+        A size is the sum of the moduli of all terms, from which rounding is estimated.
+        """
         images = self.linear_map(z), self.control(z)
         a, c = (column_dots(z, image) for image in images)
         a = a.real if self.linear_map.is_hermitian else a
@@ -120,7 +125,10 @@ class _Pair(eqx.Module):
 
 
 class _Corrected(eqx.Module):
-    """The mean of a_i - b_i (c_i - tr C), b_i the `slopes`: a readout of both operators."""
+    """The readout of both operators: the mean of a_i - b_i (c_i - tr C).
+
+    `slopes` are the b_i.
+    """
 
     probes: Stream
     slopes: Inexact[Array, " k"]
@@ -131,11 +139,13 @@ class _Corrected(eqx.Module):
 
 
 def _corrected(a: Array, off: Array, slopes: Array) -> Inexact[Array, " k"]:
+    """Return a_i - b_i (c_i - tr C), or its real part if the a_i are real."""
     correction = times(slopes, off)
     return a - (correction if jnp.iscomplexobj(a) else correction.real)
 
 
 def _estimate(subject: _Pair, streamed: Streamed) -> Outcome:
+    """Estimate the trace, with a readout that keeps the slopes."""
     a, off, sizes = streamed.probes.collect(subject.forms, streamed.meter)
     sizes, k = mean(sizes), off.size
     eps = jnp.maximum(subject.linear_map.eps, subject.control.eps)
