@@ -1,10 +1,12 @@
-"""Traces, sums over leaves, diagonals and norms. (Layer 3; uses layers 1 and 2.)
+"""Estimators of traces, sums over leaves, diagonals and norms.
 
-`call` is the door that every public function goes through, and `readouts` has what the
-derivative reads. `hutchinson`, `hutchpp`, `xtrace`, `xdiag`, `krylov_nystrom` and `norms`
-have an algorithm each. `second_batch` and `deflated_colours` choose between two by the
-first matvecs, and `automatic` chooses by structure, tags and budget. `adaptive` grows a
-sketch to a tolerance, `deltashift` follows a changing operator, `control_variate` uses a
-cheaper one, `selected_entries` estimates entries on a pattern, and `custom` runs a user's
-algorithm.
+This is layer 3, which uses layers 1 and 2.
+
+`call` is the door that every public function goes through, and `readouts` holds the linear
+maps that the derivative rule reads. `hutchinson`, `hutchpp`, `xtrace`, `xdiag`,
+`krylov_nystrom` and `norms` each contain one algorithm or one family. `second_batch` and
+`deflated_colours` use the first matvecs to choose between two algorithms, and `automatic`
+chooses by structure, tags and budget. `adaptive` grows a sketch until it meets a tolerance,
+`deltashift` follows an operator that changes, `control_variate` uses a cheaper operator,
+`selected_entries` estimates entries on a pattern, and `custom` runs a user's algorithm.
 """

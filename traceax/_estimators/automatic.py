@@ -1,11 +1,12 @@
-"""The automatic choices: `trace`, `diagonal`, `leaf_traces`.
+"""The automatic choices: `trace`, `diagonal` and `leaf_traces`.
 
-They choose by structure, tags and budget, never by looking at the estimate.
+They choose an estimator by structure, tags and budget, and never look at the estimate.
 
-The entries of a leaf have correlated errors, so the error of their sum is computed from the
-samples of the diagonal's estimators, each summed first. For XDiag's samples the covariance
-of pairs is enough (`jackknife.shared_error`); for a Nyström approximation's, if the decay
-is fast, parts of many probes matter, and the jackknife is needed (`krylov_nystrom`).
+The entries of a leaf have correlated errors. So each sample of the diagonal is summed over
+the leaf first, and the error of the sum is computed from these sums. For samples of XDiag
+the covariance of pairs is enough (`jackknife.shared_error`). For samples of a Nyström
+approximation, parts that depend on many probes matter if the decay is fast, and the
+jackknife is needed (`krylov_nystrom`).
 """
 
 from __future__ import annotations
@@ -43,33 +44,34 @@ def trace(
 
     The choice depends on structure, tags and budget:
 
-    1. exact without products if the operator stores its diagonal (as matrices and their
-       sums do), exact from one application if it is tagged diagonal;
-    2. exact from n applications if n <= 64 or if `num_matvecs` reaches n;
-    3. `hutchinson_trace` with `probing` if a `pattern` is given and `num_matvecs` colours
-       are enough to keep three steps apart; from 32 colours on, products with 8 of them
-       decide whether Hutch++ deflates low modes and fewer colours probe the rest;
-    4. if it is tagged positive or negative semidefinite, from 3 matvecs on, `xnystrace`, to
-       which from 8 on a quarter of the budget adds products A Q, as in `xtrace`: so it is
-       right for decaying eigenvalues and for a few large ones over a flat rest;
-    5. for all others, from 12 matvecs on, `xtrace` if singular values decay and
-       `hutchinson_trace` if they do not; half of the budget is spent on this decision,
-       which is random where the probes disagree;
-    6. with fewer matvecs, `xtrace` from 6 on, else `hutchinson_trace`.
+    1. If the operator stores its diagonal (as matrices and their sums do), the trace is
+       exact and takes no matvecs. If it is tagged diagonal, one matvec gives it exactly.
+    2. If n <= 64 or `num_matvecs` reaches n, the trace is exact and takes n matvecs.
+    3. If a `pattern` is given and `num_matvecs` colours are enough to keep three steps
+       apart, `hutchinson_trace` with `probing` is used. From 32 colours on, matvecs with 8
+       of them decide whether Hutch++ deflates low modes and fewer colours probe the rest.
+    4. If it is tagged positive or negative semidefinite, `xnystrace` is used from 3 matvecs
+       on. From 8 matvecs on, a quarter of them are second matvecs A Q, as in `xtrace`. They
+       make it accurate for decaying eigenvalues and for a few large ones over a flat rest.
+    5. For all others, from 12 matvecs on, `xtrace` is used if singular values decay and
+       `hutchinson_trace` if they do not. Half of the budget is spent on this decision,
+       which is random if the probes disagree.
+    6. With fewer matvecs, `xtrace` is used from 6 on, and `hutchinson_trace` below.
 
-    Unbiased: what is chosen for a probe is computed from the other probes only.
+    The estimate is unbiased, because the choice for a probe depends on the others only.
 
     **Arguments** (the others are in the guide's conventions)
 
     - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
-    - `pattern`: a graph in which the entries of the operator decay with the distance: where
-      the operator has entries or, if it is a function of a sparse matrix, where that has.
-      Not traced, n x n, as in `colouring`. If entries hardly decay within the steps that
-      colours keep apart, deflation helps, but for semidefinite operators sketches without a
-      pattern may be better still. Only 3. uses it: `method` then names colours.
+    - `pattern`: a graph in which the entries of the operator decay with the distance. It
+      has an entry for each entry of the operator or, if the operator is a function of a
+      sparse matrix, for each entry of that matrix. It is n x n, as in `colouring`, and not
+      traced. If entries hardly decay within the steps that colours keep apart, deflation
+      helps, but for semidefinite operators sketches without a pattern may be better still.
+      Only choice 3 uses it, and `method` then names colours.
 
-    **Cost**: that of the estimator chosen. A pattern is coloured on the host, once for
-    all calls with entries at the same places, of which the latest few are kept.
+    **Cost**: the cost of the chosen estimator. A pattern is coloured on the host, once for
+    all calls with entries at the same places. The latest few colourings are kept.
 
     **Example**
 
@@ -101,11 +103,12 @@ def diagonal(
 ) -> Estimate:
     """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
-    The choice is that of `trace`, as unbiased, with other estimators: exact where `trace`
-    is; with a `pattern`, `hutchinson_diagonal` with `probing`, without deflation; else
+    The choice is made as in `trace`, with other estimators, and is as unbiased. The result
+    is exact whenever `trace` is. With a `pattern`, `hutchinson_diagonal` with `probing` is
+    used, without deflation. Otherwise the estimator is
 
     - for operators tagged positive or negative semidefinite, from 6 matvecs on, `xnysdiag`
-      if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same products;
+      if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same matvecs;
     - for all others, from 12 matvecs on, `xdiag` if singular values decay and
       `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
     - with fewer, `xnysdiag` from 3 on, `xdiag` from 6 on, else `hutchinson_diagonal`.
@@ -113,7 +116,7 @@ def diagonal(
     **Arguments** (the others are in the guide's conventions): `num_matvecs`, `pattern`: as
     in `trace`.
 
-    **Cost**: that of the estimator chosen.
+    **Cost**: the cost of the chosen estimator.
 
     **Example**
 
@@ -162,22 +165,22 @@ def leaf_traces(
 
         value[leaf] = sum of diag A over the entries of the leaf
 
-    For example the curvature of each layer of a network. All leaves share one sketch: the
+    An example is the curvature of each layer of a network. All leaves share one sketch: the
     one that `trace` uses for operators tagged semidefinite (with signs instead of points
     on the sphere), and the one that `diagonal` uses for others. Small budgets use plain
-    probes.
-    Unbiased. Exact where `trace` is, whose error bar is that of the sum over all leaves.
+    probes. The estimate is unbiased, and exact whenever `trace` is. For the error bar of
+    the sum over all leaves, use `trace`.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: as in `trace`.
     `groups`: for sums over several leaves, a function from the path of a leaf, a tuple of
-    JAX's keys, to a name, for example of its layer. Errors of leaves are correlated, so
-    the error of a sum is not known from theirs.
+    JAX's keys, to a name, for example the name of its layer. Errors of leaves are
+    correlated, so the error of a sum cannot be computed from their error bars.
 
-    **Returns** an `Estimate` with the operator's input structure, one number for each leaf;
-    with `groups` of a dict, one for each name.
+    **Returns** an `Estimate` with the operator's input structure, one number for each leaf.
+    With `groups` its structure is a dict, with one number for each name.
 
-    **Derivatives**: by the rule of the diagonal; exact where the value is. **Cost**: that
-    of `diagonal`; for semidefinite operators that of `trace`.
+    **Derivatives**: they follow the rule of the diagonal, and are exact if the value is.
+    **Cost**: the cost of `diagonal`, or of `trace` for semidefinite operators.
 
     **Example**
 
@@ -211,8 +214,11 @@ def leaf_traces(
 
 
 def exact_if_cheap(call: Call, reduce: Reduce) -> Estimate | None:
-    """Answer exactly, from a diagonal that the structure of the operator gives, or from n
-    matvecs if n is small or the budget reaches it."""
+    """Answer exactly if that is cheap, and return None if it is not.
+
+    It is cheap if the structure of the operator gives its diagonal, if n is small, or if
+    the budget reaches n. In the last two cases the answer takes n matvecs.
+    """
     operator, known = call.operator, known_diagonal(call.operator)
     if known is not None:
         diagonal, spent = known

@@ -1,9 +1,9 @@
 """The door that every public function goes through.
 
-`begin` checks the arguments and makes the operator canonical, once. The `Call` that it
-returns draws probes, answers exactly if the budget reaches n, and finishes: it runs an
-algorithm under the derivative rule (`_core.rule`), which compiles it, and makes an
-`Estimate` of the outcome. A public function reads like this:
+`begin` checks the arguments and makes the operator canonical, once. It returns a `Call`,
+which draws probes and answers exactly if the budget reaches n. `Call.finish` runs an
+algorithm under the derivative rule (`_core.rule`), which compiles it, and turns the outcome
+into an `Estimate`. A public function reads like this:
 
     call = begin("xtrace", operator, key, num_matvecs, least=2, sampler=sampler)
     return call.exact(TOTAL) if call.is_exact else estimate_by_xtrace(call)
@@ -11,7 +11,7 @@ algorithm under the derivative rule (`_core.rule`), which compiles it, and makes
     k = call.num_matvecs // 2
     return call.finish(_xtrace, call.draw(k), method="xtrace", spent=2 * k, degrees=k - 1)
 
-An automatic choice is an `if` that passes its call on to the function that it chooses.
+An automatic choice is an `if` that passes the call on to the function that it chooses.
 """
 
 from __future__ import annotations
@@ -54,12 +54,17 @@ from traceax._probes.stream import (
     unit_vectors,
 )
 
-# Up to this dimension a batch of n matvecs takes as long as a batch of a few.
+# Up to this dimension, a batch of n matvecs takes about as long as a batch of a few.
 SMALL = 64
 
 
 class Streamed(eqx.Module):
-    """Independent samples, a batch at a time; `neighbourhood` is that of `probing`."""
+    """Independent samples, which are read one batch at a time.
+
+    `probes` yields the blocks of probes. `neighbourhood` is the graph that `probing` has
+    coloured, from which its error bar is computed, and None for other samplers. `meter`
+    shows the progress, and `design` says how probes are grouped into samples.
+    """
 
     probes: Stream
     neighbourhood: Neighbourhood | None
@@ -69,10 +74,13 @@ class Streamed(eqx.Module):
 
 @dataclass(frozen=True)
 class Call:
-    """The checked arguments of a public function; messages name it.
+    """The checked arguments of a public function.
 
-    `num_checks` are the matvecs that measure the noise of matvecs (`measured`). They are no
-    longer in the budget `num_matvecs`."""
+    `name` is the name of that function, which error messages contain. `num_matvecs` is the
+    budget. `num_checks` is the number of matvecs that are spent on measuring the noise of
+    matvecs (see `measured`). They have been subtracted from the budget. `sampler` is None
+    if neither the user nor the function has named one yet.
+    """
 
     name: str
     operator: Operator
@@ -85,7 +93,10 @@ class Call:
 
     @property
     def num_exact(self) -> int:
-        """The matvecs of an exact answer: those of the adjoint if rows are fewer."""
+        """The number of matvecs that an exact answer takes.
+
+        They are matvecs of the adjoint if the operator has fewer rows than columns.
+        """
         return min(self.operator.in_size(), self.operator.out_size())
 
     @property
@@ -98,7 +109,10 @@ class Call:
 
     @property
     def resphere(self) -> bool:
-        """Whether what is projected of a probe may be rescaled to its expected length."""
+        """Say whether a projected probe may be rescaled to its expected length.
+
+        That is right for rotation-invariant probes only.
+        """
         return self.sampler is not None and self.sampler.rotation_invariant
 
     @property
@@ -108,11 +122,11 @@ class Call:
 
     @property
     def group(self) -> int:
-        """How many probes make one sample."""
+        """The number of probes that make one sample."""
         return 1 if self.sampler is None else self.sampler.group
 
     def in_batches(self, batch_size: int | None, progress_meter: Any) -> Call:
-        """Take so many probes at a time, None for all, and show progress."""
+        """Take `batch_size` probes at a time, or all if it is None, and show progress."""
         checks.check_batch_size(self.name, batch_size, 1)
         meter = checked_meter(self.name, progress_meter)
         return replace(self, batch_size=batch_size, meter=meter)
@@ -122,18 +136,21 @@ class Call:
         return self if self.sampler is not None else replace(self, sampler=sampler)
 
     def on(self, operator: Operator) -> Call:
-        """Apply, and draw probes for, another operator."""
+        """Replace the operator, which is applied and for which probes are drawn."""
         return replace(self, operator=operator)
 
     def measured(self) -> Call:
-        """Spend two matvecs on measuring the noise of matvecs, for algorithms whose samples
-        do not show it. Only in single precision, and at most a tenth of the budget."""
+        """Set two matvecs of the budget aside to measure the noise of matvecs.
+
+        Algorithms whose samples do not show this noise need the measurement. It is made in
+        single precision only, and only if it takes at most a tenth of the budget.
+        """
         if unit_roundoff(self.operator) <= DOUBLE or self.num_matvecs < 20:
             return self
         return replace(self, num_matvecs=self.num_matvecs - 2, num_checks=2)
 
     def draw(self, *counts: int) -> tuple[Inexact[Array, "n _"], ...]:
-        """Draw a block of independent probes for each count, with a key of its own."""
+        """Draw a block of independent probes for each count, each with its own key."""
         keys = [self.key] if len(counts) == 1 else jax.random.split(self.key, len(counts))
         return tuple(
             draw(self.name, self.source, key, self.operator, count)
@@ -161,8 +178,13 @@ class Call:
         subject: Subject | None = None,
         units: Stream | None = None,
     ) -> Estimate:
-        """Answer from every unit vector: all columns of the operator, or the rows if these
-        are fewer. `read(subject, block)` is the sum over a block of them."""
+        """Answer exactly, by applying the operator to every unit vector.
+
+        If the operator has fewer rows than columns, its adjoint is applied instead.
+        `read(subject, block)` returns the sum over the unit vectors of one block. The
+        `subject` is the operator, as a `LinearMap`, unless another one is given. `units`
+        yields the blocks, by default all unit vectors in batches of `batch_size`.
+        """
         dtype = working_dtype(self.operator)
         if units is None:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
@@ -189,9 +211,14 @@ class Call:
         structure: Structure | None = None,
         subject: Subject | None = None,
     ) -> Estimate:
-        """Run `algorithm(subject, probes)` under the derivative rule. The subject is the
-        operator, as a `LinearMap`, unless another one is given. `method` is the function
-        that the estimate names, by default the one that was called."""
+        """Run `algorithm(subject, probes)` under the derivative rule.
+
+        The subject is the operator, as a `LinearMap`, unless another one is given. `spent`
+        is the number of matvecs that the algorithm takes, and `degrees` is the number of
+        degrees of freedom of its error bar. `method` is the function that the estimate
+        names, by default the one that was called. `structure` is the structure of the
+        result, or None if it is a number.
+        """
         if self.num_checks:
             algorithm = partial(_with_noise, algorithm)
         return rule.estimate(
@@ -217,9 +244,12 @@ def begin(
     sampler: SamplerLike | None = None,
     takes: Takes = "independent",
 ) -> Call:
-    """Check the arguments of the public function `name`. `argument` is the name of its
-    budget, of which at least `least` is needed, unless n is less. `takes` are the samplers
-    that the function can use."""
+    """Check the arguments of the public function `name`, and make its operator canonical.
+
+    `argument` is the name of the argument that holds the budget. The budget must be at
+    least `least`, or n if n is smaller. The operator must be `square`, if that is true.
+    `takes` are the samplers that the function can use; others are refused.
+    """
     operator = checks.check_operator(name, operator, square=square)
     checks.check_key(name, key, operator)
     made = None if sampler is None else as_sampler(name, sampler)
@@ -231,11 +261,11 @@ def begin(
 
 
 def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Outcome:
-    """Nothing is random."""
+    """Read all unit vectors. The result is exact, so its error is zero."""
     value = readout(subject, meter)
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
 def _with_noise(run: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
-    """Run an algorithm with a linear map that knows its noise, by one of its probes."""
+    """Run an algorithm on a linear map whose noise was measured with one of the probes."""
     return run(linear_map.measured(jax.tree.leaves(probes)[0][:, 0]), probes)

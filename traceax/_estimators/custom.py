@@ -1,8 +1,8 @@
 """A user's algorithm under the derivative rule.
 
-Its applications are counted before it runs. The operator is applied by a compiled function
-of a known name, which appears in the traced program of the algorithm, with the shape of its
-result. So columns are counted under `jax.vmap`, too, and for every iteration of a loop.
+Its matvecs are counted before it runs. The operator is applied by a compiled function with
+a known name. This name appears in the traced program of the algorithm, with the shape of
+the result. So columns are also counted under `jax.vmap`, and in every iteration of a loop.
 """
 
 from __future__ import annotations
@@ -42,30 +42,32 @@ def custom_trace(
 ) -> Estimate:
     """Estimate tr A of any square operator by an algorithm of your own.
 
-    The library adds the derivative, batches and checks. The algorithm returns, besides its
-    value, the two blocks L, R with E[L R*] = I (a resolution of the identity) from which it
-    is computed, value = sum conj(L) o (A R). The derivative is sum conj(L) o (dA R).
-    Unbiased if the algorithm is.
+    traceax adds the derivative, batches and checks. In addition to its value, the algorithm
+    returns two blocks L, R with E[L R*] = I (a resolution of the identity) from which the
+    value is computed as sum conj(L) o (A R). The derivative is sum conj(L) o (dA R). The
+    estimate is unbiased if the algorithm is.
 
-    Hutchinson's estimator is the mean of k forms z* A z: L = Z/k, R = Z. Hutch++ makes a
-    sketch A S from half of the probes. With its orthonormal basis Q and P = I - Q Q*, I = Q
-    Q* + P, and E[P z z* P] = P for z independent of Q. So L = [Q, P Z/l], R = [Q, P Z].
+    Hutchinson's estimator is the mean of k forms z* A z, with L = Z/k and R = Z. Hutch++
+    makes a sketch A S from half of the probes. With its orthonormal basis Q and P = I - Q
+    Q*, the identity is I = Q Q* + P, and E[P z z* P] = P for z independent of Q. So
+    L = [Q, P Z/l] and R = [Q, P Z].
 
     **Arguments** (the others are in the guide's conventions)
 
     - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
-      standard_error, (left, right))`. `probes` is n x num_probes; `apply` takes blocks n x
-      k of the flattened space, in an order of its own, to such. It is traced.
+      standard_error, (left, right))`. `probes` is n x num_probes. `apply` maps an n x k
+      block of the flattened space, whose rows have an order of its own, to the block of
+      its images. The algorithm is traced.
     - `num_probes`: the number of probes, a Python int of at least 1.
     - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
 
-    **Returns** an `Estimate` of shape `()`. `num_matvecs` counts the columns that were
-    applied (of several branches the most expensive; complex blocks of real operators count
-    twice). `apply` must not be called in a loop of unknown length.
+    **Returns** an `Estimate` of shape `()`. `num_matvecs` counts the columns to which the
+    operator is applied. If there are branches, the most expensive one counts, and complex
+    blocks of real operators count twice. Do not call `apply` in a loop of unknown length.
 
     **Derivatives**: unbiased if E[L R*] = I for every operator from which the blocks could
-    be computed. What the algorithm closes over is frozen too. A gradient costs r
-    matvec-VJPs. **Cost**: the algorithm's.
+    be computed. Values that the algorithm closes over are frozen too. A gradient costs r
+    matvec-VJPs, with r the number of columns of L. **Cost**: the cost of the algorithm.
 
     **Example**
 
@@ -109,8 +111,11 @@ def custom_trace(
 
 
 class _Program(eqx.Module):
-    """An algorithm as a program of the operator's arrays. Arrays and tracers that it closes
-    over are leaves, which the rule takes for constants."""
+    """An algorithm, as a program that takes the operator's arrays.
+
+    Arrays and tracers that the algorithm closes over are leaves of this module. The
+    derivative rule treats them as constants.
+    """
 
     code: Canonical
 
@@ -158,7 +163,7 @@ _NAME = "traceax_application"
 
 
 def named(linear_map: LinearMap) -> Apply:
-    """The same map of blocks, under a name."""
+    """Return the same map of blocks, as a function that has a name in traced programs."""
     arrays, rest = eqx.partition(linear_map, eqx.is_array)
 
     def application(arrays: Any, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
@@ -168,15 +173,18 @@ def named(linear_map: LinearMap) -> Apply:
     compiled = jax.jit(application)
 
     def apply(block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        with jax.disable_jit(False):  # else the program has no named call
+        with jax.disable_jit(False):  # otherwise the program has no named call
             return compiled(arrays, block)
 
     return apply
 
 
 def entries_applied(program: Jaxpr | ClosedJaxpr, *, real: bool) -> float:
-    """The entries of all blocks together. A complex block of a real operator counts twice;
-    of several branches the most expensive one counts. Infinite for a while loop."""
+    """Return the number of entries of all blocks to which a program applies the operator.
+
+    A complex block of an operator that is `real` counts twice. If there are branches, the
+    most expensive one counts. The number is infinite if a while loop applies the operator.
+    """
     return sum(_entries(equation, real) for equation in program.eqns)
 
 

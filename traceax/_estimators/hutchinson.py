@@ -1,4 +1,7 @@
-"""Hutchinson's estimators, z isotropic: tr A = E[z* A z], diag A = E[conj(z) o A z]."""
+"""Hutchinson's estimators of traces and diagonals.
+
+If z is isotropic, then tr A = E[z* A z] and diag A = E[conj(z) o A z].
+"""
 
 from __future__ import annotations
 
@@ -44,18 +47,19 @@ def hutchinson_trace(
 ) -> Estimate:
     """Estimate tr A of any square operator by the mean of quadratic forms z_i* A z_i.
 
-    Unbiased. Exact for diagonal operators with `rademacher`, and for multiples of I with
-    `sphere`. The method of choice for flat spectra and nearly diagonal operators; the error
-    falls only as num_matvecs^(-1/2), so `xtrace` is better on decaying spectra.
+    The estimate is unbiased. It is exact for diagonal operators with `rademacher`, and for
+    multiples of I with `sphere`. Use it for flat spectra and nearly diagonal operators. The
+    error falls only as num_matvecs^(-1/2), so `xtrace` is better on decaying spectra.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
     probes, at least 1. `sampler`: default `rademacher`, which is exact for diagonal
     operators. (Two to four real signs cannot tell these from operators that couple two
-    dimensions, and have an error bar for both.) `orthogonal` helps if the budget is a good
-    part of n, `probing` if entries decay with the distance in a graph.
+    dimensions, so the error bar allows for both.) `orthogonal` helps if the budget is a
+    good part of n, and `probing` helps if entries decay with the distance in a graph.
 
-    **Derivatives**: exactly those of the value, at one matvec-VJP a probe. **Cost**:
-    `num_matvecs` applications in one batch; 2 blocks n x k (n x batch_size); 2 n k flops.
+    **Derivatives**: the exact derivatives of the value. A gradient costs one matvec-VJP for
+    each probe. **Cost**: `num_matvecs` matvecs in one batch; 2 blocks n x k
+    (n x batch_size); 2 n k flops.
 
     **Example**
 
@@ -77,7 +81,10 @@ def hutchinson_trace(
 def estimate_by_forms(
     call: Call, reduce: Reduce = TOTAL, method: str = "hutchinson_trace"
 ) -> Estimate:
-    """Estimate the trace, or sums over leaves."""
+    """Estimate the trace or sums over leaves by the mean of quadratic forms.
+
+    `reduce` says which, and `method` is the function that the estimate names.
+    """
     call = call.using(rademacher)
     streamed = call.stream()
     design = streamed.design
@@ -104,18 +111,19 @@ def hutchinson_diagonal(
 
         value = sum_i conj(z_i) o A z_i  /  sum_i |z_i|^2        (entry by entry)
 
-    Unbiased for probes with entries of random sign or phase. Exact for diagonal operators,
-    and if `num_matvecs` reaches n. The error of entry a comes from the other entries of its
-    row: (sum over b != a of |A_ab|^2 / num_matvecs)^(1/2). So it is the method of choice
-    for diagonally dominant operators, and with `probing` for sparse ones and their
-    functions; elsewhere `xdiag` and `xnysdiag` remove most of this error.
+    The estimate is unbiased for probes with entries of random sign or phase. It is exact
+    for diagonal operators, and if `num_matvecs` reaches n. The error of entry a comes from
+    the other entries of its row: (sum over b != a of |A_ab|^2 / num_matvecs)^(1/2). So use
+    it for diagonally dominant operators and, with `probing`, for sparse operators and their
+    functions. For other operators `xdiag` and `xnysdiag` remove most of this error.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
     probes, at least 1. `sampler`: default `rademacher`, which has the least variance of all
-    that do not use the structure of the operator; `probing` uses it.
+    samplers that do not use the structure of the operator. `probing` uses the structure.
 
-    **Derivatives**: exactly those of the value, at one matvec-VJP a probe. **Cost**:
-    `num_matvecs` applications in one batch; 2 blocks n x k (n x batch_size); 4 n k flops.
+    **Derivatives**: the exact derivatives of the value. A gradient costs one matvec-VJP for
+    each probe. **Cost**: `num_matvecs` matvecs in one batch; 2 blocks n x k
+    (n x batch_size); 4 n k flops.
 
     **Example**
 
@@ -136,7 +144,10 @@ def hutchinson_diagonal(
 
 
 def estimate_by_ratio(call: Call, method: str = "hutchinson_diagonal") -> Estimate:
-    """Estimate the diagonal."""
+    """Estimate the diagonal by the ratio of two sums over probes.
+
+    `method` is the function that the estimate names.
+    """
     call = call.using(rademacher)
     structure = call.operator.in_structure()
     return ratio_estimate(call, DiagonalEntries(), method=method, structure=structure)
@@ -145,7 +156,10 @@ def estimate_by_ratio(call: Call, method: str = "hutchinson_diagonal") -> Estima
 def ratio_estimate(
     call: Call, entries: Any, *, method: str, structure: Structure, subject: Any = None
 ) -> Estimate:
-    """Estimate `entries` of the operator: its diagonal, or those on a pattern."""
+    """Estimate entries of the operator by a ratio of sums over probes.
+
+    `entries` reads them: it is a `DiagonalEntries`, or reads the entries on a pattern.
+    """
     streamed = call.stream()
     design, has_neighbours = streamed.design, streamed.neighbourhood is not None
     degrees = design.num_samples - 1
@@ -163,9 +177,11 @@ def ratio_estimate(
 def _forms(
     linear_map: LinearMap, streamed: Streamed, *, reduce: Callable[[Rows], Any]
 ) -> Outcome:
-    """The trace, or sums over leaves: means of independent samples.
+    """Run the algorithm of traces and sums over leaves, a mean of independent samples.
 
-    One repeat of `probing` has an error bar from neighbour residuals."""
+    A single repeat of `probing` has no spread, so its error bar is computed from neighbour
+    residuals.
+    """
     probes, design = streamed.probes, streamed.design
     near = streamed.neighbourhood if design.num_samples == 1 else None
     few_signs = design.group == 1 and 2 <= design.num_samples <= 4
@@ -196,7 +212,11 @@ def _forms(
 def _off_identity(
     z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Callable[[Rows], Any]
 ) -> Float[Array, "*values b"]:
-    """The 4-norm of A z - z (z* A z)/|z|^2."""
+    """Return the 4-norm of A z - z (z* A z)/|z|^2 for each probe z.
+
+    With `reduce`, return it for the rows of each leaf. It shows how far the operator is
+    from a multiple of I (`jackknife.no_less_than_coupling`).
+    """
     lengths = column_norms_squared(z)
     forms = column_dots(z, products) / jnp.where(lengths > 0, lengths, 1)
     rest = jnp.abs(products - z * forms[None, :])
@@ -206,27 +226,33 @@ def _off_identity(
 
 @dataclass(frozen=True)
 class DiagonalEntries(Forms):
-    """The entries of the diagonal, as the ratio of two sums over probes."""
+    """The entries of the diagonal, each the ratio of two sums over probes."""
 
     reduce: Callable[[Rows], Any] = each
 
     def ratio(
         self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
     ) -> tuple[Inexact[Array, "n k"], Float[Array, "n k"]]:
-        """Numerators and weights of each probe; the result is the ratio of their sums."""
+        """Return the numerators and the weights of each probe.
+
+        The result is the ratio of their sums.
+        """
         forms = z.conj() * products
         forms = forms.real if linear_map.is_hermitian else forms
         return forms, squared_modulus(z)
 
     def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Float[Array, " n"]:
-        """The error of the result from that of each row of the diagonal."""
+        """Return the error of the result, given the error of each row of the diagonal."""
         return rows
 
 
 def _ratio(linear_map: LinearMap, streamed: Streamed, *, entries: Any) -> Outcome:
-    """The diagonal, or entries: a ratio of sums, whose error is that of the sum of
-    residuals; for probes of modulus 1 it is a mean. Each repeat of `probing` also has an
-    error bar from neighbour residuals."""
+    """Run the algorithm of diagonals and entries, a ratio of two sums over probes.
+
+    The error bar of a ratio is the error bar of the sum of its residuals. For probes with
+    entries of modulus 1 the ratio is a mean. With `probing`, each repeat also has an error
+    bar from neighbour residuals.
+    """
     probes, near, design = streamed.probes, streamed.neighbourhood, streamed.design
     repeats, eps = design.num_samples, linear_map.eps
 

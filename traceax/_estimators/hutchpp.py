@@ -2,18 +2,20 @@
 
 For any orthonormal Q that is independent of the isotropic z, with P = Q Q*,
 
-    tr A = tr(Q* A Q) + E[z* (I - P) A (I - P) z],
+    tr A = tr(Q* A Q) + E[z* (I - P) A (I - P) z].
 
-and a Q that spans the dominant range of A leaves little for the second term. NA-Hutch++
-replaces the projection by an oblique one that needs no second pass over A: with Z = A R and
-W = A* S, Q an orthonormal basis of Z, Pi = (S* Q)^+,
+If Q spans the dominant range of A, little is left for the second term. NA-Hutch++ replaces
+the projection by an oblique one that needs no second pass over A. With Z = A R, W = A* S,
+Q an orthonormal basis of Z, and Pi = (S* Q)^+,
 
     A ~ Q Pi W*,        tr A = tr(Pi W* Q) + E[z* A z - z* Q Pi W* z].
 
-(The published form uses Z itself for Q and S narrower than R: an ill-conditioned core. With
-an orthonormal range and S twice as wide, it is well-conditioned.)
+(The published form has Z itself in the place of Q, and S narrower than R. Its core is
+ill-conditioned. With an orthonormal Q and S twice as wide as R, the core is
+well-conditioned.)
 
-Diag++ is Hutch++ of the diagonal: exact on the sketch, with fresh probes for the rest.
+Diag++ applies Hutch++ to the diagonal. The diagonal is exact on the sketch, and fresh
+probes estimate the rest.
 """
 
 from __future__ import annotations
@@ -55,19 +57,20 @@ def hutchpp_trace(
 ) -> Estimate:
     """Estimate tr A of any square operator by Hutch++: sketch first, then sample the rest.
 
-    k = num_matvecs // 3 probes make a sketch with orthonormal basis Q; the trace on its
+    k = num_matvecs // 3 probes make a sketch with orthonormal basis Q. The trace on its
     range is exact, and the l = num_matvecs - 2k other probes z_j estimate the rest:
 
         value = tr(Q* A Q) + 1/l sum_j c_j z_j* (I - Q Q*) A (I - Q Q*) z_j
 
-    Unbiased. Exact (to rounding) if the rank of A is at most k, or if A is a multiple of I
-    (and probes are resphered). `xtrace` is more accurate at equal cost.
+    The estimate is unbiased. It is exact (to rounding) if the rank of A is at most k, or if
+    A is a multiple of I (and probes are resphered). `xtrace` is more accurate at equal
+    cost.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
-    n. `sampler`: default: the sphere, c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
+    n. `sampler`: default: the sphere, with c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
 
     **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs. **Cost**:
-    `num_matvecs` applications in three batches; 2k + 2l vectors; about 8 n k^2 flops.
+    `num_matvecs` matvecs in three batches; 2k + 2l vectors; about 8 n k^2 flops.
 
     **Example**
 
@@ -106,24 +109,26 @@ def na_hutchpp_trace(
     *,
     sampler: SamplerLike = rademacher,
 ) -> Estimate:
-    """Estimate tr A by the non-adaptive Hutch++: every application can be issued at once.
+    """Estimate tr A by the non-adaptive Hutch++, whose matvecs can all be issued at once.
 
-    r = num_matvecs // 4 probes R and 2r probes S approximate A by Q (S* Q)^+ (A* S)*, Q an
-    orthonormal basis of A R; the l = num_matvecs - 3r other probes z_j estimate the rest:
+    r = num_matvecs // 4 probes R and 2r probes S approximate A by Q (S* Q)^+ (A* S)*, with
+    Q an orthonormal basis of A R. The l = num_matvecs - 3r other probes z_j estimate the
+    rest:
 
         value = tr(Pi S* A Q) + 1/l sum_j z_j* (A - Q Pi S* A) z_j,      Pi = (S* Q)^+
 
-    in the stable form, in which S is the wider block. Unbiased. Exact (to rounding) if the
-    rank of A is at most r, or if `num_matvecs` reaches n. It is meant for operators that
-    are streamed or reached in parallel; in sequence, `xtrace` is better.
+    This is the stable form, in which S is the wider block. The estimate is unbiased. It is
+    exact (to rounding) if the rank of A is at most r, or if `num_matvecs` reaches n. It is
+    meant for operators that are streamed or applied in parallel. If matvecs run one after
+    the other, `xtrace` is better.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 4, or
-    n; 2r of them are applications of the adjoint. `sampler`: default `rademacher`.
+    n. 2r of them are matvecs of the adjoint. `sampler`: default `rademacher`.
 
-    **Derivatives**: those of Hutch++ on the same sketch, which is frozen: more accurate
-    than the oblique projection of the value. A gradient costs r + l matvec-VJPs. **Cost**:
-    `num_matvecs` applications in one batch for each of R, S and z; 3r + 2l columns of
-    length n; about 16 n r^2 flops.
+    **Derivatives**: they follow Hutch++'s rule on the same sketch, which is frozen. This is
+    more accurate than the oblique projection of the value. A gradient costs r + l
+    matvec-VJPs. **Cost**: `num_matvecs` matvecs in one batch for each of R, S and z;
+    3r + 2l columns of length n; about 16 n r^2 flops.
 
     **Example**
 
@@ -173,8 +178,11 @@ def _sketch_and_rest(num_matvecs: int) -> tuple[int, int]:
 
 
 def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
-    """The oblique approximation serves the value; the weight is Hutch++'s for the same Q,
-    whose two-sided projections leave less of a tangent to chance."""
+    """Run NA-Hutch++.
+
+    The value uses the oblique approximation. The derivative uses the weight of Hutch++ for
+    the same Q, because its two-sided projections leave less of a tangent to chance.
+    """
     right, left, rest = probes
     q = orthonormalise(linear_map(right)).columns
     co_range, products = linear_map.adjoint(left), linear_map(rest)
@@ -191,7 +199,10 @@ def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Out
 def _project(
     probes: Inexact[Array, "n l"], q: Inexact[Array, "n k"], resphere: bool
 ) -> tuple[Inexact[Array, "n l"], Float[Array, " l"]]:
-    """Probes on the complement of range(Q), and the factors that resphere them."""
+    """Project probes on the complement of range(Q).
+
+    Return them with the factors that resphere them, which are 1 without `resphere`.
+    """
     n, k = q.shape
     mu = outside(q, None, probes)
     lengths = column_norms_squared(mu)
@@ -214,23 +225,24 @@ def diagpp(
 ) -> Estimate:
     """Estimate diag A of any square operator by Diag++.
 
-    k = num_matvecs // 3 probes sketch the range of A; P projects on it. The diagonal on it
-    is exact, and l = num_matvecs - 2k fresh probes g_i estimate the rest:
+    k = num_matvecs // 3 probes sketch the range of A, and P projects on it. The diagonal on
+    this range is exact, and l = num_matvecs - 2k fresh probes g_i estimate the rest. For
+    operators known to be Hermitian,
 
-        value = diag(P A + A P - P A P) + 1/l sum_i conj(g_i) o (I - P) A (I - P) g_i
+        value = diag(P A + A P - P A P) + 1/l sum_i conj(g_i) o (I - P) A (I - P) g_i.
 
-    for operators known to be Hermitian; for others the published, one-sided form
-    diag(P A) + 1/l sum_i conj(g_i) o (I - P) A g_i, which needs the adjoint. Unbiased.
-    Exact (to rounding) if the rank of A is at most k, or if `num_matvecs` reaches n.
-    `xdiag` is more accurate; here the samples of the remainder are independent.
+    For others, value = diag(P A) + 1/l sum_i conj(g_i) o (I - P) A g_i, the published,
+    one-sided form, which needs the adjoint. The estimate is unbiased. It is exact (to
+    rounding) if the rank of A is at most k, or if `num_matvecs` reaches n. `xdiag` is more
+    accurate, but in `diagpp` the samples of the remainder are independent.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
     n. `sampler`: default `rademacher`.
 
-    **Derivatives**: by the two-sided form; the sketch is frozen. A gradient costs k + l
-    matvec-VJPs for Hermitian operators, 2k + l (k of them of the adjoint) for others.
-    **Cost**: 2k + l applications in three batches, k of them of the adjoint if the operator
-    is not known to be Hermitian; 5 blocks of n x k; about 14 n k^2 flops.
+    **Derivatives**: they use the two-sided form, and the sketch is frozen. A gradient costs
+    k + l matvec-VJPs for Hermitian operators, 2k + l (k of them of the adjoint) for others.
+    **Cost**: 2k + l matvecs in three batches, k of them of the adjoint if the operator is
+    not known to be Hermitian; 5 blocks of n x k; about 14 n k^2 flops.
 
     **Example**
 

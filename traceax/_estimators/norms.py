@@ -1,16 +1,17 @@
 """Norms of operators that need not be square.
 
-XRowNorm is the leave-one-out estimator of row norms.
+XRowNorm is the leave-one-out estimator of row norms. Let B be the operator, which is p x n
+and has the rows b_a. The sketch lies in the space of the rows. It is B* B Omega, or B Omega
+if B is Hermitian. In the notation of `readouts`,
 
-Notation: B the operator, p x n, of rows b_a; the sketch lies in the space of the rows. In
-the notation of `leave_one_out`, with the sketch B* B Omega, or B Omega if B is Hermitian,
+    |b_a|^2 = |b_a P_i|^2 + E[ c_i |b_a (I - P_i) w_i|^2 ]        for every i.
 
-    |b_a|^2 = |b_a P_i|^2 + E[ c_i |b_a (I - P_i) w_i|^2 ]        for every i:
+Cross terms vanish, because P_i (I - P_i) = 0. The derivative rule differentiates this
+quadratic with P_i and w_i frozen (`readouts.Squares`). It is unbiased because the identity
+holds for every B.
 
-cross terms vanish, because P_i (I - P_i) = 0. The derivative is that of this quadratic
-with P_i, w_i frozen (`readouts.Squares`), unbiased because the identity holds for every B.
-
-The Frobenius norm is ||B||_F^2 = tr B* B by `krylov_nystrom`, two applications a product.
+The Frobenius norm is ||B||_F^2 = tr B* B, estimated by `krylov_nystrom`. Each matvec of
+B* B takes two matvecs, one of B and one of its adjoint.
 """
 
 from __future__ import annotations
@@ -41,24 +42,25 @@ def row_norms_squared(
 ) -> Estimate:
     """Estimate the squared norm of every row of an operator B, p x n, by XRowNorm.
 
-    k probes w_i make a sketch of the space of the rows b_a. Each in turn is left out; the
-    part in the range of the others is exact, and the probe left out estimates the rest:
+    k probes w_i make a sketch of the space of the rows b_a. Each probe in turn is left out.
+    The part in the range of the others, onto which P_i projects, is exact, and the probe
+    that is left out estimates the rest:
 
         value_a = 1/k sum_i [ |b_a P_i|^2 + c_i |b_a (I - P_i) w_i|^2 ]
 
-    Unbiased. Exact (to rounding) if the rank of B is below k, or if `num_matvecs` reaches n
-    or p. For column norms, transpose the operator.
+    The estimate is unbiased. It is exact (to rounding) if the rank of B is below k, or if
+    `num_matvecs` reaches n or p. For column norms, transpose the operator.
 
     **Arguments** (the others are in the guide's conventions): `operator`: square or not.
     Squared norms must be in the range of its dtype. `num_matvecs`: at least 3, or n or p. A
-    multiple of 3 is spent, of 2 if it is known to be Hermitian. `sampler`: independent
-    probes. Default `rademacher`, which is exact for rows of one entry.
+    multiple of 3 is spent, or of 2 if the operator is known to be Hermitian. `sampler`:
+    independent probes. Default `rademacher`, which is exact for rows of one entry.
 
     **Returns** an `Estimate` with the operator's output structure, real.
 
     **Derivatives**: the sketch is frozen. A gradient costs 2k matvec-VJPs. **Cost**: 2k
-    applications and k of the adjoint (none if the operator is known to be Hermitian), in
-    three batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
+    matvecs and k of the adjoint (none if the operator is known to be Hermitian), in three
+    batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
 
     **Example**
 
@@ -95,18 +97,19 @@ def frobenius_norm_squared(
 ) -> Estimate:
     """Estimate ||B||_F^2, the sum of the squared moduli of the entries of an operator.
 
-    It is tr B* B, or tr B B* if B has fewer rows than columns, estimated as by `trace` for
-    semidefinite operators from m = num_matvecs // 2 products with B* B. Unbiased. Exact (to
-    rounding) if the rank of B is below 3m/4, if B* B is a multiple of I (and probes are
-    resphered), or if `num_matvecs` reaches the smaller dimension of B. On flat spectra the
-    mean of |B w|^2, one application a probe, has up to 1.7 times less error.
+    It is tr B* B, or tr B B* if B has fewer rows than columns. It is estimated from
+    m = num_matvecs // 2 matvecs of B* B, as `trace` does for semidefinite operators. The
+    estimate is unbiased. It is exact (to rounding) if the rank of B is below 3m/4, if B* B
+    is a multiple of I (and probes are resphered), or if `num_matvecs` reaches the smaller
+    dimension of B. On flat spectra, the mean of |B w|^2, which takes one matvec for each
+    probe, has up to 1.7 times less error.
 
     **Arguments** (the others are in the guide's conventions): `operator`: B, p x n, square
     or not. B* B w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p.
     `sampler`: independent probes. Default: the sphere, or signs, by the smaller dimension.
 
-    **Derivatives**: the sketch is frozen; a gradient costs up to 4m matvec-VJPs. **Cost**:
-    m applications and m of the adjoint in four batches; 6 blocks of n x m; 12 n m^2 flops.
+    **Derivatives**: the sketch is frozen. A gradient costs up to 4m matvec-VJPs. **Cost**:
+    m matvecs and m of the adjoint in four batches; 6 blocks of n x m; 12 n m^2 flops.
 
     **Example**
 
@@ -125,7 +128,11 @@ def frobenius_norm_squared(
 
 
 def _squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Array, " p"]:
-    """Rows of |B Z|^2; if B is wide, Z holds unit vectors of its rows' space."""
+    """Return |b_a Z|^2 for every row b_a of B, for a block Z of unit vectors.
+
+    If B has fewer rows than columns, Z holds unit vectors of its output space instead. Then
+    return |b_a|^2 for the rows that they select, and 0 for the others.
+    """
     if linear_map.operator.out_size() < linear_map.operator.in_size():
         return dot(z.real, column_norms_squared(linear_map.adjoint(z)))
     return columns.row_norms_squared(linear_map(z))

@@ -1,23 +1,25 @@
-"""Targets, and the readouts of the derivative rule (`_core.rule`).
+"""Results that can be read from an operator, and the readouts of the derivative rule.
 
 Traces, sums over the leaves of a pytree and diagonals are one estimate, read in three ways:
-the rows of conj(L) o (B R), summed over all rows, over the rows of each leaf, or not at
-all. Squared norms of rows, and their sum, are read of its squares. A `Target` says which.
+the rows of conj(L) o (B R) are summed over all rows, over the rows of each leaf, or not at
+all. A `Reduce` says which. Squared norms of rows, and their sum, are quadratic in B and
+have a readout of their own, `Squares`.
 
-A readout is a module whose blocks are constants. It is called on a `LinearMap` B, and what
-it returns estimates the target of B without bias.
+A readout is a module whose blocks are constants. The derivative rule (`_core.rule`) calls
+it on a `LinearMap` B, and it returns an unbiased estimate of the wanted result for B.
 
 **Leaving one out** (`leave_one_out`; Epperly, Tropp and Webber 2024). Omega holds k probes
-w_i, Y = A Omega = Q R is the sketch, P_i the orthogonal projector on the range of Y without
-column i. With the directions s_i of `basis.downdate`,
+w_i, and Y = A Omega = Q R is the sketch. P_i is the orthogonal projector on the range of Y
+without column i. With the directions s_i of `basis.downdate`,
 
     P_i = Q (I - s_i s_i*) Q*,    x_i = (I - s_i s_i*) Q* w_i,    mu_i = (I - P_i) w_i
                                                                       = w_i - Q x_i.
 
-mu_i is formed explicitly, where the papers' k x k formulas cancel. w_i is independent of
-P_i and isotropic, so that E[mu_i mu_i*] = I - P_i; for rotation-invariant probes it may be
-rescaled to the length it should have, c_i = (n - k + 1)/|mu_i|^2 ("resphering"), which
-removes the variance that comes from its length.
+mu_i is formed explicitly, because the k x k formulas of the papers suffer from
+cancellation. The probe w_i is independent of P_i and isotropic, so E[mu_i mu_i*] = I - P_i.
+If the probes are rotation-invariant, mu_i may be rescaled to the length that it should
+have, by the factor c_i = (n - k + 1)/|mu_i|^2 on its square ("resphering"). This removes
+the variance that comes from its length.
 """
 
 from __future__ import annotations
@@ -52,7 +54,13 @@ from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
 
 class LeaveOneOut(NamedTuple):
-    """What sketch and probes alone give; columns, one a probe."""
+    """The quantities that the sketch and the probes alone determine.
+
+    Each column of a block, and each entry of a vector, belongs to one probe. In the
+    notation of this file, `directions` are the s_i, `x` the x_i, `mu` the mu_i, and
+    `resphering` the factors c_i, which are 1 if the probes are not resphered. `distances`
+    are the distances of the columns of the sketch from the span of the others.
+    """
 
     probes: Inexact[Array, "n k"]
     basis: Basis
@@ -72,7 +80,7 @@ def leave_one_out(
 def leave_one_out_of(
     basis: Basis, probes: Inexact[Array, "n k"], *, resphere: bool
 ) -> LeaveOneOut:
-    """`basis` is that of the sketch of `probes`."""
+    """Leave each probe out, given a `basis` of the sketch of `probes`."""
     n, k = probes.shape
     s, distances = downdate(basis)
     w = dot(basis.columns.conj().T, probes)
@@ -86,7 +94,10 @@ def leave_one_out_of(
 def outside(
     q: Inexact[Array, "n k"], s: Inexact[Array, "k l"] | None, block: Inexact[Array, "n l"]
 ) -> Inexact[Array, "n l"]:
-    """(I - P_i) b_i for the columns b_i; without directions, (I - Q Q*) b_i."""
+    """Return (I - P_i) b_i for the columns b_i of a block.
+
+    The directions s_i are in `s`. If it is None, return (I - Q Q*) b_i.
+    """
     inside = dot(q.conj().T, block)
     if s is not None:
         inside = inside - s * column_dots(s, inside)[None, :]
@@ -94,9 +105,12 @@ def outside(
 
 
 class Samples(eqx.Module):
-    """Estimates of a diagonal, one for each probe, over `scale`. Samples that share probes
-    make the variance of their mean up to `sharing` times that of independent ones
-    (`jackknife.shared_error`)."""
+    """Estimates of a diagonal, one for each probe, divided by `scale`.
+
+    `rounding` is the rounding error of their mean. If the samples share probes, the
+    variance of their mean is up to `sharing` times the variance of a mean of independent
+    samples (`jackknife.shared_error`).
+    """
 
     values: Inexact[Array, "*values k"]
     rounding: Float[Array, "*values"]
@@ -110,7 +124,10 @@ class Samples(eqx.Module):
     def value_and_error(
         self, weights: Float[Array, " k"] | None = None
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
-        """Return the mean and its error for each entry. `weights` sum to 1."""
+        """Return the mean of the samples and its error bar for each entry.
+
+        If there are `weights`, which sum to 1, the mean is a weighted one.
+        """
         values, scale = self.values, self.scale
         error = standard_error(self.sharing**0.5 * values, self.rounding)
         if weights is None:
@@ -122,7 +139,10 @@ class Samples(eqx.Module):
 def independent(
     products: Inexact[Array, "n k"], scale: Float[Array, ""], eps: Any, hermitian: bool
 ) -> Samples:
-    """Hutchinson's."""
+    """Return Hutchinson's samples of a diagonal, which are independent.
+
+    The columns of `products` are conj(w_i) o A w_i, divided by `scale`.
+    """
     values = products.real if hermitian else products
     return Samples(values, 4 * eps * mean(jnp.abs(products)), scale, 1.0)
 
@@ -131,11 +151,14 @@ Rows = Inexact[Array, "n ..."]
 
 
 class Reduce(NamedTuple):
-    """How the entries of a diagonal become a result: `fn` of its rows, which may have more
-    axes, for example one of probes. `structure` is that of the result, None for a number.
+    """The way in which the entries of a diagonal become a result.
 
-    `fn` goes into compiled programs, so it is a plain function, or can be hashed and
-    compared."""
+    `fn` takes the rows of the diagonal, which may have more axes, for example one for
+    probes. `structure` is the structure of the result, or None if the result is a number.
+
+    `fn` goes into compiled programs, so it must be a plain function or an object that can
+    be hashed and compared.
+    """
 
     fn: Callable[[Rows], Inexact[Array, "..."]]
     structure: Structure | None = None
@@ -153,8 +176,10 @@ def each(rows: Rows) -> Rows:
 
 @dataclass(frozen=True)
 class LeafSums:
-    """Sums over the rows of each leaf, or of several leaves: leaf i, of `sizes[i]` rows, is
-    added to the sum `places[i]`."""
+    """Sums over the rows of each leaf, or of several leaves.
+
+    Leaf i has `sizes[i]` rows, and is added to the sum number `places[i]`.
+    """
 
     sizes: tuple[int, ...]
     places: tuple[int, ...]
@@ -174,13 +199,16 @@ TOTAL = Reduce(total)
 
 
 def by_row(operator: Operator) -> Reduce:
-    """Every entry of the diagonal is a result."""
+    """Make every entry of the diagonal a result."""
     return Reduce(each, operator.in_structure())
 
 
 def by_leaf(operator: Operator, names: tuple[str, ...] = ()) -> Reduce:
-    """Each leaf has a sum; or all leaves of the same name have one, in the order of the
-    sorted names."""
+    """Make the sum over each leaf a result.
+
+    If there are `names`, one for each leaf, all leaves of one name share a sum, and the
+    result is a dict of the sums, in the order of the sorted names.
+    """
     structure = operator.in_structure()
     leaves = jax.tree.leaves(structure)
     places = tuple(range(len(leaves)))
@@ -195,8 +223,10 @@ def by_leaf(operator: Operator, names: tuple[str, ...] = ()) -> Reduce:
 
 @dataclass(frozen=True)
 class Forms:
-    """Read the diagonal of an operator by probes, conj(z) o (B z), and reduce its
-    rows, each of which is a sum over probes."""
+    """Read the diagonal of an operator with probes, and reduce its rows.
+
+    Each row is the sum over the probes z of the entry of conj(z) o (B z).
+    """
 
     reduce: Callable[[Rows], Inexact[Array, "..."]]
 
@@ -207,7 +237,7 @@ class Forms:
 
 
 class Pairs(eqx.Module):
-    """tr B = E <L, B R>, the sum over entries of conj(L) o (B R)."""
+    """The readout tr B = E <L, B R>, which sums the entries of conj(L) o (B R)."""
 
     left: Inexact[Array, "n r"]
     right: Inexact[Array, "n r"]
@@ -217,7 +247,10 @@ class Pairs(eqx.Module):
 
 
 def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> Pairs:
-    """The mean of P_i + c_i mu_i mu_i*, in 2k columns; `weights`, of sum 1, weight it."""
+    """Return the mean of P_i + c_i mu_i mu_i* over the probes, as pairs of 2k columns.
+
+    If there are `weights`, which sum to 1, the mean is a weighted one.
+    """
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     weights = jnp.full(k, 1 / k) if weights is None else weights
     weights = weights.astype(loo.resphering.dtype)
@@ -227,9 +260,11 @@ def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> 
 
 
 class Batches(eqx.Module):
-    """The sum of `read(subject, block)` over batches of probes, divided by `lengths`: the
-    number of probes, or for each row the sum of |z|^2. The subject is a `LinearMap`, or
-    anything else of which blocks can be read."""
+    """The sum of `read(subject, block)` over batches of probes, divided by `lengths`.
+
+    `lengths` is the number of probes, or for each row the sum of |z|^2 over the probes. The
+    subject is a `LinearMap`, or any other object that `read` can apply to a block.
+    """
 
     probes: Stream
     lengths: Float[Array, "..."]
@@ -243,21 +278,26 @@ class Batches(eqx.Module):
 
 
 class TwoSided(eqx.Module):
-    """diag B = diag(P B + B P - P B P) + E[conj(w) o (I - P) B (I - P) w], P a projector.
+    """The readout of a diagonal with two-sided projections.
 
-    The sum over l pairs P_i, w_i, weighted by `shares`, with P_i = Q (I - s_i s_i*) Q*, the
-    s_i in `directions` (None where P = Q Q* serves all); `tested` holds mu_i = (I - P_i)
-    w_i. What is left to chance is second order in what P misses. With one-sided
-    projections, diag(P B) + conj(w) o (I - P) B w, it is first order: on tangents as bad as
-    no sketch. With H = Q* B Q, and `forward` the sum of shares, the first term is
+    For a projector P,
+
+        diag B = diag(P B + B P - P B P) + E[conj(w) o (I - P) B (I - P) w].
+
+    The readout is the sum of this over l pairs P_i, w_i, weighted by `shares`, with
+    P_i = Q (I - s_i s_i*) Q*. The s_i are in `directions`, which is None if P = Q Q* serves
+    all probes. `tested` holds mu_i = (I - P_i) w_i. The random part is of second order in
+    what P misses. With one-sided projections, diag(P B) + conj(w) o (I - P) B w, it is of
+    first order: on tangents this is as bad as having no sketch. With H = Q* B Q, and
+    `forward` the sum of the shares, the first term is
 
         diag( Q K (Q* B) + (B Q K - Q E) Q* ),    K = sum of shares (I - s_i s_i*),
         E = sum of shares (I - s_i s_i*) H (I - s_i s_i*).
 
-    Where an estimate is partly Hutchinson's, `plain` are its weights of conj(w_i) o B w_i,
-    with B w_i = B mu_i + B Q x_i. An estimate that is Hutchinson's alone has other probes
-    in the place of Q, which `adjoint` weighs, and w_i in that of mu_i; then `forward` and
-    `shares` are zero, and there is no x.
+    If a part of the estimate is Hutchinson's, `plain` holds the weights of its samples
+    conj(w_i) o B w_i, and B w_i = B mu_i + B Q x_i. If the whole estimate is Hutchinson's,
+    other probes take the place of Q, with the weight `adjoint`, and the w_i take the place
+    of the mu_i. Then `forward` and `shares` are zero, and `x` is None.
     """
 
     reduce: Callable[[Rows], Any] = eqx.field(static=True)
@@ -286,7 +326,7 @@ class TwoSided(eqx.Module):
     def known(
         self, image: Inexact[Array, "n k"], coimage: Inexact[Array, "n k"]
     ) -> Inexact[Array, " n"]:
-        """The first term, from B Q and B* Q."""
+        """Return the first term, computed from B Q and B* Q."""
         q, s = self.basis, self.directions
         h = dot(q.conj().T, image)
         if s is None:
@@ -304,7 +344,10 @@ def two_sided(
     reduce: Callable[[Rows], Any] = each,
     shares: Float[Array, " k"] | None = None,
 ) -> TwoSided:
-    """Each probe is left out of its own projector. `shares` are weights that sum to 1."""
+    """Return the readout in which each probe is left out of its own projector.
+
+    `shares` are weights of the probes that sum to 1, by default equal ones.
+    """
     k, dtype = loo.probes.shape[1], loo.probes.real.dtype
     shares = jnp.full(k, 1 / k, dtype) if shares is None else shares.astype(dtype)
     one, q = jnp.ones((), dtype), loo.basis.columns
@@ -312,10 +355,11 @@ def two_sided(
 
 
 class Squares(eqx.Module):
-    """|b_a|^2 = |b_a P|^2 + E[c |b_a (I - P) w|^2] for the rows b_a, p of them.
+    """The readout |b_a|^2 = |b_a P|^2 + E[c |b_a (I - P) w|^2] of the p rows b_a of B.
 
-    Quadratic in B, so the derivative is taken of it as it stands. The mean over P_i and w_i
-    as in `TwoSided`, `resphering` the factors c_i.
+    It is quadratic in B, and the derivative rule differentiates it as it is. It is the mean
+    over all pairs P_i, w_i, with the directions and the tested probes of `TwoSided`.
+    `resphering` holds the factors c_i.
     """
 
     basis: Inexact[Array, "n k"]
@@ -328,10 +372,10 @@ class Squares(eqx.Module):
         return mean(self.known(image) + self.remainders(linear_map(self.tested)))
 
     def known(self, image: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
-        """|b_a P_i|^2, from B Q."""
+        """Return |b_a P_i|^2 for all rows and probes, computed from B Q."""
         removed = squared_modulus(dot(image, self.directions))
         return row_norms_squared(image)[:, None] - removed
 
     def remainders(self, products: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
-        """c_i |b_a mu_i|^2, from the columns B mu_i."""
+        """Return c_i |b_a mu_i|^2 for all rows and probes, from the columns B mu_i."""
         return self.resphering[None, :] * squared_modulus(products)

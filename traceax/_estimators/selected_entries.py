@@ -1,9 +1,10 @@
-"""Entries on a sparse pattern, by the coloured products that give the diagonal.
+"""Entries on a sparse pattern, from the coloured matvecs that also give the diagonal.
 
-With s the signs of the probes and P_ac the entry a of A times the probe of colour c,
-P_bc(a) conj(s_a) estimates A_ba for every b (`probing`): its own disturbance, that of the
-colour of a as seen from b, is independent of the sign of a. For a Hermitian A there are two
-such estimates, A_ba and the conjugate of A_ab, and their mean is taken.
+Let s be the signs of the probes, c(a) the colour of a, and P_ac the entry a of A times the
+probe of colour c. Then P_bc(a) conj(s_a) estimates A_ba for every b (`probing`). It is
+disturbed by the other dimensions of the colour of a, as seen from b, and their signs are
+independent of the sign of a. For a Hermitian A there is a second such estimate, the
+conjugate of the estimate of A_ab, and the mean of both is taken.
 """
 
 from __future__ import annotations
@@ -30,26 +31,27 @@ from traceax._probes.samplers import rademacher
 def selected_entries(
     operator: Operator, pattern: Any, key: PRNGKeyArray, num_matvecs: int
 ) -> Estimate:
-    """Estimate the entries of an operator where a sparse pattern has entries.
+    """Estimate the entries of an operator at the places of the entries of a sparse pattern.
 
-    Of the inverse of a precision matrix: covariances of neighbours. With the probes of
-    `probing`,
+    For the inverse of a precision matrix, these are the covariances of neighbours. With the
+    probes of `probing`,
 
-        value_ab = mean over repeats of (A z_c)_a conj(z_c)_b,    c the colour of b
+        value_ab = mean over repeats of (A z_c)_a conj(z_c)_b,    c the colour of b.
 
-    and for Hermitian operators the mean of this and the conjugate of value_ba. Unbiased.
-    Exact if A has no entries outside of the pattern and colours keep two steps apart. With
-    fewer matvecs than that takes, independent signs are the probes, with a larger error.
+    For Hermitian operators, the mean of this and the conjugate of value_ba is taken. The
+    estimate is unbiased. It is exact if A has no entries outside the pattern and colours
+    keep two steps apart. If there are too few matvecs for that, the probes are independent
+    signs, and the error is larger.
 
     **Arguments** (the others are in the guide's conventions): `pattern`: n x n, as in
-    `colouring`; the operator's entries should decay with the distance in its graph.
+    `colouring`. The operator's entries should decay with the distance in its graph.
     `num_matvecs`: at least 1. More colours are more accurate than more repeats.
 
     **Returns** an `Estimate` of one array, in the order of the entries of the pattern
     (of `scipy.sparse.coo_array(pattern)`, or of the indices of a BCOO without padding).
 
-    **Derivatives**: exactly those of the value. **Cost**: `num_matvecs` applications in one
-    batch; a block of k numbers for each entry of the pattern.
+    **Derivatives**: the exact derivatives of the value. **Cost**: `num_matvecs` matvecs in
+    one batch; a block of k numbers for each entry of the pattern.
 
     **Example**
 
@@ -81,8 +83,10 @@ def selected_entries(
 
 
 class EntryMap(LinearMap):
-    """An operator of which more than the diagonal is read, so that what is read of it is
-    complex, even if the operator is Hermitian."""
+    """An operator whose entries off the diagonal are read.
+
+    They are complex even if the operator is Hermitian, unlike the diagonal.
+    """
 
     @property
     def is_read_real(self) -> bool:
@@ -91,8 +95,11 @@ class EntryMap(LinearMap):
 
 @dataclass(frozen=True)
 class SelectedEntries:
-    """The entries on a pattern. Together, the probes of one repeat have modulus 1 in every
-    dimension."""
+    """The entries on a pattern.
+
+    In every dimension, the probes of one repeat together have modulus 1. So the weights of
+    the ratio are 1.
+    """
 
     pattern: Pattern
 
@@ -114,7 +121,7 @@ class SelectedEntries:
         return jnp.hypot(rows[a], rows[b]) / jnp.where(halved, 2, 2**0.5)
 
     def _places(self, linear_map: LinearMap) -> tuple[np.ndarray, np.ndarray]:
-        """In the order of the rows of a block."""
+        """Return the rows and columns of the entries, in the order of a block's rows."""
         space, pattern = linear_map.operator.in_structure(), self.pattern
         place = np.argsort(in_rows(np.arange(pattern.shape[0]), space))
         return place[pattern.rows], place[pattern.columns]

@@ -1,29 +1,34 @@
 """XDiag: the leave-one-out estimator of the diagonal of any square operator.
 
-In the notation of `leave_one_out`, with B_i = A - A_i what a sketch without probe i has
-missed of A, in a form A_i whose diagonal is known, the estimates
+The notation is explained in `readouts` (`leave_one_out`). Let A_i be an approximation of A
+that is made by a sketch without probe i and whose diagonal is known, and let B_i = A - A_i
+be the part of A that it misses. The estimates
 
     d_i = diag A_i + conj(w_i) o B_i w_i,      E[ conj(w_i) o B_i w_i | B_i ] = diag B_i,
 
-are unbiased for every i, and averaged.
+are unbiased for every i, and their mean is the value.
 
-XDiag, Hermitian: A_i = P_i A + A P_i - P_i A P_i, so B_i = (I - P_i) A (I - P_i), which is
-second order in what P_i misses, for the applications A Q that the published, one-sided form
-A_i = P_i A spends too. With v_i = Q s_i, taking v_i out of Q Q* takes
+**XDiag of a Hermitian operator** has A_i = P_i A + A P_i - P_i A P_i. So the remainder
+B_i = (I - P_i) A (I - P_i) is of second order in what P_i misses. This takes the matvecs
+A Q, which the published, one-sided form A_i = P_i A takes as well. With v_i = Q s_i,
+leaving v_i out of Q Q* subtracts from A_i the terms
 
-    v_i n_i* + n_i v_i* + v_i (s_i* H s_i) v_i*,      n_i = (I - Q Q*) A v_i,
+    v_i n_i* + n_i v_i* + v_i (s_i* H s_i) v_i*,      n_i = (I - Q Q*) A v_i.
 
-out of A_i: products of blocks, of which the diagonals are sums of columns.
+They are products of blocks, and their diagonals are sums of columns.
 
-XDiag, general: the other side would cost k applications more, A Q besides A* Q, and the
-range of A says little of that of A*. At equal applications the one-sided form is 1.2 to 200
-times more accurate (n = 300, singular vectors independent or nearly equal, five spectra).
-There B_i w_i = (I - P_i) y_i = v_i s_i* r_i, where s_i* r_i is the distance of y_i.
+**XDiag of any other operator** is one-sided. The other side would cost k more matvecs (A Q
+in addition to A* Q), and the range of A says little about the range of A*. At an equal
+number of matvecs, the one-sided form is 1.2 to 200 times more accurate (n = 300, singular
+vectors independent or nearly equal, five spectra). It has B_i w_i = (I - P_i) y_i =
+v_i s_i* r_i, where s_i* r_i is the distance of y_i from the other columns of the sketch.
 
-XNysDiag, semidefinite: A_i = A<Omega_-i> is the Nyström approximation without probe i,
-F F* - z_i z_i*, z_i = F u_i/|u_i|, and B_i w_i = z_i/|u_i| (`nystrom`).
+**XNysDiag** is for semidefinite operators. A_i = A<Omega_-i> is the Nyström approximation
+without probe i, which is F F* - z_i z_i* with z_i = F u_i/|u_i|, and B_i w_i = z_i/|u_i|
+(`nystrom`).
 
-All differentiate by `readouts.TwoSided`: on tangents a one-sided form is first order only.
+All three are differentiated by `readouts.TwoSided`, because a one-sided form is only of
+first order on tangents.
 """
 
 from __future__ import annotations
@@ -74,24 +79,25 @@ def xdiag(
 ) -> Estimate:
     """Estimate diag A of any square operator by XDiag: sketch and remainder share probes.
 
-    k = num_matvecs // 2 probes w_i make a sketch, columns A w_i. Each is left out in turn,
-    and estimates the rest; the diagonal on the range of the others is exact:
+    k = num_matvecs // 2 probes w_i make a sketch with the columns A w_i. Each probe is left
+    out in turn. The diagonal on the range of the others, onto which P_i projects, is exact,
+    and the probe that is left out estimates the rest. For operators known to be Hermitian,
 
         value = 1/k sum_i [ diag(P_i A + A P_i - P_i A P_i)
-                            + conj(w_i) o (I - P_i) A (I - P_i) w_i ]
+                            + conj(w_i) o (I - P_i) A (I - P_i) w_i ].
 
-    for operators known to be Hermitian; for others the published, one-sided form
-    diag(P_i A) + conj(w_i) o (I - P_i) A w_i, which needs the adjoint. Unbiased. Exact (to
+    For others, the terms are diag(P_i A) + conj(w_i) o (I - P_i) A w_i, the published,
+    one-sided form, which needs the adjoint. The estimate is unbiased. It is exact (to
     rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
 
     **Arguments** (the others are in the guide's conventions): `operator`: with
     `lx.symmetric_tag` the error is up to 3 times smaller. `num_matvecs`: at least 2, or n.
     `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
 
-    **Derivatives**: by the two-sided form; the sketch is frozen. A gradient costs 2k
-    matvec-VJPs for operators known to be Hermitian, 3k (k of them of the adjoint) for
-    others. **Cost**: 2k applications in two batches, k of them of the adjoint if the
-    operator is not known to be Hermitian; 7 blocks of n x k; about 26 n k^2 flops.
+    **Derivatives**: they use the two-sided form, and the sketch is frozen. A gradient costs
+    2k matvec-VJPs for operators known to be Hermitian, 3k (k of them of the adjoint) for
+    others. **Cost**: 2k matvecs in two batches, k of them of the adjoint if the operator is
+    not known to be Hermitian; 7 blocks of n x k; about 26 n k^2 flops.
 
     **Example**
 
@@ -110,7 +116,7 @@ def xdiag(
 
 
 def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
-    """Estimate the diagonal, or sums over parts of it."""
+    """Estimate the diagonal, or the sums over parts of it that `reduce` makes."""
     call = call.using(rademacher).measured()
     k = call.num_matvecs // 2
     return call.finish(
@@ -147,7 +153,10 @@ def xdiag_samples(
     *,
     hermitian: bool,
 ) -> Samples:
-    """Return the samples, from Y = A Omega and A* Q."""
+    """Return the samples of XDiag, computed from Y = A Omega and A* Q.
+
+    `sketch` is Y and `image` is A* Q. `eps` is the rounding error of a matvec.
+    """
     q, scale = loo.basis.columns, loo.basis.scale
     image = over(image, scale)
     if hermitian:
@@ -187,15 +196,16 @@ def xnysdiag(
     *,
     sampler: SamplerLike = rademacher,
 ) -> Estimate:
-    """Estimate diag A of a semidefinite operator by XNysDiag: one application a probe.
+    """Estimate diag A of a semidefinite operator by XNysDiag: one matvec for each probe.
 
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each in turn is left
-    out of it, and estimates the remainder of the approximation by the others:
+    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
+    left out of it, and estimates what the approximation from the others leaves:
 
         value = 1/k sum_i [ diag A<Omega_-i> + conj(w_i) o (A - A<Omega_-i>) w_i ]
 
-    Unbiased. Exact (to rounding) if the rank of A is below k. Without a pattern it is the
-    most accurate where eigenvalues decay, `hutchinson_diagonal` is on flat spectra.
+    The estimate is unbiased. It is exact (to rounding) if the rank of A is below k. Without
+    a pattern, it is the most accurate estimator if eigenvalues decay, and
+    `hutchinson_diagonal` is the most accurate on flat spectra.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
     `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
@@ -203,8 +213,8 @@ def xnysdiag(
     **Returns** an `Estimate`. As in `xnystrace`, `standard_error` includes the noise of
     matvecs.
 
-    **Derivatives**: by XDiag's rule on the same sketch, which is frozen, for tangents that
-    need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k applications, no
+    **Derivatives**: they follow XDiag's rule on the same sketch, which is frozen. Tangents
+    need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k matvecs, no
     adjoints, in one batch; 5 blocks of n x k; about 6 n k^2 flops.
 
     **Example**
@@ -246,7 +256,11 @@ def _xnysdiag(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Ou
 
 
 def xnysdiag_samples(known: Products, fitted: Fit) -> Samples:
-    """With z_i = F u_i/|u_i|, diag F F* - |z_i|^2 + conj(w_i) o z_i/|u_i|."""
+    """Return the samples of XNysDiag, diag F F* - |z_i|^2 + conj(w_i) o z_i/|u_i|.
+
+    Here z_i = F u_i/|u_i|. F and the u_i are in `fitted`, the Nyström approximation of the
+    operator, and the probes w_i are in `known`.
+    """
     whole, missed = row_norms_squared(fitted.left), dot(fitted.left, fitted.residuals)
     removed = over(squared_modulus(missed), fitted.squares[None, :])
     tested = (missed * known.block.conj()).real

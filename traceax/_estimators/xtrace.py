@@ -1,21 +1,23 @@
 """XTrace: the leave-one-out estimator of any square operator.
 
-In the notation of `leave_one_out`, since w_i is independent of P_i and isotropic,
+The notation is explained in `readouts` (`leave_one_out`). Since w_i is independent of P_i
+and isotropic,
 
-    tr A = E[ tr(P_i A P_i) + w_i* (I - P_i) A (I - P_i) w_i ]        for every i,
+    tr A = E[ tr(P_i A P_i) + w_i* (I - P_i) A (I - P_i) w_i ]        for every i.
 
-and the k estimates of the right-hand side, each using k - 1 probes for the sketch and one
-for the remainder, are averaged: all probes are exchangeable. With Z = A Q, H = Q* Z,
-everything is a product of blocks:
+The right-hand side has k estimates, because all probes are exchangeable. Each uses k - 1
+probes for the sketch and one for the remainder, and their mean is the value. With Z = A Q
+and H = Q* Z, all of them are computed by products of blocks:
 
     A mu_i = y_i - Z x_i        e_i = tr H - s_i* H s_i + c_i mu_i* A mu_i
 
-Resphering takes all of the variance that a multiple of I contributes. The weight of the
-derivative, frozen, is that of the mean of e_i:
-W = Q (I - S S*/k) Q* + sum_i mu_i (c_i/k) mu_i*, 2k columns.
+Resphering removes all of the variance that a multiple of I contributes. The derivative is
+read with the frozen weight of the mean of the e_i, which has 2k columns:
+
+    W = Q (I - S S*/k) Q* + sum_i mu_i (c_i/k) mu_i*.
 
 The e_i share probes, so their spread understates the error of their mean by up to three
-times: the standard error is the jackknife's (`jackknife`).
+times. The standard error is therefore computed by the jackknife (`jackknife`).
 """
 
 from __future__ import annotations
@@ -58,21 +60,23 @@ def xtrace(
 ) -> Estimate:
     """Estimate tr A of any square operator by XTrace: sketch and remainder share probes.
 
-    k = num_matvecs // 2 probes w_i make a sketch of columns A w_i. Each is left out in
-    turn, and estimates the rest; the trace on the range of the others is exact:
+    k = num_matvecs // 2 probes w_i make a sketch with the columns A w_i. Each probe is left
+    out in turn. The trace on the range of the others, onto which P_i projects, is exact,
+    and the probe that is left out estimates the rest:
 
         value = 1/k sum_i [ tr(P_i A P_i) + c_i w_i* (I - P_i) A (I - P_i) w_i ]
 
-    Unbiased. Exact (to rounding) if the rank of A is below k, if A is a multiple of I (and
-    probes are resphered), or if `num_matvecs` reaches n. Never much worse than
-    `hutchinson_trace`, and better by orders of magnitude where singular values decay.
+    The estimate is unbiased. It is exact (to rounding) if the rank of A is below k, if A is
+    a multiple of I (and probes are resphered), or if `num_matvecs` reaches n. It is never
+    much worse than `hutchinson_trace`, and better by orders of magnitude if singular values
+    decay.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 2, or
     n. `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
 
-    **Derivatives**: the sketch is frozen. A gradient costs one matvec-VJP for each
-    application of the value. **Cost**: 2k applications, no adjoints, in two batches; 4
-    blocks of n x k; about 17 n k^2 flops (12 on up to 2000 dimensions).
+    **Derivatives**: the sketch is frozen. A gradient costs one matvec-VJP for each matvec
+    of the value. **Cost**: 2k matvecs, no adjoints, in two batches; 4 blocks of n x k;
+    about 17 n k^2 flops (12 on up to 2000 dimensions).
 
     **Example**
 
@@ -118,8 +122,11 @@ def xtrace_of(
     resphere: bool,
     weights: Float[Array, " k"] | None = None,
 ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    """Value and standard error from Y = A Omega and A Q; the value with other weights of
-    the samples, if there are `weights`, of sum 1."""
+    """Return the value and its standard error, computed from Y = A Omega and A Q.
+
+    `sketch` is Y and `images` is A Q. `eps` is the rounding error of a matvec. If there are
+    `weights`, which sum to 1, the value is the weighted mean of the samples.
+    """
     n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
     h = over(dot(q.conj().T, images), scale)
@@ -134,7 +141,8 @@ def xtrace_of(
         error = jackknife.standard_error(samples, rounding)
     else:
         w = dot(q.conj().T, loo.probes)
-        # Q* A mu_j and Q* A* mu_j, without another tall product for the first.
+        # `image` is Q* A mu_j and `coimage` is Q* A* mu_j. The first is computed from k x k
+        # matrices, without another product of tall blocks.
         image = loo.basis.factor - dot(h, loo.x)
         residual_rank = n - k + 2 if resphere else None
         pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
@@ -151,7 +159,11 @@ def xtrace_of(
 def _missed(
     loo: LeaveOneOut, products: Inexact[Array, "n k"], remainders: Inexact[Array, " k"]
 ) -> Float[Array, " k"]:
-    """c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2 of r_i = (I - P_i) A mu_i."""
+    """Return c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with r_i = (I - P_i) A mu_i.
+
+    This is the squared length of the part of r_i across mu_i, times c_i^2. The columns of
+    `products` are A mu_i, and `remainders` are the forms mu_i* A mu_i.
+    """
     along = over(remainders, column_norms_squared(loo.mu))
     across = outside(loo.basis.columns, loo.directions, products)
     across = across - loo.mu * along[None, :]
