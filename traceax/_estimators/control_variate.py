@@ -53,10 +53,11 @@ def control_variate_trace(
         value = mean of a_i - b_i (c_i - tr C),    a_i = z_i* A z_i,  c_i = z_i* C z_i
 
     b_i is the slope of a_j against c_j over the other probes j. The estimate is unbiased.
-    It is exact if C is a multiple of A, or if `num_matvecs` reaches n. The better C
-    resembles a multiple of A plus a multiple of I, the smaller is the error. A C that does
-    not resemble A costs little accuracy. C can be, for example, A on a coarse grid, the
-    inverse of a preconditioner, or the Hessian of the last epoch.
+    It is exact if C is a multiple of A and there are at least 4 probes, or if
+    `num_matvecs` reaches n. The better C resembles a multiple of A plus a multiple of I,
+    the smaller is the error. A C that does not resemble A costs little accuracy. C can be,
+    for example, A on a coarse grid, the inverse of a preconditioner, or the Hessian of the
+    last epoch.
 
     **Arguments** (the others are in the guide's conventions)
 

@@ -103,8 +103,8 @@ def xnystrace(
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 
     The estimate is unbiased. It is exact (to rounding) if the rank of A is below k, or if A
-    is a multiple of I (and probes are resphered). If A is semidefinite, this is the most
-    accurate estimator.
+    is a multiple of I (and probes are resphered). `trace` adds second matvecs to it, which
+    is usually more accurate still.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
     `sampler`: independent probes. The default is the sphere, resphered by c_i, or signs.
