@@ -140,7 +140,7 @@ def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     matrix = hermitian_or_nan(subject.linear_map.dense())
     eigen = decompose(matrix)
     weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
-    nodes = Nodes(eigen.values, weights, Partial(_matrix_pairs, matrix, eigen))
+    nodes = Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
     return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
 
 
@@ -179,7 +179,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
         crossed = jnp.abs(value.imag) > min(noise, 1e-3) * sizes
         value = jnp.where(crossed, jnp.nan, value.real)
     weights = jnp.ones((1, nodes.size), nodes.dtype)
-    readout = Nodes(nodes, weights, Partial(_general_pairs, matrix))
+    readout = Nodes(nodes[None], weights[None], Partial(_general_pairs, matrix))
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 

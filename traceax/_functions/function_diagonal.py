@@ -57,8 +57,7 @@ from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_ratio
 from traceax._estimators.readouts import TwoSided, leave_one_out, two_sided
 from traceax._functions.exact_functions import entries, exact_estimate
-from traceax._functions.function_trace import zero_if_positive
-from traceax._functions.slq import Function, checked_run, real_dtype
+from traceax._functions.slq import Function, checked_run, real_dtype, zero_if_positive
 from traceax._linalg.columns import (
     dot,
     einsum,
@@ -223,8 +222,8 @@ def block_diagonal(
 ) -> Outcome:
     """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)
-    levels, spaces = levels_and_complements(space, bound=subject.bound)
-    eigen, noise, values, (sizes, slopes, _) = spectrum_of(space, levels, subject)
+    levels, spaces = levels_and_complements(space, subject=subject)
+    eigen, noise, _, values, (sizes, slopes, _), *_ = spectrum_of(space, levels, subject)
     run = SpacesLeftOut(space.basis, probes, spaces)
     eps = subject.linear_map.eps
     values = values[:, 0]
@@ -236,14 +235,13 @@ def block_diagonal(
     identity = jnp.diag(space.filled.astype(functions.dtype))
     rest = functions - times(level[:, None, None], identity[None])
     samples = level[0] + run.samples(rest[0])
-    changes = jax.vmap(run.mean)(rest[:-1] - rest[1:])
-    changes = jnp.abs(changes + (level[:-1] - level[1:])[:, None])
+    means = jax.vmap(run.mean)(rest) + level[:, None]
     sizes = sizes[0] + slopes[0] * jnp.diagonal(noise) / eps
     moved = _function(kept[0], eigen.values[0], eigen.vectors[0], sizes)
     rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
     error = shared_error(samples, 4 * eps * rounding)
     # If there is no shorter run to compare with, the quadrature error is unknown.
-    error = jnp.hypot(error, quadrature_error(changes, unresolved=True))
+    error = jnp.hypot(error, quadrature_error(means, unresolved=True))
     # The sketch of f(A) - c I uses half of the probes. A multiple of them is added, so that
     # its columns are independent.
     tested = probes[:, : (k + 1) // 2]

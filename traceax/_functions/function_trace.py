@@ -25,7 +25,6 @@ from traceax._core.operator import (
     LinearMap,
     Operator,
     gram,
-    is_positive,
     stores_matrix,
     working_dtype,
 )
@@ -41,7 +40,15 @@ from traceax._functions.exact_functions import (
     exact_general_trace,
     is_cheap,
 )
-from traceax._functions.slq import Function, Real, checked_run, quadratures, real_dtype
+from traceax._functions.slq import (
+    Function,
+    Real,
+    checked_run,
+    quadratures,
+    real_dtype,
+    zero_if_positive,
+    zero_if_semidefinite,
+)
 from traceax._linalg.columns import dot, largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
@@ -126,18 +133,9 @@ def function_trace(
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if is_cheap(call.operator, budget):
         return exact_function_trace(call, fn, structure, combined)
-    subject = MatrixFunction(
-        LinearMap(call.operator), fn, combined, zero_if_positive(call.operator)
-    )
+    bound, node = zero_if_positive(call.operator), zero_if_semidefinite(call.operator)
+    subject = MatrixFunction(LinearMap(call.operator), fn, combined, bound, node)
     return block_trace(call, subject, structure, shape, pattern)
-
-
-def zero_if_positive(operator: Operator) -> Float[Array, ""] | None:
-    """Return 0 as a lower bound of the spectrum, if a tag says that it is one.
-
-    The tag is the one for positive semidefinite operators. Without it, return None.
-    """
-    return jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
 
 
 def block_trace(
@@ -225,6 +223,8 @@ def logdet(
     call = begin(name, operator, key, num_matvecs, least=6)
     call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
+    # Without a shift, the logarithm is infinite at the node.
+    is_zero = isinstance(shift, int | float) and shift == 0
     operator, shift, _, rest = whitened(call.operator, shift)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
@@ -232,7 +232,8 @@ def logdet(
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
-    subject = MatrixFunction(LinearMap(operator), fn, bound=bound)
+    node = None if is_zero else jnp.zeros_like(bound)
+    subject = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
     estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
@@ -374,8 +375,8 @@ def schatten_norm(
     if is_cheap(target, budget):
         traced = exact_function_trace(call, fn, structure)
     else:
-        bound = zero_if_positive(target)
-        subject = MatrixFunction(LinearMap(target), fn, bound=bound)
+        bound, node = zero_if_positive(target), zero_if_semidefinite(target)
+        subject = MatrixFunction(LinearMap(target), fn, bound=bound, node=node)
         traced = block_trace(call, subject, structure, shape)
     unit = unit.astype(traced.value.dtype)
     total = jax.lax.stop_gradient(traced.value)

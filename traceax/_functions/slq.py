@@ -15,6 +15,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from equinox.internal import Static
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
@@ -22,25 +23,28 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 from traceax._core import checks
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, frozen, working_dtype
+from traceax._core.operator import LinearMap, Operator, frozen, is_negative, is_positive, working_dtype
 from traceax._core.rule import Outcome, Readout
 from traceax._estimators.call import Call, begin
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
 from traceax._linalg.columns import einsum, largest_modulus, promoted
-from traceax._linalg.krylov import Krylov, by_levels, lanczos
+from traceax._linalg.krylov import Krylov, by_sizes, lanczos
 from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 from traceax._quadrature.block_quadrature import Shape, shape_for
-from traceax._quadrature.dense import Eigen, decompose
+from traceax._quadrature.dense import Eigen, Radau, decompose, radau
 from traceax._quadrature.nodes import (
     Nodes,
     SplitRule,
     at_nodes,
+    mixture,
     node_weights,
     slopes_at,
     weighted_sum,
+    weights_with_node,
+    with_node,
 )
 from traceax._quadrature.scalar import (
     MatrixFunction,
@@ -121,7 +125,8 @@ def slq_trace(
     together, structure = combination(name, combine, fn, structure)
     if call.num_matvecs >= call.operator.in_size() ** 2:
         return exact_function_trace(call, fn, structure, together)
-    subject = MatrixFunction(LinearMap(call.operator), fn, together)
+    bound, node = zero_if_positive(call.operator), zero_if_semidefinite(call.operator)
+    subject = MatrixFunction(LinearMap(call.operator), fn, together, bound, node)
     return quadratures(call, subject, structure, shape, reorthogonalise=reorthogonalise)
 
 
@@ -201,6 +206,21 @@ class Run(eqx.Module):
     design: SamplingDesign = eqx.field(static=True)
 
 
+def zero_if_positive(operator: Operator) -> Float[Array, ""] | None:
+    """Return 0 as a lower bound of the spectrum, if a tag says that it is one.
+
+    The tag is the one for positive semidefinite operators. Without it, return None.
+    """
+    return jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
+
+
+def zero_if_semidefinite(operator: Operator) -> Float[Array, ""] | None:
+    """Return 0 as a bound of the spectrum on either side, if a tag says that it is one."""
+    if is_positive(operator) or is_negative(operator):
+        return jnp.zeros((), real_dtype(operator))
+    return None
+
+
 def real_dtype(operator: Operator) -> jnp.dtype:
     """Return the dtype of the real numbers that go with the operator's working dtype."""
     return jnp.finfo(working_dtype(operator)).dtype
@@ -271,7 +291,12 @@ class Sampled(eqx.Module):
 
         The quadrature error of a single step is unknown, unless n = 1.
         """
-        operator, terms = subject.linear_map.operator, self.levels[0]
+        operator, mixed = subject.linear_map.operator, subject.node is not None
+
+        def mixture_of(levels: Inexact[Array, "rules p N"]) -> tuple[Array, Array]:
+            return mixture(levels if mixed else levels[:1])
+
+        terms = mixture_of(self.levels)[0]
         unresolved = num_steps == 1 and operator.in_size() > 1
         eps = float(jnp.finfo(self.moved.dtype).eps)
         total = jnp.sum(terms, axis=1)
@@ -290,15 +315,17 @@ class Sampled(eqx.Module):
 
             The rounding error includes the change of f at nodes that noise has moved.
             """
-            terms, values = levels[0], jnp.sum(levels, axis=-1)
-            changes = jnp.abs(values[:-1] - values[1:])
+            totals = jnp.sum(levels, axis=-1)
             rounding = 4 * eps * jnp.sum(sizes, axis=1)
             rounding = rounding + jnp.max(self.moved) * jnp.sum(slopes, axis=1)
+            terms, share = mixture_of(levels)
             if indicator is None:
                 error = design.mean_and_error(terms * design.num_probes, rounding)[1]
             else:
                 error = jackknife.length(indicator, rounding)
-            return jnp.hypot(error, jackknife.quadrature_error(changes, unresolved))
+            if mixed:
+                return jnp.hypot(error, jackknife.bracket_error(totals, share))
+            return jnp.hypot(error, jackknife.quadrature_error(totals, unresolved))
 
         return traces_outcome(subject, traces, error_of)
 
@@ -319,16 +346,40 @@ def sample(
     krylov, how = probes, {"reorthogonalise": reorthogonalise}
     if not isinstance(krylov, Krylov):
         krylov = lanczos(subject.linear_map, krylov.T, num_steps, **how)
-    eigen, moved = _in_domain(decompose(by_levels(krylov.projection)), subject, krylov)
+    sizes = _sizes(num_steps, mixed=subject.node is not None)
+    found = decompose(by_sizes(krylov.projection, sizes))
+    eigen, moved = _in_domain(found, subject, krylov)
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
-    nodes = SplitRule(krylov.basis, whole, coefficients, num_steps).nodes()
+    split = SplitRule(krylov.basis, whole, coefficients, num_steps)
     values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
     slopes = slopes_at(subject.fn, whole.values, moved[:, None])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
+    if subject.node is not None:
+        rule = _radau(found, krylov, sizes, subject, moved)
+        of_rule = Eigen(rule.values, rule.vectors)
+        ends = jax.vmap(partial(node_weights, coefficients))(of_rule)
+        weights = weights_with_node(weights, ends)
+        nearest = subject.side * (found.values[0] - subject.node)
+        is_bound = jnp.min(nearest + moved[:, None]) >= 0
+        at_node = jnp.where(is_bound, subject.fn(subject.node), jnp.nan)
+        more = jax.vmap(partial(at_nodes, subject.fn))(rule.values)
+        points, values = with_node(
+            subject.node,
+            at_node,
+            (eigen.values, rule.values),
+            (jnp.swapaxes(values, -1, -2), jnp.swapaxes(more, -1, -2)),
+        )
+        values = jnp.swapaxes(values, -1, -2)
+        rules = points.reshape(len(points), -1), weights.reshape(len(points), 1, -1)
+        first = rule.first(0)
+        basis = jnp.concatenate([krylov.basis, krylov.new[:, None]], axis=1)
+        split = SplitRule(basis, whole, coefficients, num_steps, rules, first)
+        slopes = jnp.pad(slopes, ((0, 0), (0, 1), (0, 0)))
+    nodes = split.nodes()
     indicator = None
     if near is not None and not isinstance(probes, Krylov):
-        indicator = _indicator(probes, krylov, whole, values[0], near)
+        indicator = _indicator(probes, krylov, whole, values[0][:, :num_steps], near)
     sampled = Sampled(
         weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
@@ -337,6 +388,34 @@ def sample(
         indicator,
     )
     return sampled, nodes
+
+
+def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
+    """Return the numbers of steps at which T is read: all, and a quarter and two quarters
+    of them less; or, for the mixture of two rules, two steps less."""
+    if mixed:
+        return [num_steps, max(num_steps - 2, 1)] if num_steps > 1 else [1]
+    stride = max(1, num_steps // 4)
+    return [num_steps - stride * less for less in range(3) if stride * less < num_steps]
+
+
+def _radau(
+    eigen: Eigen,
+    krylov: Krylov,
+    sizes: list[int],
+    subject: MatrixFunction,
+    moved: Float[Array, " N"],
+) -> Radau:
+    """Decompose all projections with one more step, for every size and every probe."""
+    m = krylov.projection.shape[1]
+    padded = jnp.pad(krylov.projection, ((0, 0), (0, 1), (0, 0)))
+    padded = padded.at[:, m, m - 1].set(krylov.below)
+    below = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
+    noise = jnp.broadcast_to(moved[:, None], (moved.size, m))
+    one = partial(radau, side=subject.side)
+    each = jax.vmap(jax.vmap(one, (0, 0, None, 0)), (0, 0, None, None))
+    rule = each(eigen, jnp.stack(below), subject.node, noise)
+    return Radau(*rule[:3], subject.node)
 
 
 def _in_domain(

@@ -56,7 +56,7 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
-from traceax._linalg.krylov import BlockKrylov, Matvecs, next_block
+from traceax._linalg.krylov import BlockKrylov, Matvecs, extended
 
 Sides = Inexact[Array, "n t"]
 BySide = Float[Array, " t"]
@@ -134,9 +134,7 @@ class Projection(eqx.Module):
 def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projection:
     """Project A + shift I on a Krylov space."""
     r = space.filled.size
-    new, factor = next_block(space.basis, space.residual)
-    below = jnp.pad(factor, ((0, 0), (r - space.width, 0)))
-    tall = jnp.concatenate([space.projection, below])
+    basis, tall = extended(space)
     scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
     tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
     square = tall[:r]
@@ -144,7 +142,6 @@ def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projection:
     square = (square + square.conj().T) / 2
     square = jnp.where(jnp.diag(~space.filled), square[0, 0], square)
     theta, vectors = lapack.eigh(square)
-    basis = jnp.concatenate([space.basis, new], axis=1)
     return Projection(basis, tall, theta, vectors, skew, shift / scale, scale)
 
 

@@ -143,16 +143,36 @@ def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
     return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
 
 
-def quadrature_error(changes: Float[Array, "levels ..."], unresolved: bool) -> Errors:
+def bracket_error(totals: Inexact[Array, "rules p"], share: Float[Array, " p"]) -> Errors:
+    """Return the error of the mixture of Gauss's rule and Radau's.
+
+    `totals` and `share` are those of `nodes.mixture`. The truth lies between both rules,
+    whose distance falls by a factor s from the shorter runs to the full ones. Over ten
+    kinds of spectra and six functions the error of the mixture was, in 95 of 100 cases, at
+    most 0.14 of the distance for s up to 0.6, 0.34 for s up to 0.95, and all of it for
+    larger s. Half of that is one standard error. If Gauss's rule is taken alone, its last
+    change is the error. Without shorter runs, it is half of the distance.
+    """
+    width = jnp.abs(totals[1] - totals[0])
+    if len(totals) == 2:
+        return jnp.where(jnp.isfinite(width), width / 2, jnp.inf)
+    before = jnp.abs(totals[3] - totals[2])
+    ratio = jnp.minimum(width / jnp.where(before > 0, before, 1), 1)
+    error = width * jnp.maximum(0.07, ratio**4 / 2)
+    return jnp.where(share < 1, error, jnp.abs(totals[0] - totals[2]))
+
+
+def quadrature_error(totals: Inexact[Array, "levels ..."], unresolved: bool) -> Errors:
     """Return the error of a quadrature, from how much its last refinements changed it.
 
-    The last change comes first. Without any refinement the error is infinite if it is
-    `unresolved`, else zero. Errors that fall by a factor r at each refinement leave a
-    change of last r/(1 - r). Many fall as a power (for example for square roots). Then
-    the ratio of the last two changes is too small, so r is its square root. If the last
-    change is the larger one, rules of even and odd order differ, and the ratio is inverted.
-    As rules can stagnate, the error is at least the last change.
+    `totals` are its results, of all steps and of fewer. Without any refinement the error
+    is infinite if it is `unresolved`, else zero. Errors that fall by a factor r at each
+    refinement leave a change of last r/(1 - r). Many fall as a power (for example for
+    square roots). Then the ratio of the last two changes is too small, so r is its square
+    root. If the last change is the larger one, rules of even and odd order differ, and the
+    ratio is inverted. As rules can stagnate, the error is at least the last change.
     """
+    changes = jnp.abs(totals[:-1] - totals[1:])
     if changes.shape[0] == 0:
         return jnp.full(changes.shape[1:], jnp.inf if unresolved else 0.0)
     last = changes[0]

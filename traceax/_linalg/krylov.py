@@ -84,13 +84,16 @@ class Krylov(NamedTuple):
 
     A q_j = sum_i q_i T_ij + a residual, with the orthonormal rows q_j of `basis` and
     q_1 = v/|v|. `length` is |v|, and `projection` is T. `noise` is the largest entry of
-    Q* A Q off the three diagonals of T, which only the noise of matvecs explains.
+    Q* A Q off the three diagonals of T, which only the noise of matvecs explains. `new` is
+    q_{m+1}, the direction of the last residual, and `below` is the size of that residual.
     """
 
     basis: Inexact[Array, "N m n"]
     projection: Float[Array, "N m m"]
     length: Float[Array, " N"]
     noise: Float[Array, " N"]
+    new: Inexact[Array, "N n"]
+    below: Float[Array, " N"]
 
 
 def lanczos(
@@ -122,7 +125,9 @@ def lanczos(
     basis = jnp.zeros((count, num_steps, n), q.dtype) if keeps_basis else None
     zero = jnp.zeros_like(length)
     start = basis, q, jnp.zeros_like(q), zero, zero, zero
-    (basis, *_, scale, skew), outputs = jax.lax.scan(step, start, jnp.arange(num_steps))
+    (basis, new, _, below, scale, skew), outputs = jax.lax.scan(
+        step, start, jnp.arange(num_steps)
+    )
     alphas, betas, live, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
     alphas = jnp.where(live, alphas, alphas[:, :1])
     alphas = jnp.where((skew > ASYMMETRY * scale)[:, None], jnp.nan, alphas)
@@ -130,7 +135,8 @@ def lanczos(
     above = jnp.where(jnp.eye(num_steps, k=1, dtype=bool)[None], betas[:, :, None], 0)
     projection = jnp.eye(num_steps, dtype=alphas.dtype)[None] * alphas[:, :, None]
     projection = projection + above + jnp.swapaxes(above, 1, 2)
-    return Krylov(rows if basis is None else basis, projection, length, skew)
+    basis = rows if basis is None else basis
+    return Krylov(basis, projection, length, skew, new, below)
 
 
 # The state of Lanczos' process: `basis`, which is None if nothing is orthogonalised again;
@@ -201,14 +207,10 @@ def truncated(projection: OnSpace, sizes: list[int]) -> Inexact[Array, "levels r
     return jnp.where(is_filled, projection[0, 0], inside)
 
 
-def by_levels(projections: Inexact[Array, "N m m"]) -> Inexact[Array, "levels N m m"]:
-    """Return each T, and what it was a quarter and two quarters of its steps earlier.
-
-    A level that would have no step left is omitted.
-    """
-    num_steps = projections.shape[1]
-    stride = max(1, num_steps // 4)
-    sizes = [num_steps - stride * less for less in range(3) if stride * less < num_steps]
+def by_sizes(
+    projections: Inexact[Array, "N m m"], sizes: list[int]
+) -> Inexact[Array, "levels N m m"]:
+    """Return each T as it was after so many steps, for each of the sizes."""
     return jax.vmap(partial(truncated, sizes=sizes), out_axes=1)(projections)
 
 
@@ -329,6 +331,22 @@ def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel,
     root, inverse = square_roots(dot(tall.conj().T, tall))
     factor = dot(root, times(sizes[:, None], times(right, noise)))
     return dot(tall, inverse), times(scale, factor)
+
+
+class Extended(NamedTuple):
+    """A block Krylov space and one block more: A Z = Z' T', where `basis` is Z', `tall` is
+    T', and T is the square above the last rows of T'."""
+
+    basis: Inexact[Array, "n s"]
+    tall: Inexact[Array, "s r"]
+
+
+def extended(space: BlockKrylov) -> Extended:
+    """Append the next block, which takes no matvec, because the residual is known."""
+    new, factor = next_block(space.basis, space.residual)
+    below = jnp.pad(factor, ((0, 0), (space.filled.size - space.width, 0)))
+    basis = jnp.concatenate([space.basis, new], axis=1)
+    return Extended(basis, jnp.concatenate([space.projection, below]))
 
 
 class Frame(NamedTuple):

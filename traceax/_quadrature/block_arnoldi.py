@@ -86,7 +86,7 @@ def block_arnoldi(
     A leading axis of two entries belongs to the p_i and to the e_i, in this order."""
     # The run, and what it leaves out.
     space = block_krylov(subject.linear_map, probes, depth, hermitian=False)
-    levels, spaces = levels_and_complements(space, hermitian=False)
+    levels, spaces = levels_and_complements(space, subject=subject, hermitian=False)
     spaces = spaces.resphered() if resphered else spaces
     k, rank = spaces.remainders.shape
 
@@ -132,7 +132,7 @@ def block_arnoldi(
     weights = mixed(jnp.mean(weights[:, 0], axis=1)[:, None], share[:, None])
     matrices = mixed(matrices[:, None], share[:, None, None])
     pairs = ArnoldiPairs(space.basis, modes, matrices, real)
-    return Outcome(value, error, Nodes(modes.nodes, weights, pairs))
+    return Outcome(value, error, Nodes(modes.nodes[None], weights[None], pairs))
 
 
 def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
@@ -174,7 +174,7 @@ def _samples(
         levels = jnp.where(crossed, jnp.nan, levels.real)
     means = mean(levels)
     # Without a shorter run to compare with, the quadrature error is unknown.
-    gap = jackknife.quadrature_error(jnp.abs(means[:-1] - means[1:]), unresolved=True)
+    gap = jackknife.quadrature_error(means, unresolved=True)
     return levels[0], 4 * mean(sizes), gap.astype(sizes.dtype)
 
 

@@ -63,11 +63,26 @@ from traceax._linalg.krylov import (
     block_krylov,
     complements,
     eigenframe,
+    extended,
     plain_frame,
     truncated,
 )
-from traceax._quadrature.dense import Eigen, decompose_above, largest_of
-from traceax._quadrature.nodes import SplitRule, at_nodes, slopes_at, weighted_sum
+from traceax._quadrature.dense import (
+    Eigen,
+    Radau,
+    decompose_above,
+    largest_of,
+    radau,
+)
+from traceax._quadrature.nodes import (
+    SplitRule,
+    at_nodes,
+    mixture,
+    slopes_at,
+    weighted_sum,
+    weights_with_node,
+    with_node,
+)
 from traceax._quadrature.scalar import MatrixFunction, Traces, traces_outcome
 
 
@@ -89,6 +104,14 @@ class Shape(NamedTuple):
     @property
     def num_matvecs(self) -> int:
         return self.width * self.depth
+
+    def levels(self, *, mixed: bool) -> list[int]:
+        """Return the depths at which T is read: all blocks, and one and two less; or, for
+        the mixture of two rules, two less, or one if that is too few. (What one block more
+        changes alternates in size if the spectrum is symmetric.) None has fewer blocks than
+        the spaces."""
+        depths = [self.depth - less for less in range(3) if self.depth - less >= self.inner]
+        return [depths[0], *depths[1:][-1:]] if mixed else depths
 
 
 def shape_for(num_matvecs: int) -> Shape:
@@ -114,28 +137,33 @@ def trace_from_space(
 ) -> Outcome:
     """Estimate tr f(A) from a space whose first `kept` starts are no probes. They are in
     every S_i, which is independent of w_i as before."""
-    levels, spaces = levels_and_complements(space, kept=kept, bound=subject.bound)
+    levels, spaces = levels_and_complements(space, kept=kept, subject=subject)
     spectrum = spectrum_of(space, levels, subject)
     rule = quadrature(spectrum, spaces.resphered())
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
-    num_steps = max(5 * space.depth, 40)
-    nodes = SplitRule(space.basis.T[None], whole, rule.matrix[None], num_steps).nodes()
-    samples = rule.samples(spectrum.values)[0]
-    traces = Traces(mean(samples), samples, spectrum.values, spectrum.bounds, nodes)
+    starts, num_steps = rule.matrix[None], max(5 * space.depth, 40)
+    if spectrum.basis is None or spectrum.radau is None:
+        split = SplitRule(space.basis.T[None], whole, starts, num_steps)
+    else:
+        rules = spectrum.nodes, jnp.mean(rule.weights, axis=1, keepdims=True)
+        first = spectrum.radau.first(slice(0, 1))
+        basis = spectrum.basis.T[None]
+        split = SplitRule(basis, whole, starts, num_steps, rules, first)
+    samples = rule.mixture(spectrum.values)[0]
+    traces = Traces(mean(samples), samples, spectrum.values, spectrum.bounds, split.nodes())
     return traces_outcome(subject, traces, rule.error)
 
 
 def levels_and_complements(
     space: BlockKrylov,
     *,
+    subject: MatrixFunction,
     hermitian: bool = True,
     kept: int = 0,
-    bound: Float[Array, ""] | None = None,
 ) -> tuple[Inexact[Array, "levels m m"], Complements]:
-    """Return T, T without its last block, and T without its last two blocks (but none with
-    fewer than q blocks); and the complements of the S_i."""
-    inner = Shape(space.width, space.depth).inner
-    rank, square = space.width * inner, space.projection
+    """Return T at all of its levels, and the complements of the S_i."""
+    shape, bound = Shape(space.width, space.depth), subject.bound
+    rank, square = space.width * shape.inner, space.projection
     if hermitian:
         square = (square + square.conj().T) / 2
     # A Rayleigh quotient fills the diagonal at empty columns.
@@ -143,8 +171,8 @@ def levels_and_complements(
     first, filled = square[:rank, :rank], space.filled[:rank]
     frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first, filled)
     spaces = complements(frame, filled, space.starts, len(space.basis), kept)
-    sizes = [space.width * (space.depth - less) for less in range(3)]
-    return truncated(square, [size for size in sizes if size >= rank]), spaces
+    sizes = [space.width * depth for depth in shape.levels(mixed=subject.node is not None)]
+    return truncated(square, sizes), spaces
 
 
 class Spectrum(NamedTuple):
@@ -153,12 +181,19 @@ class Spectrum(NamedTuple):
     `noise` are the standard deviations of the entries of V* T V, over the largest
     eigenvalue, where V has the eigenvectors of the first level. The `bounds` are for its
     nodes: the sizes of f; its slopes, which are |f'| times the largest node; and its bends,
-    which are how far noise moves the mean of f."""
+    which are how far noise moves the mean of f.
+
+    If the subject has a node, there are two rules for each level, Gauss's and Radau's, and
+    `radau` has the latter. All `nodes` end with the node, which Gauss's rule does not use.
+    """
 
     eigen: Eigen
     noise: Float[Array, "m m"]
-    values: Inexact[Array, "levels p m"]
+    nodes: Float[Array, "rules m"]
+    values: Inexact[Array, "rules p m"]
     bounds: tuple[Float[Array, "p m"], Float[Array, "p m"], Float[Array, "p m"]]
+    radau: Radau | None = None
+    basis: Inexact[Array, "n s"] | None = None
 
 
 def spectrum_of(
@@ -199,7 +234,46 @@ def spectrum_of(
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
     bounds = jnp.abs(values[0]), slopes.T, bends.T
-    return Spectrum(Eigen(nodes, eigen.vectors), noise, values, bounds)
+    spectrum = Spectrum(Eigen(nodes, eigen.vectors), noise, nodes, values, bounds)
+    if subject.node is None:
+        return spectrum
+    floor = jnp.maximum(grain, own * largest)
+    return _with_radau(spectrum, space, subject, eigen, floor)
+
+
+def _with_radau(
+    spectrum: Spectrum,
+    space: BlockKrylov,
+    subject: MatrixFunction,
+    eigen: Eigen,
+    noise: Float[Array, "levels m"],
+) -> Spectrum:
+    """Add Radau's rules, given the decompositions of T before any node was moved, and the
+    noise of its eigenvalues.
+
+    If an eigenvalue of T lies on the other side of the node, the node is no bound, and f
+    counts as undefined at it. The same holds if the tag is missing for a reason: without
+    one, `logdet` tries its node, and relies on this."""
+    node, fn, k = subject.node, subject.fn, space.width
+    assert node is not None
+    basis, tall = extended(space)
+    below = []
+    for depth in Shape(k, space.depth).levels(mixed=True):
+        row, is_before = tall[k * depth : k * (depth + 1)], np.arange(k * space.depth) < k * depth
+        below.append(jnp.where(is_before[None, :], row, 0))
+    each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
+    rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
+    distances = subject.side * (eigen.values[0] - node)
+    is_bound = jnp.all(distances >= -10 * noise[0])
+    nodes, values = with_node(
+        node,
+        jnp.where(is_bound, fn(node), jnp.nan),
+        (spectrum.nodes, rule.values),
+        (spectrum.values, jnp.swapaxes(at_nodes(fn, rule.values), -1, -2)),
+    )
+    sizes, slopes, bends = (jnp.pad(x, ((0, 0), (0, 1))) for x in spectrum.bounds)
+    bounds = sizes, slopes, bends
+    return Spectrum(spectrum.eigen, spectrum.noise, nodes, values, bounds, rule, basis)
 
 
 # Neighbours of an eigenvalue, in their order, that have about the same noise.
@@ -233,17 +307,24 @@ def _noise(
 
 
 class Quadrature(eqx.Module):
-    """The weight of each node in each sample, for every level of T.
+    """The weight of each node in each sample, for every level of T and every rule.
 
     `vectors` are the eigenvectors V of T, `matrix` is M, and the remainders of `spaces` are
     sqrt(c_i) r_i. The variance of the value by noise is g* blur g, where g is |f'| times
     the largest node."""
 
     vectors: Inexact[Array, "m m"]
-    weights: Float[Array, "levels k m"]
+    weights: Float[Array, "rules k m"]
     matrix: Inexact[Array, "r r"]
     blur: Float[Array, "m m"]
     spaces: Complements
+    is_mixed: bool = eqx.field(static=True, default=False)
+
+    def mixture(
+        self, values: Inexact[Array, "rules p m"]
+    ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"]]:
+        """Return all samples of the trace of a function, and the shares of Gauss's rule."""
+        return mixture(self.samples(values if self.is_mixed else values[:1]))
 
     def samples(self, values: Inexact[Array, "levels p m"]) -> Inexact[Array, "levels p k"]:
         """Return all samples of the trace of a function, given its values at the nodes of
@@ -255,34 +336,38 @@ class Quadrature(eqx.Module):
     ) -> Float[Array, " p"]:
         """Return the standard error of the trace of a function, given its values at the
         nodes and its `bounds` as in `Spectrum`."""
-        samples = self.samples(values)
-        changes = jnp.abs(mean(samples[:-1] - samples[1:]))
+        totals = mean(self.samples(values))
+        samples, share = self.mixture(values)
         weights = jnp.mean(self.weights[0], axis=0)[None, :]
         sizes, slopes, bends = (jnp.where(weights > 0, x, 0) for x in bounds)
         # Sums are made in this precision. The noise of a coarser operator is measured.
         eps = float(jnp.finfo(weights.dtype).eps)
         summed = jnp.sqrt(jnp.sum((weights * sizes) ** 2, axis=1))
-        rounding = 4 * eps * (summed + jnp.abs(mean(samples[0])))
-        moved = 2 * jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
+        rounding = 4 * eps * (summed + jnp.abs(mean(samples)))
+        m = len(self.blur)
+        turned = dot(slopes[:, :m], self.blur)
+        moved = 2 * jnp.sqrt(jnp.sum(slopes[:, :m] * turned, axis=1))
         moved = moved + jnp.sum(weights * bends, axis=1)
-        error = jackknife.shared_error(samples[0], jnp.hypot(rounding, moved))
+        error = jackknife.shared_error(samples, jnp.hypot(rounding, moved))
         if samples.shape[-1] > 1:
-            error = jnp.maximum(error, self._least_error(values[0]))
+            error = jnp.maximum(error, self._least_error(values[0, :, :m]))
+        if self.is_mixed:
+            return jnp.hypot(error, jackknife.bracket_error(totals, share))
         # Without a shorter run to compare with, the quadrature error is unknown.
-        return jnp.hypot(error, jackknife.quadrature_error(changes, unresolved=True))
+        return jnp.hypot(error, jackknife.quadrature_error(totals, unresolved=True))
 
     def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
         """Return the larger one of half the jackknife and the error by theory. Both are
         those of f less a constant, whose trace has no error but rounding."""
-        weights = self.weights[0]
+        weights = self.weights[0, :, : len(self.blur)]
         total = jnp.mean(jnp.sum(weights, axis=1))
-        centre = over(mean(self.samples(values[None])[0]), total)
+        centre = over(mean(weighted_sum(weights, values[:, None])), total)
         used = jnp.any(weights != 0, axis=0)
         values = jnp.where(used[None, :], values - centre[:, None], 0)
         scale = jax.vmap(largest_modulus)(values)
         values = over(values, scale[:, None])
         inside = self.vectors[: len(self.matrix)]
-        samples = self.samples(values[None])[0]
+        samples = weighted_sum(weights, values[:, None])
         half = jackknife.half_jackknife_error(
             self.spaces, inside, values, inside.conj().T, samples
         )
@@ -318,13 +403,16 @@ def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
     vectors = spectrum.eigen.vectors
     inside = vectors[:, : spaces.inside.size]
     weights = jax.vmap(partial(_weights, spaces))(inside)
+    if spectrum.radau is not None:
+        ends = spectrum.radau.vectors[:, : spaces.inside.size]
+        weights = weights_with_node(weights, jax.vmap(partial(_weights, spaces))(ends))
     # LAPACK may return finite eigenvectors for NaN input.
-    weights = jnp.where(jnp.isnan(spectrum.eigen.values)[:, None], jnp.nan, weights)
+    weights = jnp.where(jnp.any(jnp.isnan(spectrum.eigen.values)), jnp.nan, weights)
     matrix = quadrature_matrix(spaces)
     turned = squared_modulus(dot(inside[0].conj().T, matrix, inside[0]))
     both = jnp.where(jnp.eye(len(turned), dtype=bool), 1, 2)
     blur = both * turned * spectrum.noise**2
-    return Quadrature(vectors[0], weights, matrix, blur, spaces)
+    return Quadrature(vectors[0], weights, matrix, blur, spaces, spectrum.radau is not None)
 
 
 def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:

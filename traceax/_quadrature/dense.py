@@ -67,6 +67,68 @@ def largest_of(values: Float[Array, "... m"]) -> Float[Array, "... 1"]:
     return jnp.maximum(-values[..., :1], values[..., -1:])
 
 
+class Radau(NamedTuple):
+    """The decomposition of a projection with one more block,
+
+        T_R = [[T, E B*], [B E*, corner]],    corner = a I + B E* (T - a I)^{-1} E B*,
+
+    where E has the coordinates of the last block of T. The corner makes the `node` a an
+    eigenvalue as often as a block has columns (Golub and Underwood 1977). The others are
+    the `values`, with the columns of `vectors` as eigenvectors, so that
+
+        f(T_R) = f(a) I + vectors (f(values) - f(a)) vectors*.
+
+    `solved` is (T - a I)^{-1} E B*, which the derivative of the corner needs.
+    """
+
+    values: Float[Array, "... m"]
+    vectors: Inexact[Array, "... s m"]
+    solved: Inexact[Array, "... m k"]
+    node: Float[Array, ""]
+
+    def first(self, place: Any) -> Radau:
+        """Return the decompositions at this place of the first axis."""
+        values, vectors, solved, node = self
+        return Radau(values[place], vectors[place], solved[place], node)
+
+
+def radau(
+    eigen: Eigen,
+    below: Inexact[Array, "k m"],
+    node: Float[Array, ""],
+    noise: Float[Array, " m"],
+    *,
+    side: int = 1,
+) -> Radau:
+    """Decompose T_R, given the decomposition V diag(values) V* of T, and `below` = B E*.
+
+    If the spectrum lies above the node, with D^2 = values - a and W = B E* V D^{-1},
+
+        T_R - a I = G G*,    G = [[V, 0], [0, I]] [D; W].
+
+    So G has the eigenvectors of T_R as left singular vectors, and their eigenvalues as the
+    squares of its singular values. In double precision D^2 + W* W is decomposed instead,
+    which takes a third of the time. If the spectrum lies below the node, the `side` is -1,
+    and D^2, W and G G* change their signs. Eigenvalues of T are known up to their `noise`.
+    Those that are nearer to a than that are moved away to this distance.
+    """
+    root = jnp.sqrt(jnp.maximum(side * (eigen.values - node), noise))
+    coupling = over(side * dot(below, eigen.vectors), root[None, :])
+    factor = jnp.concatenate([jnp.diag(root).astype(coupling.dtype), coupling])
+    if float(jnp.finfo(root.dtype).eps) < FINE:
+        squares, right = lapack.eigh(dot(factor.conj().T, factor))
+        least = float(jnp.finfo(root.dtype).eps) * jnp.maximum(squares[-1], noise[0])
+        squares = jnp.maximum(squares, least)
+        left = over(dot(factor, right), jnp.sqrt(squares)[None, :])
+    else:
+        left, sizes, _ = lapack.svd(factor)
+        squares = sizes**2
+    m = root.size
+    vectors = jnp.concatenate([dot(eigen.vectors, left[:m]), left[m:]])
+    solved = dot(eigen.vectors, over(coupling.conj().T, root[:, None]))
+    return Radau(node + side * squares, vectors, solved, node)
+
+
 @jax.custom_jvp
 def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
     """Decompose a matrix, with a derivative that is NaN if eigenvalues coincide. It does

@@ -41,11 +41,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.operator import LinearMap
+from traceax._core.operator import LinearMap, frozen
 from traceax._core.rule import Values, with_own_jvp
-from traceax._linalg.columns import dot, einsum, largest_modulus, promoted, times
+from traceax._linalg.columns import dot, einsum, largest_modulus, mean, promoted, times
 from traceax._linalg.krylov import lanczos
-from traceax._quadrature.dense import Eigen, columns, decompose
+from traceax._quadrature.dense import Eigen, Radau, columns, decompose
 from traceax._quadrature.scalar import (
     Factors,
     Flat,
@@ -86,11 +86,11 @@ SlopePairs = Callable[[MatrixFunction, Direction], Values]
 
 class Nodes(eqx.Module):
     """A quadrature, which is the readout of traces of functions. It is called with f and
-    the operator that is read. All values of f share one row of weights, or each has its
-    own."""
+    the operator that is read. There are one or several rules, whose results `mixture`
+    joins. All values of f share one row of weights, or each has its own."""
 
-    nodes: Inexact[Array, " m"]
-    weights: Inexact[Array, "... m"]
+    nodes: Inexact[Array, "rules m"]
+    weights: Inexact[Array, "rules _ m"]
     pairs: SlopePairs
 
     def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
@@ -98,10 +98,74 @@ class Nodes(eqx.Module):
 
     def total(self, fn: Flat) -> Inexact[Array, " p"]:
         """Return the sum over the nodes of the weights times f."""
-        values = jax.vmap(fn)(self.nodes).T
+        return mixture(self.totals(fn)[..., None])[0][:, 0]
+
+    def totals(self, fn: Flat) -> Inexact[Array, "rules p"]:
+        """Return this sum for each rule."""
+        values = jnp.swapaxes(at_nodes(fn, self.nodes), -1, -2)
         # The Jacobian of f has several values for each value of f.
-        weights = jnp.repeat(self.weights, len(values) // len(self.weights), axis=0)
-        return weighted_sum(weights, values)
+        copies = values.shape[1] // self.weights.shape[1]
+        return weighted_sum(jnp.repeat(self.weights, copies, axis=1), values)
+
+
+def mixture(
+    samples: Inexact[Array, "rules p k"],
+) -> tuple[Inexact[Array, "p k"], Float[Array, " p"]]:
+    """Return (c G + R) / (1 + c) for each sample, and the shares c / (1 + c) of Gauss's
+    rule.
+
+    The rules are G = Gauss's and R = Gauss and Radau's at full depth, and both at less
+    depth. If the signs of the derivatives of f alternate, as those of a logarithm, a power
+    below 1 or an inverse, then G and R lie on different sides of the truth. Both errors
+    shrink by about the same factor from one depth to the next, so that what R changes over
+    what G changes estimates the ratio c of the errors. It is one number for all samples.
+
+    If both rules move the same way, their errors have the same sign, or are rounding. Then
+    G is taken alone, as it is if R is infinite, and if there is no other rule."""
+    gauss = samples[0]
+    if len(samples) == 1:
+        return gauss, jnp.ones(gauss.shape[0], gauss.real.dtype)
+    radau, totals = samples[1], mean(samples)
+    if len(samples) == 2:
+        share = jnp.full(gauss.shape[0], 0.5, gauss.real.dtype)
+    else:
+        rise, fall = totals[1] - totals[3], totals[2] - totals[0]
+        sizes, opposite = jnp.abs(rise) + jnp.abs(fall), (rise.conj() * fall).real > 0
+        share = jnp.where(opposite, jnp.abs(rise) / jnp.where(opposite, sizes, 1), 1)
+    share = jnp.where(jnp.isfinite(totals[1]) & jnp.isfinite(share), share, 1)
+    weight = share[:, None]
+    mixed = times(weight, gauss) + times(1 - weight, jnp.where(weight < 1, radau, 0))
+    return jnp.where(weight < 1, mixed, gauss), share
+
+
+def with_node(
+    node: Float[Array, ""],
+    at_node: Inexact[Array, " p"],
+    nodes: tuple[Float[Array, "levels *N m"], Float[Array, "levels *N m"]],
+    values: tuple[Inexact[Array, "levels *N p m"], Inexact[Array, "levels *N p m"]],
+) -> tuple[Float[Array, "rules *N m"], Inexact[Array, "rules *N p m"]]:
+    """Append the node, and f at it, to the nodes of both rules, and interleave the rules.
+
+    Both pairs have Gauss's rule first. So the order is that of `mixture`."""
+
+    def joined(rules: Any, end: Array) -> Array:
+        both = jnp.stack(promoted(*rules), axis=1)
+        ends = jnp.broadcast_to(end[..., None].astype(both.dtype), (*both.shape[:-1], 1))
+        both = jnp.concatenate([both, ends], axis=-1)
+        return both.reshape(-1, *both.shape[2:])
+
+    return joined(nodes, node), joined(values, at_node)
+
+
+def weights_with_node(
+    gauss: Float[Array, "levels *N m"], radau: Float[Array, "levels *N m"]
+) -> Float[Array, "rules *N m"]:
+    """Append the weight of the node: zero for Gauss's rule, and for Radau's what its other
+    weights lack of the sum of all, which is the same for both rules."""
+    rest = jnp.sum(gauss, axis=-1) - jnp.sum(radau, axis=-1)
+    ends = jnp.stack([jnp.zeros_like(rest), jnp.maximum(rest, 0)], axis=1)
+    both = jnp.concatenate([jnp.stack([gauss, radau], axis=1), ends[..., None]], axis=-1)
+    return both.reshape(-1, *both.shape[2:])
 
 
 @eqx.filter_custom_jvp
@@ -175,29 +239,131 @@ class SplitRule(eqx.Module):
 
     the `coefficients` C_i being Hermitian matrices. The starts v are the first `count` rows
     of each basis. Second derivatives run a recurrence of `num_steps` from each start.
+
+    With `radau`, the basis has one more block, and the derivative is that of the mixture.
+    With Z for the rows of the basis and Z_b for those of the last block, the derivative of
+    T_R in the direction dA is
+
+        [[dT, dB*], [dB, dB X + X* dB* - X* dT X]],    dT = Z* dA Z, dB = Z_b* dA Z,
+
+    X being `radau.solved`. Its last block is the derivative of the corner, and must not be
+    replaced by Z_b* dA Z_b, which has nothing to do with the corner. (With that in its
+    place slopes of unresolved kernels were off by factors of hundreds.)
     """
 
-    basis: Inexact[Array, "N m n"]
+    basis: Inexact[Array, "N s n"]
     eigen: Eigen
     coefficients: Inexact[Array, "N count count"]
     num_steps: int = eqx.field(static=True)
+    rules: tuple[Float[Array, "rules m"], Float[Array, "rules _ m"]] | None = None
+    radau: Radau | None = None
 
     def nodes(self) -> Nodes:
         """Return the quadrature whose pairs this rule makes."""
-        weights = node_weights(self.coefficients, self.eigen).reshape(1, -1)
-        return Nodes(self.eigen.values.ravel(), weights, self)
+        if self.rules is not None:
+            return Nodes(*self.rules, self)
+        weights = node_weights(self.coefficients, self.eigen).reshape(1, 1, -1)
+        return Nodes(self.eigen.values.reshape(1, -1), weights, self)
 
     def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
         """Return the sum of C_i (g1(A) v)* dA (g2(A) v)."""
         soft = jax.vmap(partial(softening, subject.fn))(self.eigen.values)
         soft = jax.lax.stop_gradient(soft)
-        count = self.coefficients.shape[1]
-        vectors = _vectors(subject.fn, soft, self.basis, self.eigen, count=count)
+        count, m = self.coefficients.shape[1], self.eigen.values.shape[1]
+        basis = self.basis[:, :m]
+        vectors = _vectors(subject.fn, soft, basis, self.eigen, count=count)
         again = eqx.Partial(self._by_recurrence, soft, vectors)
-        left, right = with_own_jvp(vectors, again, subject)
+        vectors = with_own_jvp(vectors, again, subject)
+        if self.radau is not None:
+            # This is zero, but has a derivative.
+            moved = vectors - jax.lax.stop_gradient(vectors)
+            return self._mixed(frozen(subject).fn, direction, soft, moved)
+        left, right = vectors
         coefficients = self.coefficients.astype(left.dtype)
         left = einsum("Nab,pNbn->pNan", coefficients, left.conj())
         return jnp.sum(left * direction.images(right), axis=(1, 2, 3))
+
+    def _mixed(
+        self,
+        fn: Flat,
+        direction: Direction,
+        soft: Float[Array, "N p"],
+        moved: Inexact[Array, "2 p N count n"],
+    ) -> Values:
+        """Return the derivative of the mixture.
+
+        Few right vectors go through dA themselves. If they are more than the basis has
+        rows, the basis goes through it, which serves all pairs: the sum over pairs of
+        l* dA r is tr(K Z* dA Z), where K is the sum of r l*, in coordinates of the basis.
+
+        `moved` is how a recurrence moves the vectors of Gauss's rule. It is zero, and
+        matters for second derivatives only, where it is the change of all vectors."""
+        shares, left, right = self._pairs_on_basis(fn, soft)
+        size, count = self.basis.shape[1], self.coefficients.shape[1]
+        coefficients, basis = promoted(self.coefficients, self.basis, left)[:2]
+        if 3 * count < size:
+            vectors = einsum("ljpNsa,Nsn->ljpNan", jnp.stack([left, right]), basis)
+            left, right = vectors + moved[:, None]
+            images = direction.images(right)
+            return einsum(
+                "jp,Nab,jpNbn,jpNan->p", shares, coefficients, left.conj(), images
+            )
+        kernel = einsum(
+            "jp,jpNsa,Nab,jpNtb->pNst", shares, right, coefficients, left.conj()
+        )
+        images = direction.images(self.basis).astype(basis.dtype)
+        value = einsum("pNst,Ntn,Nsn->p", kernel, basis.conj(), images)
+        # The pairs of Gauss's rule come first, and dA is Hermitian.
+        before, after = (einsum("pNsa,Nsn->pNan", x[0], images) for x in (left, right))
+        value = value + einsum("Nab,pNbn,pNan->p", coefficients, moved[0].conj(), after)
+        return value + einsum("Nab,pNbn,pNan->p", coefficients, before.conj(), moved[1])
+
+    def _pairs_on_basis(
+        self, fn: Flat, soft: Float[Array, "N p"]
+    ) -> tuple[Array, Inexact[Array, "3 p N s count"], Inexact[Array, "3 p N s count"]]:
+        """Return shares, and the left and right vectors in the coordinates of the basis.
+
+        The first pairs are those of Gauss's rule. For Radau's, let [p; y] be a vector
+        g2(T_R) e_a, cut above the last block, and [P; Y] a vector conj(g1)(T_R) e_b. Then
+
+            [P; Y]* dT_R [p; y] = (s'* dA q + q'* dA s) / 2,
+            s = Z (p + X y),    q = Z (p - X y) + 2 Z_b y,    s', q' likewise of [P; Y].
+        """
+        assert self.radau is not None
+        assert self.rules is not None
+        radau, count = self.radau, self.coefficients.shape[1]
+
+        def of_one(soft: Array, eigen: Eigen, radau: Radau) -> Inexact[Array, "3 pp s c"]:
+            factors, rows = Factors(fn, soft), radau.vectors
+            gauss = columns(factors, None, eigen, count=count)
+            at_node = factors(radau.node)
+            rise = jax.vmap(factors)(radau.values) - at_node[None]
+            ends = einsum("sm,mq,cm->qsc", *promoted(rows, rise, rows[:count].conj()))
+            ends = ends + times(
+                at_node[:, None, None],
+                jnp.eye(*ends.shape[1:], dtype=ends.real.dtype)[None],
+            )
+            inside, beyond = jnp.split(ends, [gauss.shape[1]], axis=1)
+            turned = dot(radau.solved.astype(beyond.dtype), beyond)
+            none = jnp.zeros_like(beyond)
+            tops, bottoms = (
+                (gauss, inside + turned, inside - turned),
+                (none, none, 2 * beyond),
+            )
+            return jnp.concatenate([jnp.stack(promoted(*tops)), jnp.stack(bottoms)], axis=2)
+
+        axes = Radau(0, 0, 0, None)  # pyright: ignore[reportArgumentType]
+        found = jax.vmap(of_one, (0, 0, axes), 2)(soft, self.eigen, radau)
+        gauss, sums, rests = found.reshape(3, 2, -1, *found.shape[2:])
+        left = jnp.stack([gauss[0], sums[0], rests[0]])
+        right = jnp.stack([gauss[1], rests[1], sums[1]])
+        share = mixture(Nodes(*self.rules, self).totals(fn)[..., None])[1]
+        # A slope may be infinite at the node, as that of a square root at 0.
+        usable = jnp.all(jnp.isfinite(left) & jnp.isfinite(right), axis=(0, 2, 3, 4))
+        share = jax.lax.stop_gradient(jnp.where(usable, share, 1))
+        alone = (share == 1)[:, None, None, None]
+        left, right = (x.at[1:].set(jnp.where(alone, 0, x[1:])) for x in (left, right))
+        return jnp.stack([share, (1 - share) / 2, (1 - share) / 2]), left, right
 
     def _by_recurrence(
         self, soft: Array, expected: Array, subject: MatrixFunction

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from traceax._core.canonical import canonical
 from traceax._core.checks import check_callable, check_returned, invalid
-from traceax._core.operator import LinearMap
+from traceax._core.operator import LinearMap, is_negative
 from traceax._core.rule import Outcome, Readout, Values
 from traceax._core.vectors import Structure, as_result, flatten
 from traceax._linalg.columns import dot, mean, over, promoted
@@ -86,12 +86,21 @@ def _inexact(structure: Structure, dtype: jnp.dtype) -> Structure:
 
 class MatrixFunction(eqx.Module):
     """The subject of the derivative rule: the operator A, the function f, the combination
-    of the traces of f(A), and a lower bound of the spectrum if one is known."""
+    of the traces of f(A), and a lower bound of the spectrum if one is known. The `node` is
+    a bound at which f is defined, an upper one if the operator is tagged negative
+    semidefinite. With a node, values and slopes are those of the mixture of Gauss's rule
+    and Radau's."""
 
     linear_map: LinearMap
     fn: Flat
     combine: ScalarFunction | None = None
     bound: Float[Array, ""] | None = None
+    node: Float[Array, ""] | None = None
+
+    @property
+    def side(self) -> int:
+        """The side of the node on which the spectrum lies: 1 if above, -1 if below."""
+        return -1 if is_negative(self.linear_map.operator) else 1
 
 
 class Jacobian(eqx.Module):
