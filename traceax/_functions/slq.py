@@ -23,7 +23,14 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 from traceax._core import checks
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, frozen, is_negative, is_positive, working_dtype
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    frozen,
+    is_negative,
+    is_positive,
+    working_dtype,
+)
 from traceax._core.rule import Outcome, Readout
 from traceax._estimators.call import Call, begin
 from traceax._functions.exact_functions import exact_function_trace, price

@@ -259,7 +259,10 @@ def _with_radau(
     basis, tall = extended(space)
     below = []
     for depth in Shape(k, space.depth).levels(mixed=True):
-        row, is_before = tall[k * depth : k * (depth + 1)], np.arange(k * space.depth) < k * depth
+        row, is_before = (
+            tall[k * depth : k * (depth + 1)],
+            np.arange(k * space.depth) < k * depth,
+        )
         below.append(jnp.where(is_before[None, :], row, 0))
     each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
     rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
