@@ -414,15 +414,15 @@ def _radau(
     moved: Float[Array, " N"],
 ) -> Radau:
     """Decompose all projections with one more step, for every size and every probe."""
-    m = krylov.projection.shape[1]
+    m, node = krylov.projection.shape[1], subject.node
+    assert node is not None
     padded = jnp.pad(krylov.projection, ((0, 0), (0, 1), (0, 0)))
     padded = padded.at[:, m, m - 1].set(krylov.below)
     below = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
     noise = jnp.broadcast_to(moved[:, None], (moved.size, m))
     one = partial(radau, side=subject.side)
     each = jax.vmap(jax.vmap(one, (0, 0, None, 0)), (0, 0, None, None))
-    rule = each(eigen, jnp.stack(below), subject.node, noise)
-    return Radau(*rule[:3], subject.node)
+    return Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
 
 
 def _in_domain(

@@ -189,9 +189,9 @@ class Spectrum(NamedTuple):
 
     eigen: Eigen
     noise: Float[Array, "m m"]
-    nodes: Float[Array, "rules m"]
-    values: Inexact[Array, "rules p m"]
-    bounds: tuple[Float[Array, "p m"], Float[Array, "p m"], Float[Array, "p m"]]
+    nodes: Float[Array, "rules w"]
+    values: Inexact[Array, "rules p w"]
+    bounds: tuple[Float[Array, "p w"], Float[Array, "p w"], Float[Array, "p w"]]
     radau: Radau | None = None
     basis: Inexact[Array, "n s"] | None = None
 
@@ -259,11 +259,9 @@ def _with_radau(
     basis, tall = extended(space)
     below = []
     for depth in Shape(k, space.depth).levels(mixed=True):
-        row, is_before = (
-            tall[k * depth : k * (depth + 1)],
-            np.arange(k * space.depth) < k * depth,
-        )
-        below.append(jnp.where(is_before[None, :], row, 0))
+        end = k * depth
+        is_before = np.arange(k * space.depth)[None, :] < end
+        below.append(jnp.where(is_before, tall[end : end + k], 0))
     each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
     rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
     distances = subject.side * (eigen.values[0] - node)
@@ -317,25 +315,25 @@ class Quadrature(eqx.Module):
     the largest node."""
 
     vectors: Inexact[Array, "m m"]
-    weights: Float[Array, "rules k m"]
+    weights: Float[Array, "rules k w"]
     matrix: Inexact[Array, "r r"]
     blur: Float[Array, "m m"]
     spaces: Complements
     is_mixed: bool = eqx.field(static=True, default=False)
 
     def mixture(
-        self, values: Inexact[Array, "rules p m"]
+        self, values: Inexact[Array, "rules p w"]
     ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"]]:
         """Return all samples of the trace of a function, and the shares of Gauss's rule."""
         return mixture(self.samples(values if self.is_mixed else values[:1]))
 
-    def samples(self, values: Inexact[Array, "levels p m"]) -> Inexact[Array, "levels p k"]:
+    def samples(self, values: Inexact[Array, "rules p w"]) -> Inexact[Array, "rules p k"]:
         """Return all samples of the trace of a function, given its values at the nodes of
         all levels, or of the first ones."""
         return weighted_sum(self.weights[: len(values), None], values[:, :, None])
 
     def error(
-        self, values: Inexact[Array, "levels p m"], *bounds: Float[Array, "p m"]
+        self, values: Inexact[Array, "rules p w"], *bounds: Float[Array, "p w"]
     ) -> Float[Array, " p"]:
         """Return the standard error of the trace of a function, given its values at the
         nodes and its `bounds` as in `Spectrum`."""
@@ -364,13 +362,13 @@ class Quadrature(eqx.Module):
         those of f less a constant, whose trace has no error but rounding."""
         weights = self.weights[0, :, : len(self.blur)]
         total = jnp.mean(jnp.sum(weights, axis=1))
-        centre = over(mean(weighted_sum(weights, values[:, None])), total)
+        centre = over(mean(weighted_sum(weights[None], values[:, None])), total)
         used = jnp.any(weights != 0, axis=0)
         values = jnp.where(used[None, :], values - centre[:, None], 0)
         scale = jax.vmap(largest_modulus)(values)
         values = over(values, scale[:, None])
         inside = self.vectors[: len(self.matrix)]
-        samples = weighted_sum(weights, values[:, None])
+        samples = weighted_sum(weights[None], values[:, None])
         half = jackknife.half_jackknife_error(
             self.spaces, inside, values, inside.conj().T, samples
         )

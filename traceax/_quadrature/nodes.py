@@ -143,7 +143,7 @@ def with_node(
     at_node: Inexact[Array, " p"],
     nodes: tuple[Float[Array, "levels *N m"], Float[Array, "levels *N m"]],
     values: tuple[Inexact[Array, "levels *N p m"], Inexact[Array, "levels *N p m"]],
-) -> tuple[Float[Array, "rules *N m"], Inexact[Array, "rules *N p m"]]:
+) -> tuple[Float[Array, "rules *N m+1"], Inexact[Array, "rules *N p m+1"]]:
     """Append the node, and f at it, to the nodes of both rules, and interleave the rules.
 
     Both pairs have Gauss's rule first. So the order is that of `mixture`."""
@@ -159,7 +159,7 @@ def with_node(
 
 def weights_with_node(
     gauss: Float[Array, "levels *N m"], radau: Float[Array, "levels *N m"]
-) -> Float[Array, "rules *N m"]:
+) -> Float[Array, "rules *N m+1"]:
     """Append the weight of the node: zero for Gauss's rule, and for Radau's what its other
     weights lack of the sum of all, which is the same for both rules."""
     rest = jnp.sum(gauss, axis=-1) - jnp.sum(radau, axis=-1)
@@ -300,7 +300,8 @@ class SplitRule(eqx.Module):
         matters for second derivatives only, where it is the change of all vectors."""
         shares, left, right = self._pairs_on_basis(fn, soft)
         size, count = self.basis.shape[1], self.coefficients.shape[1]
-        coefficients, basis = promoted(self.coefficients, self.basis, left)[:2]
+        numbers = self.coefficients, self.basis, shares
+        coefficients, basis, shares = (x.astype(left.dtype) for x in numbers)
         if 3 * count < size:
             vectors = einsum("ljpNsa,Nsn->ljpNan", jnp.stack([left, right]), basis)
             left, right = vectors + moved[:, None]
@@ -339,18 +340,14 @@ class SplitRule(eqx.Module):
             at_node = factors(radau.node)
             rise = jax.vmap(factors)(radau.values) - at_node[None]
             ends = einsum("sm,mq,cm->qsc", *promoted(rows, rise, rows[:count].conj()))
-            ends = ends + times(
-                at_node[:, None, None],
-                jnp.eye(*ends.shape[1:], dtype=ends.real.dtype)[None],
-            )
+            unit = jnp.eye(*ends.shape[1:], dtype=ends.dtype)[None]
+            ends = ends + times(at_node[:, None, None], unit)
             inside, beyond = jnp.split(ends, [gauss.shape[1]], axis=1)
             turned = dot(radau.solved.astype(beyond.dtype), beyond)
             none = jnp.zeros_like(beyond)
-            tops, bottoms = (
-                (gauss, inside + turned, inside - turned),
-                (none, none, 2 * beyond),
-            )
-            return jnp.concatenate([jnp.stack(promoted(*tops)), jnp.stack(bottoms)], axis=2)
+            tops = gauss, inside + turned, inside - turned
+            bottoms = none, none, 2 * beyond
+            return jnp.concatenate([jnp.stack(tops), jnp.stack(bottoms)], axis=2)
 
         axes = Radau(0, 0, 0, None)  # pyright: ignore[reportArgumentType]
         found = jax.vmap(of_one, (0, 0, axes), 2)(soft, self.eigen, radau)
