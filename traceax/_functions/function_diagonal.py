@@ -44,6 +44,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from equinox.internal import Static
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
@@ -57,7 +58,13 @@ from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_ratio
 from traceax._estimators.readouts import TwoSided, leave_one_out, two_sided
 from traceax._functions.exact_functions import entries, exact_estimate
-from traceax._functions.slq import Function, checked_run, real_dtype, zero_if_positive
+from traceax._functions.slq import (
+    Function,
+    checked_run,
+    real_dtype,
+    zero_if_positive,
+    zero_if_semidefinite,
+)
 from traceax._linalg.columns import (
     dot,
     einsum,
@@ -67,18 +74,20 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
-from traceax._linalg.jackknife import quadrature_error, shared_error
+from traceax._linalg.jackknife import bracket_error, quadrature_error, shared_error
 from traceax._linalg.krylov import Complements, block_krylov
 from traceax._probes.draw import draw
 from traceax._probes.samplers import SamplerLike, rademacher
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
     Shape,
+    Spectrum,
     levels_and_complements,
     shape_for,
     spectrum_of,
 )
 from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
+from traceax._quadrature.nodes import mixture
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
 # The number of probes that test the quadrature error if the estimate uses colours.
@@ -153,14 +162,14 @@ def function_diagonal(
         return exact_estimate(value, known.spent)
     if colours > 1:
         return _probed(call, converted, shape)
-    bound = zero_if_positive(operator)
+    bound, node = zero_if_positive(operator), zero_if_semidefinite(operator)
     return call.finish(
         partial(block_diagonal, depth=shape.depth, meter=call.meter),
         *call.draw(shape.width),
         spent=shape.num_matvecs,
         degrees=max(shape.width - 1, 1),
         structure=operator.in_structure(),
-        subject=MatrixFunction(LinearMap(operator), converted, bound=bound),
+        subject=MatrixFunction(LinearMap(operator), converted, bound=bound, node=node),
     )
 
 
@@ -223,30 +232,40 @@ def block_diagonal(
     """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
     space = block_krylov(subject.linear_map, probes, depth, meter=meter)
     levels, spaces = levels_and_complements(space, subject=subject)
-    eigen, noise, _, values, (sizes, slopes, _), *_ = spectrum_of(space, levels, subject)
+    spectrum = spectrum_of(space, levels, subject)
+    eigen, noise, (sizes, slopes, _) = spectrum.eigen, spectrum.noise, spectrum.bounds
     run = SpacesLeftOut(space.basis, probes, spaces)
-    eps = subject.linear_map.eps
-    values = values[:, 0]
-    k, m = space.width, values.shape[1]
-    ends = m - k * jnp.arange(len(levels))
-    kept = (jnp.arange(m)[None, :] < ends[:, None]) & space.filled[None, :]
-    functions = jax.vmap(_function)(kept, eigen.values, eigen.vectors, values)
+    eps, k, m = subject.linear_map.eps, space.width, len(noise)
+    ends = k * np.array(Shape(k, depth).levels(mixed=subject.node is not None))
+    kept = jnp.asarray(np.arange(m)[None, :] < ends[:, None]) & space.filled[None, :]
+    functions = _functions(spectrum, kept)
     level = jax.vmap(run.level)(functions)
     identity = jnp.diag(space.filled.astype(functions.dtype))
     rest = functions - times(level[:, None, None], identity[None])
-    samples = level[0] + run.samples(rest[0])
     means = jax.vmap(run.mean)(rest) + level[:, None]
-    sizes = sizes[0] + slopes[0] * jnp.diagonal(noise) / eps
+    if subject.node is None:
+        function, grain = functions[0], 4 * eps * jnp.linalg.norm(means[0])
+        quadrature = quadrature_error(means, unresolved=True, rounding=grain, together=True)
+    else:
+        totals = jnp.sum(means, axis=1)[:, None]
+        share = mixture(totals[..., None])[1]
+        quadrature = bracket_error(means, share, whole=totals)
+        other = jnp.where(share < 1, functions[1], 0)
+        function = times(share, functions[0]) + times(1 - share, other)
+    level = run.level(function)
+    rest = function - times(level, identity)
+    samples = level + run.samples(rest)
+    sizes = sizes[0, :m] + slopes[0, :m] * jnp.diagonal(noise) / eps
     moved = _function(kept[0], eigen.values[0], eigen.vectors[0], sizes)
-    rounding = run.largest(moved) + jnp.abs(level[0]) + mean(jnp.abs(samples))
+    rounding = run.largest(moved) + jnp.abs(level) + mean(jnp.abs(samples))
     error = shared_error(samples, 4 * eps * rounding)
     # If there is no shorter run to compare with, the quadrature error is unknown.
-    error = jnp.hypot(error, quadrature_error(means, unresolved=True))
+    error = jnp.hypot(error, quadrature)
     # The sketch of f(A) - c I uses half of the probes. A multiple of them is added, so that
     # its columns are independent.
     tested = probes[:, : (k + 1) // 2]
-    grain = jnp.finfo(error.dtype).eps ** 0.5 * largest_modulus(functions[0])
-    sketch = dot(run.basis, dot(rest[0, :, :k], space.starts[:, : tested.shape[1]]))
+    grain = jnp.finfo(error.dtype).eps ** 0.5 * largest_modulus(function)
+    sketch = dot(run.basis, dot(rest[:, :k], space.starts[:, : tested.shape[1]]))
     sketch = sketch + times(grain, tested)
     weight = two_sided(leave_one_out(sketch, tested, resphere=False))
     return Outcome(mean(samples), error, Partial(_read_spaces, weight, Static(depth)))
@@ -259,6 +278,23 @@ def _read_spaces(
     operator = subject.linear_map.operator
     applied = FunctionOfOperator(operator, subject.fn, num_steps.value)
     return weight(LinearMap(applied)).real
+
+
+def _functions(
+    spectrum: Spectrum, kept: Bool[Array, "levels m"]
+) -> Inexact[Array, "rules m m"]:
+    """Return f(T) at all levels, on the coordinates that are kept; with a node f(T) and
+    f(T_R), in turn."""
+    values, m = spectrum.values[:, 0], kept.shape[1]
+    one = jax.vmap(_function)
+    if spectrum.radau is None:
+        return one(kept, *spectrum.eigen, values)
+    gauss = one(kept, *spectrum.eigen, values[::2, :m])
+    at_node, rule = values[1::2, m:], spectrum.radau
+    radau = one(kept, rule.values, rule.vectors[:, :m], values[1::2, :m] - at_node)
+    identity = kept[:, None] & jnp.eye(m, dtype=bool)[None]
+    radau = radau + jnp.where(identity, at_node[..., None], 0).astype(radau.dtype)
+    return jnp.stack([gauss, radau], axis=1).reshape(-1, m, m)
 
 
 def _function(

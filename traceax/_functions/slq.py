@@ -332,7 +332,10 @@ class Sampled(eqx.Module):
                 error = jackknife.length(indicator, rounding)
             if mixed:
                 return jnp.hypot(error, jackknife.bracket_error(totals, share))
-            return jnp.hypot(error, jackknife.quadrature_error(totals, unresolved))
+            gap = jackknife.quadrature_error(
+                totals, unresolved=unresolved, rounding=rounding
+            )
+            return jnp.hypot(error, gap)
 
         return traces_outcome(subject, traces, error_of)
 

@@ -143,7 +143,12 @@ def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
     return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
 
 
-def bracket_error(totals: Inexact[Array, "rules p"], share: Float[Array, " p"]) -> Errors:
+def bracket_error(
+    totals: Inexact[Array, "rules p"],
+    share: Float[Array, "..."],
+    *,
+    whole: Inexact[Array, "rules 1"] | None = None,
+) -> Errors:
     """Return the error of the mixture of Gauss's rule and Radau's.
 
     `totals` and `share` are those of `nodes.mixture`. The truth lies between both rules,
@@ -151,18 +156,27 @@ def bracket_error(totals: Inexact[Array, "rules p"], share: Float[Array, " p"]) 
     kinds of spectra and six functions the error of the mixture was, in 95 of 100 cases, at
     most 0.14 of the distance for s up to 0.6, 0.34 for s up to 0.95, and all of it for
     larger s. Half of that is one standard error. If Gauss's rule is taken alone, its last
-    change is the error. Without shorter runs, it is half of the distance.
+    change is the error. Without shorter runs, it is half of the distance. `whole` is the
+    sum of the totals if these are parts, such as the entries of a diagonal. It has less
+    noise than they have, and gives s and the share.
     """
     width = jnp.abs(totals[1] - totals[0])
     if len(totals) == 2:
         return jnp.where(jnp.isfinite(width), width / 2, jnp.inf)
-    before = jnp.abs(totals[3] - totals[2])
-    ratio = jnp.minimum(width / jnp.where(before > 0, before, 1), 1)
+    gauss, radau, *shorter = totals if whole is None else whole
+    before = jnp.abs(shorter[1] - shorter[0])
+    ratio = jnp.minimum(jnp.abs(radau - gauss) / jnp.where(before > 0, before, 1), 1)
     error = width * jnp.maximum(0.07, ratio**4 / 2)
     return jnp.where(share < 1, error, jnp.abs(totals[0] - totals[2]))
 
 
-def quadrature_error(totals: Inexact[Array, "levels ..."], unresolved: bool) -> Errors:
+def quadrature_error(
+    totals: Inexact[Array, "levels ..."],
+    *,
+    unresolved: bool,
+    rounding: Errors | float = 0.0,
+    together: bool = False,
+) -> Errors:
     """Return the error of a quadrature, from how much its last refinements changed it.
 
     `totals` are its results, of all steps and of fewer. Without any refinement the error
@@ -171,16 +185,28 @@ def quadrature_error(totals: Inexact[Array, "levels ..."], unresolved: bool) -> 
     square roots). Then the ratio of the last two changes is too small, so r is its square
     root. If the last change is the larger one, rules of even and odd order differ, and the
     ratio is inverted. As rules can stagnate, the error is at least the last change.
+
+    A ratio near 1 says that the series has hardly begun to converge, as where the least
+    eigenvalues are not resolved, and makes the error up to a hundred times the last change.
+    Changes that alternate, and those at the level of `rounding`, say nothing of the kind.
+    The entries of a diagonal have one ratio `together`, since their own are noisy.
     """
-    changes = jnp.abs(totals[:-1] - totals[1:])
+    changes = totals[:-1] - totals[1:]
     if changes.shape[0] == 0:
         return jnp.full(changes.shape[1:], jnp.inf if unresolved else 0.0)
-    last = changes[0]
+    sizes = jnp.abs(changes)
+    error = sizes[0]
     if changes.shape[0] == 1:
-        return last
-    larger = jnp.maximum(jnp.max(changes[:2], axis=0), jnp.finfo(last.dtype).tiny)
-    root = jnp.sqrt(jnp.minimum(jnp.min(changes[:2], axis=0) / larger, 0.8))
-    return last * jnp.maximum(1, root / (1 - root))
+        return error
+    forms = (changes[0].conj() * changes[1]).real
+    if together:
+        forms, sizes = jnp.sum(forms), jax.vmap(jnp.linalg.norm)(sizes)
+    last, before = sizes[:2]
+    is_steady = (forms > 0) & (last > 10 * rounding)
+    larger = jnp.maximum(jnp.maximum(last, before), jnp.finfo(last.dtype).tiny)
+    most = jnp.where(is_steady, 0.98, 0.8)
+    root = jnp.sqrt(jnp.minimum(jnp.minimum(last, before) / larger, most))
+    return error * jnp.maximum(1, root / (1 - root))
 
 
 def jackknife_error(replicates: ByProbe, rounding: Errors) -> Errors:

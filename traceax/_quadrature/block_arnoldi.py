@@ -174,7 +174,9 @@ def _samples(
         levels = jnp.where(crossed, jnp.nan, levels.real)
     means = mean(levels)
     # Without a shorter run to compare with, the quadrature error is unknown.
-    gap = jackknife.quadrature_error(means, unresolved=True)
+    eps = float(jnp.finfo(sizes.dtype).eps)
+    rounding = 4 * eps * mean(sizes)
+    gap = jackknife.quadrature_error(means, unresolved=True, rounding=rounding)
     return levels[0], 4 * mean(sizes), gap.astype(sizes.dtype)
 
 

@@ -349,13 +349,16 @@ class Quadrature(eqx.Module):
         turned = dot(slopes[:, :m], self.blur)
         moved = 2 * jnp.sqrt(jnp.sum(slopes[:, :m] * turned, axis=1))
         moved = moved + jnp.sum(weights * bends, axis=1)
-        error = jackknife.shared_error(samples, jnp.hypot(rounding, moved))
+        rounding = jnp.hypot(rounding, moved)
+        error = jackknife.shared_error(samples, rounding)
         if samples.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0, :, :m]))
         if self.is_mixed:
             return jnp.hypot(error, jackknife.bracket_error(totals, share))
         # Without a shorter run to compare with, the quadrature error is unknown.
-        return jnp.hypot(error, jackknife.quadrature_error(totals, unresolved=True))
+        return jnp.hypot(
+            error, jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
+        )
 
     def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
         """Return the larger one of half the jackknife and the error by theory. Both are
