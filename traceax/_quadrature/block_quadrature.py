@@ -356,9 +356,8 @@ class Quadrature(eqx.Module):
         if self.is_mixed:
             return jnp.hypot(error, jackknife.bracket_error(totals, share))
         # Without a shorter run to compare with, the quadrature error is unknown.
-        return jnp.hypot(
-            error, jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
-        )
+        gap = jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
+        return jnp.hypot(error, gap)
 
     def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
         """Return the larger one of half the jackknife and the error by theory. Both are
