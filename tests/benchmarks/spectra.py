@@ -11,7 +11,7 @@ each function of a spectrum:
 - *held*: the share of keys whose `interval(0.95)` holds the truth.
 
 Probes are rotation-invariant, so operators are diagonal: what they do depends on the
-spectrum alone. `--shape` overrules how `function_trace` spends its matvecs: so its shapes
+spectrum alone. Operators without negative eigenvalues are tagged so. `--shape` overrules how `function_trace` spends its matvecs: so its shapes
 were chosen.
 
 `--diagonal`: the same of `function_diagonal`, over all entries, the eigenvectors random;
@@ -34,6 +34,7 @@ import traceax as tx
 from traceax._core.operator import LinearMap
 from traceax._estimators.call import begin
 from traceax._functions.function_trace import block_trace
+from traceax._functions.slq import zero_if_positive, zero_if_semidefinite
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
@@ -55,6 +56,10 @@ def power(exponent: float) -> Callable[[Array], Array]:
     return fn
 
 
+def log(shift: float) -> Callable[[Array], Array]:
+    return lambda x: jnp.log(x + shift)
+
+
 def kernel(fn: Callable[[Any], Any], n: int, dimension: int) -> Spectrum:
     points = np.random.default_rng(0).random((n, dimension))
     distances = np.sqrt(((points[:, None] - points) ** 2).sum(-1))
@@ -74,8 +79,8 @@ def decays() -> dict[str, Case]:
         "log(1 + x), .9^i": Case(0.9**i, jnp.log1p),
         "|x|, +- 1/i": Case((-1) ** i / i, jnp.abs),
         "-x log x, .97^i": Case(0.97**i, lambda x: -x * jnp.log(jnp.maximum(x, 1e-300))),
-        "log(x + 1e-5), 1/i": Case(1 / i + 1e-5, jnp.log),
-        "log(x + 1e-6), i^-2": Case(i**-2 + 1e-6, jnp.log),
+        "log(x + 1e-5), 1/i": Case(1 / i, log(1e-5)),
+        "log(x + 1e-6), i^-2": Case(i**-2, log(1e-6)),
         "x^2, 1/i": Case(1 / i, power(2)),
         "x^2, exp(-i/40)": Case(np.exp(-i / 40), power(2)),
         "x, .9^i": Case(0.9**i, lambda x: x),
@@ -85,9 +90,9 @@ def decays() -> dict[str, Case]:
 def kernels() -> dict[str, Case]:
     matern = kernel(lambda distances: np.exp(-distances / 0.5), 800, 3)
     return {
-        "log, Matern 3-d + 1e-2": Case(matern + 1e-2, jnp.log),
-        "log, Gauss 6-d + 1e-2": Case(kernel(gaussian(0.5), 800, 6) + 1e-2, jnp.log),
-        "log, Gauss 2-d + 1e-4": Case(kernel(gaussian(0.2), N, 2) + 1e-4, jnp.log),
+        "log, Matern 3-d + 1e-2": Case(matern, log(1e-2)),
+        "log, Gauss 6-d + 1e-2": Case(kernel(gaussian(0.5), 800, 6), log(1e-2)),
+        "log, Gauss 2-d + 1e-4": Case(kernel(gaussian(0.2), N, 2), log(1e-4)),
     }
 
 
@@ -100,7 +105,7 @@ def graphs() -> dict[str, Case]:
     return {
         "exp, power-law graph": Case(adjacency, jnp.exp),
         "x^3, power-law graph": Case(adjacency, lambda x: x**3),
-        "log(L + .01), its Laplacian": Case(laplacian + 1e-2, jnp.log),
+        "log(L + .01), its Laplacian": Case(np.maximum(laplacian, 0), log(1e-2)),
         "exp, path": Case(2 * np.cos(np.pi * i / (N + 1)), jnp.exp),
         "sqrt, path's Laplacian": Case(2 - 2 * np.cos(np.pi * (i - 1) / N), power(0.5)),
         "exp, star": Case(star, jnp.exp),
@@ -139,7 +144,8 @@ def tortures() -> dict[str, Case]:
 def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
     converted, structure = scalar_function("function_trace", fn, jnp.dtype(float))
     call = begin("function_trace", operator, key, shape.num_matvecs)
-    subject = MatrixFunction(LinearMap(call.operator), converted)
+    bound, node = (zero(call.operator) for zero in (zero_if_positive, zero_if_semidefinite))
+    subject = MatrixFunction(LinearMap(call.operator), converted, bound=bound, node=node)
     return block_trace(call, subject, structure, shape)
 
 
@@ -147,9 +153,10 @@ def errors(case: Case, estimator: Callable[..., tx.Estimate], keys: Array) -> Ar
     """Value, standard error, ends of the interval, and slope for each key."""
     diagonal = jnp.asarray(case.spectrum, float)
     structure = jax.ShapeDtypeStruct(diagonal.shape, diagonal.dtype)
+    tags = lx.positive_semidefinite_tag if np.min(case.spectrum) >= 0 else ()
 
     def shifted(c: Array, key: Array) -> tuple[Array, tx.Estimate]:
-        operator = lx.FunctionLinearOperator(lambda v: (diagonal + c) * v, structure)
+        operator = lx.FunctionLinearOperator(lambda v: (diagonal + c) * v, structure, tags)
         result = estimator(operator, case.fn, key)
         return result.value, result
 
@@ -190,7 +197,8 @@ def diagonal_row(case: Case, shape: Shape, keys: Array) -> str:
     matrix, vectors = with_vectors(case.spectrum)
     truth = vectors**2 @ jax.vmap(case.fn)(jnp.asarray(case.spectrum, float))
     structure = jax.ShapeDtypeStruct(truth.shape, truth.dtype)
-    operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure)
+    tags = lx.positive_semidefinite_tag if np.min(case.spectrum) >= 0 else ()
+    operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
     converted, _ = scalar_function("function_diagonal", case.fn, jnp.dtype(float))
     applied = FunctionOfOperator(operator, converted, shape.depth)
 

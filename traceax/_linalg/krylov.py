@@ -130,7 +130,8 @@ def lanczos(
     )
     alphas, betas, live, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
     alphas = jnp.where(live, alphas, alphas[:, :1])
-    alphas = jnp.where((skew > ASYMMETRY * scale)[:, None], jnp.nan, alphas)
+    largest = jnp.where(scale > 0, scale, 1)  # couplings of a zero operator are made up
+    alphas = jnp.where((skew > ASYMMETRY * largest)[:, None], jnp.nan, alphas)
     # Selections and products compile faster than `jnp.diag`.
     above = jnp.where(jnp.eye(num_steps, k=1, dtype=bool)[None], betas[:, :, None], 0)
     projection = jnp.eye(num_steps, dtype=alphas.dtype)[None] * alphas[:, :, None]
@@ -180,6 +181,8 @@ def _advance(
 def norm(vector: Inexact[Array, " n"]) -> Number:
     """Return |v|: its squares do not overflow, and its derivative at 0 is 0."""
     scale = jax.lax.stop_gradient(largest_modulus(vector))
+    # The scale of zeros is so small that a derivative, divided by it, would be infinite.
+    scale = jnp.where(jnp.any(vector != 0), scale, 1)
     squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
     return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)

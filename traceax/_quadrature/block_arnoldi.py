@@ -58,6 +58,7 @@ from traceax._quadrature.nodes import (
     at_nodes,
     perturbation,
     refuse_second,
+    slopes_at,
     weighted_sum,
 )
 from traceax._quadrature.scalar import MatrixFunction, Slope
@@ -105,7 +106,11 @@ def block_arnoldi(
 
     # The samples and the errors of both means.
     values = jnp.swapaxes(at_nodes(subject.fn, modes.nodes), -1, -2)
-    samples, sizes, gaps = jax.vmap(partial(_samples, values, real))(weights)
+    # How far f moves if rounding moves the nodes.
+    largest = largest_modulus(modes.nodes[0])
+    step = jnp.full((1, 1), 4 * subject.linear_map.eps * largest)
+    moves = largest * slopes_at(subject.fn, modes.nodes[:1], step)[0].T
+    samples, sizes, gaps = jax.vmap(partial(_samples, values, moves, real))(weights)
     rounding = subject.linear_map.eps * sizes
     error = jackknife.standard_error(samples[0], rounding[0])
     spread = jackknife.shared_error(samples[1], rounding[1])
@@ -162,22 +167,28 @@ def _mode_weights(
 
 
 def _samples(
-    values: Inexact[Array, "levels p m"], real: bool, weights: Inexact[Array, "levels k m"]
+    values: Inexact[Array, "levels p m"],
+    moves: Float[Array, "p m"],
+    real: bool,
+    weights: Inexact[Array, "levels k m"],
 ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"], Float[Array, " p"]]:
     """Return the samples; four times the size of the terms of their mean, which grows with
-    the condition of the eigenvectors; and the quadrature error."""
+    the condition of the eigenvectors, and of the `moves` of f over those of its nodes; and
+    the quadrature error."""
     levels = weighted_sum(weights[:, None], values[:, :, None])
     sizes = weighted_sum(jnp.abs(weights[0])[None], jnp.abs(values[0])[:, None])
     if real:
-        # Conjugate eigenvalues have conjugate values, except on a branch cut.
-        crossed = jnp.abs(levels[0].imag) > 1e-3 * sizes
+        # Conjugate eigenvalues have conjugate values, except on a branch cut. A probe that
+        # nearly misses all large values says nothing about that.
+        crossed = jnp.abs(levels[0].imag) > 1e-3 * jnp.maximum(sizes, mean(sizes)[:, None])
         levels = jnp.where(crossed, jnp.nan, levels.real)
     means = mean(levels)
     # Without a shorter run to compare with, the quadrature error is unknown.
     eps = float(jnp.finfo(sizes.dtype).eps)
     rounding = 4 * eps * mean(sizes)
     gap = jackknife.quadrature_error(means, unresolved=True, rounding=rounding)
-    return levels[0], 4 * mean(sizes), gap.astype(sizes.dtype)
+    moved = weighted_sum(jnp.abs(weights[0])[None], moves[:, None])
+    return levels[0], 4 * mean(sizes + moved), gap.astype(sizes.dtype)
 
 
 class ArnoldiPairs(eqx.Module):

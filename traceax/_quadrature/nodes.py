@@ -208,7 +208,7 @@ def at_nodes(fn: Flat, nodes: Inexact[Array, "N m"]) -> Inexact[Array, "N m p"]:
 
 
 def slopes_at(
-    fn: Flat, nodes: Float[Array, "N m"], step: Float[Array, "N _"]
+    fn: Flat, nodes: Inexact[Array, "N m"], step: Float[Array, "N _"]
 ) -> Float[Array, "N m p"]:
     """Return |f'| at the nodes, which multiplies their noise.
 
