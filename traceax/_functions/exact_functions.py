@@ -15,8 +15,9 @@ because tr(f'(A + E) dA) is analytic in E. So derivatives keep half of their dig
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -29,7 +30,7 @@ from traceax._core.rule import Algorithm, Outcome, Values, estimate, with_own_jv
 from traceax._core.vectors import Structure, as_result
 from traceax._estimators.call import SMALL, Call
 from traceax._linalg import lapack
-from traceax._linalg.columns import dot, einsum, largest_modulus
+from traceax._linalg.columns import dot, einsum, largest_modulus, times
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.nodes import (
     Direction,
@@ -151,6 +152,50 @@ def _matrix_pairs(
     matrix = with_own_jvp(matrix, LinearMap.dense, subject.linear_map)
     slopes = columns(Slope(subject.fn), matrix, eigen, count=len(matrix))
     return einsum("pij,ji->p", slopes, direction.matrix().astype(slopes.dtype))
+
+
+def exact_power_sum(call: Call, p: Any) -> Estimate:
+    """Return tr |B|^p, from the singular values of B.
+
+    The squares of singular values, the eigenvalues of B* B, would lose those that are
+    below sqrt(eps) times the largest one."""
+    linear_map = LinearMap(call.operator)
+    wide = linear_map.operator.out_size() < linear_map.operator.in_size()
+    matrix = (linear_map.adjoint if wide else linear_map).dense()
+    left, values, right = jax.lax.stop_gradient(lapack.svd(matrix))
+    # Some values are zero but for rounding. Their powers may be large.
+    rounding = jnp.finfo(values.dtype).eps * values[0]
+    values = jnp.where(values > rounding, values, 0)
+    slopes = p * power(values, p - 1)
+    slope = dot(times(left, slopes[None, :]), right)
+    held = Partial(_slope_of_powers, slope)
+    moved = with_own_jvp(jnp.zeros_like(values[0]), _along, (matrix, p), held)
+    spent = 0 if stores_matrix(call.operator) else call.num_exact
+    return exact_estimate(jnp.sum(power(values, p)) + moved, spent)
+
+
+def power(x: Array, p: Any) -> Array:
+    """Return |x|^p, and 0 at 0, where there is no derivative that could be meant."""
+    size = jnp.abs(x)
+    return jnp.where(size > 0, jnp.where(size > 0, size, 1) ** p, 0)
+
+
+def _along(subject: tuple[Array, Any], slope: Array) -> Array:
+    """Return the derivative of tr |B|^p in the direction of a matrix."""
+    return jnp.sum(slope.conj() * subject[0]).real
+
+
+def _slope_of_powers(slope: Array, subject: tuple[Array, Any]) -> Array:
+    """Return the `slope` p B (B* B)^(p/2 - 1), with the derivative of this formula."""
+    return with_own_jvp(slope, _by_square, subject)
+
+
+def _by_square(subject: tuple[Array, Any]) -> Array:
+    matrix, p = subject
+    square = dot(matrix.conj().T, matrix)
+    eigen = jax.lax.stop_gradient(decompose(square))
+    fn = eqx.Partial(lambda p, x: p * power(x, p / 2 - 1)[None], p)
+    return dot(matrix, columns(fn, square, eigen, count=len(square))[0])
 
 
 def exact_general_trace(

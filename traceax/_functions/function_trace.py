@@ -29,7 +29,7 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._core.rule import with_own_jvp
-from traceax._estimators.call import Call, begin
+from traceax._estimators.call import SMALL, Call, begin
 from traceax._functions.equations import Shift, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
@@ -38,7 +38,9 @@ from traceax._functions.exact_functions import (
     exact_estimate,
     exact_function_trace,
     exact_general_trace,
+    exact_power_sum,
     is_cheap,
+    power,
 )
 from traceax._functions.slq import (
     Function,
@@ -336,8 +338,8 @@ def schatten_norm(
 
     **Arguments** (the others are in the guide's conventions)
 
-    - `operator`: any lineax operator, square or not. Singular values below sqrt(eps) times
-      the largest one are lost, unless the operator is tagged semidefinite.
+    - `operator`: any lineax operator, square or not. An estimate loses singular values
+      below sqrt(eps) times the largest one, unless the operator is tagged semidefinite.
     - `p`: a positive, finite number, or an array of shape `()`.
     - `num_matvecs`: the budget, at least 13, or the smaller dimension. Default 240.
     - `num_probes`, `num_steps`: as in `function_trace`. They choose the run on the square.
@@ -367,17 +369,21 @@ def schatten_norm(
     if call.is_semidefinite:
         target, exponent, cost = scaled, p, 1
     else:
-        target, exponent, cost = _squared(scaled), p / 2, 2
-    fn, structure = scalar_function(name, _power(exponent), real_dtype(target))
+        target, exponent, cost = gram(scaled), p / 2, 2
+    fn, structure = scalar_function(name, lambda x: power(x, exponent), real_dtype(target))
     products = max((num_matvecs - 1) // cost, 1)
     shape, budget = checked_run(name, products, num_probes, num_steps)
-    call = call.on(target)
-    if is_cheap(target, budget):
-        traced = exact_function_trace(call, fn, structure)
+    n = target.in_size()
+    is_stored = stores_matrix(scaled) and n <= EIGENVALUES
+    if lx.is_diagonal(target) or (cost == 1 and (is_stored or n <= max(budget, SMALL))):
+        traced = exact_function_trace(call.on(target), fn, structure)
+    elif is_stored or n <= max(budget, SMALL):
+        exponent = jnp.asarray(p, real_dtype(target))
+        traced, cost = exact_power_sum(call.on(scaled), exponent), 1
     else:
         bound, node = zero_if_positive(target), zero_if_semidefinite(target)
         subject = MatrixFunction(LinearMap(target), fn, bound=bound, node=node)
-        traced = block_trace(call, subject, structure, shape)
+        traced = block_trace(call.on(target), subject, structure, shape)
     unit = unit.astype(traced.value.dtype)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
@@ -388,15 +394,6 @@ def schatten_norm(
         standard_error=unit * (traced.standard_error * rate),
         num_matvecs=traced.num_matvecs * cost + 1,
     )
-
-
-def _squared(operator: Operator) -> Operator:
-    """Return B* B or B B*, whichever is smaller, as a matrix if it costs little."""
-    square = gram(operator)
-    if not stores_matrix(operator) or square.in_size() > EIGENVALUES:
-        return square
-    matrix = LinearMap(square).dense()
-    return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
 
 
 def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> tuple[Array, jnp.dtype]:
@@ -410,19 +407,6 @@ def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> tuple[Array, jnp.
     leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
     least = min(leaves, key=lambda x: (jnp.finfo(x.dtype).bits, x.dtype.itemsize)).dtype
     return size.astype(jnp.finfo(least).dtype), least
-
-
-def _power(p: float | Array) -> Callable[[Array], Array]:
-    """Return the function x -> |x|^p, with a derivative of 0 at x = 0.
-
-    A singular value of 0 has no derivative there that a user could want.
-    """
-
-    def power(x: Array) -> Array:
-        size = jnp.abs(x)
-        return jnp.where(size > 0, jnp.where(size > 0, size, 1) ** p, 0)
-
-    return power
 
 
 def arnoldi_trace(
