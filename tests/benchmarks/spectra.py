@@ -11,8 +11,8 @@ each function of a spectrum:
 - *held*: the share of keys whose `interval(0.95)` holds the truth.
 
 Probes are rotation-invariant, so operators are diagonal: what they do depends on the
-spectrum alone. Operators without negative eigenvalues are tagged so. `--shape` overrules how `function_trace` spends its matvecs: so its shapes
-were chosen.
+spectrum alone. Operators without negative eigenvalues are tagged so. `--shape` overrules
+how `function_trace` spends its matvecs: so its shapes were chosen.
 
 `--diagonal`: the same of `function_diagonal`, over all entries, the eigenvectors random;
 beside it, in the place of *slq*, `xdiag` of f(A) by Lanczos of as many steps.
@@ -34,7 +34,7 @@ import traceax as tx
 from traceax._core.operator import LinearMap
 from traceax._estimators.call import begin
 from traceax._functions.function_trace import block_trace
-from traceax._functions.slq import zero_if_positive, zero_if_semidefinite
+from traceax._functions.slq import node_for, zero_if_positive
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
@@ -144,7 +144,7 @@ def tortures() -> dict[str, Case]:
 def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
     converted, structure = scalar_function("function_trace", fn, jnp.dtype(float))
     call = begin("function_trace", operator, key, shape.num_matvecs)
-    bound, node = (zero(call.operator) for zero in (zero_if_positive, zero_if_semidefinite))
+    bound, node = zero_if_positive(call.operator), node_for(call.operator, converted)
     subject = MatrixFunction(LinearMap(call.operator), converted, bound=bound, node=node)
     return block_trace(call, subject, structure, shape)
 

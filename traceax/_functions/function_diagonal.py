@@ -61,9 +61,9 @@ from traceax._functions.exact_functions import entries, exact_estimate
 from traceax._functions.slq import (
     Function,
     checked_run,
+    node_for,
     real_dtype,
     zero_if_positive,
-    zero_if_semidefinite,
 )
 from traceax._linalg.columns import (
     dot,
@@ -162,7 +162,7 @@ def function_diagonal(
         return exact_estimate(value, known.spent)
     if colours > 1:
         return _probed(call, converted, shape)
-    bound, node = zero_if_positive(operator), zero_if_semidefinite(operator)
+    bound, node = zero_if_positive(operator), node_for(operator, converted)
     return call.finish(
         partial(block_diagonal, depth=shape.depth, meter=call.meter),
         *call.draw(shape.width),

@@ -46,10 +46,10 @@ from traceax._functions.slq import (
     Function,
     Real,
     checked_run,
+    node_for,
     quadratures,
     real_dtype,
     zero_if_positive,
-    zero_if_semidefinite,
 )
 from traceax._linalg.columns import dot, largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
@@ -135,7 +135,7 @@ def function_trace(
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if is_cheap(call.operator, budget):
         return exact_function_trace(call, fn, structure, combined)
-    bound, node = zero_if_positive(call.operator), zero_if_semidefinite(call.operator)
+    bound, node = zero_if_positive(call.operator), node_for(call.operator, fn)
     subject = MatrixFunction(LinearMap(call.operator), fn, combined, bound, node)
     return block_trace(call, subject, structure, shape, pattern)
 
@@ -225,8 +225,6 @@ def logdet(
     call = begin(name, operator, key, num_matvecs, least=6)
     call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
-    # Without a shift, the logarithm is infinite at the node.
-    is_zero = isinstance(shift, int | float) and shift == 0
     operator, shift, _, rest = whitened(call.operator, shift)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
@@ -234,7 +232,7 @@ def logdet(
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
-    node = None if is_zero else jnp.zeros_like(bound)
+    node = node_for(operator, fn, assumed=True)
     subject = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
     estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
@@ -381,7 +379,7 @@ def schatten_norm(
         exponent = jnp.asarray(p, real_dtype(target))
         traced, cost = exact_power_sum(call.on(scaled), exponent), 1
     else:
-        bound, node = zero_if_positive(target), zero_if_semidefinite(target)
+        bound, node = zero_if_positive(target), node_for(target, fn)
         subject = MatrixFunction(LinearMap(target), fn, bound=bound, node=node)
         traced = block_trace(call.on(target), subject, structure, shape)
     unit = unit.astype(traced.value.dtype)

@@ -40,6 +40,7 @@ from traceax._estimators.call import Call, begin
 from traceax._functions.equations import Shift, guessed, right_hand_sides, whitened
 from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
 from traceax._functions.function_trace import factorised
+from traceax._functions.slq import node_for
 from traceax._linalg.columns import column_dots, column_norms_squared, column_scales, over
 from traceax._linalg.conjugate_gradients import (
     Solve,
@@ -152,7 +153,6 @@ def inv_quad_logdet(
     check_rtol(name, rtol)
     sides = right_hand_sides(name, call.operator, vector)
     start = None if guess is None else guessed(name, call.operator, sides, guess)
-    is_zero = isinstance(shift, int | float) and shift == 0
     operator, shift, scale, rest = whitened(call.operator, shift)
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
@@ -164,7 +164,7 @@ def inv_quad_logdet(
     else:
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
         bound = -jax.lax.stop_gradient(shift)
-        node = None if is_zero else jnp.zeros_like(bound)
+        node = node_for(operator, fn, assumed=True)
         function = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
         subject = Likelihood(function, columns, shift)
         start = None if start is None else start / scale

@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core import checks
-from traceax._core.canonical import compiled
+from traceax._core.canonical import compiled, is_concrete
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -55,6 +55,7 @@ from traceax._quadrature.nodes import (
 )
 from traceax._quadrature.scalar import (
     MatrixFunction,
+    ScalarFunction,
     Traces,
     combination,
     scalar_function,
@@ -132,7 +133,7 @@ def slq_trace(
     together, structure = combination(name, combine, fn, structure)
     if call.num_matvecs >= call.operator.in_size() ** 2:
         return exact_function_trace(call, fn, structure, together)
-    bound, node = zero_if_positive(call.operator), zero_if_semidefinite(call.operator)
+    bound, node = zero_if_positive(call.operator), node_for(call.operator, fn)
     subject = MatrixFunction(LinearMap(call.operator), fn, together, bound, node)
     return quadratures(call, subject, structure, shape, reorthogonalise=reorthogonalise)
 
@@ -221,11 +222,21 @@ def zero_if_positive(operator: Operator) -> Float[Array, ""] | None:
     return jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
 
 
-def zero_if_semidefinite(operator: Operator) -> Float[Array, ""] | None:
-    """Return 0 as a bound of the spectrum on either side, if a tag says that it is one."""
-    if is_positive(operator) or is_negative(operator):
-        return jnp.zeros((), real_dtype(operator))
-    return None
+def node_for(
+    operator: Operator, fn: ScalarFunction, *, assumed: bool = False
+) -> Float[Array, ""] | None:
+    """Return 0 as a bound of the spectrum on either side, if f can be evaluated there.
+
+    Without a tag that says so, 0 is no bound, unless it is `assumed` to be one. A run that
+    finds an eigenvalue on the other side drops it."""
+    if not (assumed or is_positive(operator) or is_negative(operator)):
+        return None
+    node = jnp.zeros((), real_dtype(operator))
+    if is_concrete(fn):
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+            if not np.all(np.isfinite(fn(node))):
+                return None
+    return node
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:

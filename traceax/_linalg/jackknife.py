@@ -156,18 +156,21 @@ def bracket_error(
     kinds of spectra and six functions the error of the mixture was, in 95 of 100 cases, at
     most 0.14 of the distance for s up to 0.6, 0.34 for s up to 0.95, and all of it for
     larger s. Half of that is one standard error. If Gauss's rule is taken alone, its last
-    change is the error. Without shorter runs, it is half of the distance. `whole` is the
-    sum of the totals if these are parts, such as the entries of a diagonal. It has less
-    noise than they have, and gives s and the share.
+    change is c, its error is c s/(1 - s), but at least c. If s is unknown, because Radau's
+    rule is infinite, it is 8 c. Without shorter runs, the error is half of the distance.
+    `whole` is the sum of the totals if these are parts, such as the entries of a diagonal.
+    It has less noise than they have, and gives s and the share.
     """
     width = jnp.abs(totals[1] - totals[0])
     if len(totals) == 2:
         return jnp.where(jnp.isfinite(width), width / 2, jnp.inf)
     gauss, radau, *shorter = totals if whole is None else whole
     before = jnp.abs(shorter[1] - shorter[0])
-    ratio = jnp.minimum(jnp.abs(radau - gauss) / jnp.where(before > 0, before, 1), 1)
+    ratio = jnp.abs(radau - gauss) / jnp.where(before > 0, before, 1)
+    ratio = jnp.where(jnp.isnan(ratio), 8 / 9, jnp.minimum(ratio, 0.99))
     error = width * jnp.maximum(0.07, ratio**4 / 2)
-    return jnp.where(share < 1, error, jnp.abs(totals[0] - totals[2]))
+    alone = jnp.abs(totals[0] - totals[2]) * jnp.maximum(1, ratio / (1 - ratio))
+    return jnp.where(share < 1, error, alone)
 
 
 def quadrature_error(

@@ -112,8 +112,11 @@ def radau(
     and D^2, W and G G* change their signs. Eigenvalues of T are known up to their `noise`.
     Those that are nearer to a than that are moved away to this distance.
     """
-    root = jnp.sqrt(jnp.maximum(side * (eigen.values - node), noise))
+    distance = side * (eigen.values - node)
+    root = jnp.sqrt(jnp.maximum(distance, noise))
     coupling = over(side * dot(below, eigen.vectors), root[None, :])
+    # What couples an eigenvalue at the node is rounding.
+    coupling = jnp.where((distance > 100 * noise)[None, :], coupling, 0)
     factor = jnp.concatenate([jnp.diag(root).astype(coupling.dtype), coupling])
     if float(jnp.finfo(root.dtype).eps) < FINE:
         squares, right = lapack.eigh(dot(factor.conj().T, factor))

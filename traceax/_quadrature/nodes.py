@@ -58,6 +58,9 @@ from traceax._quadrature.scalar import (
 # A recurrence that is differentiated must reproduce its vectors to this relative error.
 TOLERANCE = 0.1
 
+# If Gauss's rule has a larger share of the trace of f', its pairs are taken alone.
+SINGULAR = 0.98
+
 
 class Direction(eqx.Module):
     """The direction dA of a derivative, as the tangent of an operator A."""
@@ -354,9 +357,11 @@ class SplitRule(eqx.Module):
         gauss, sums, rests = found.reshape(3, 2, -1, *found.shape[2:])
         left = jnp.stack([gauss[0], sums[0], rests[0]])
         right = jnp.stack([gauss[1], rests[1], sums[1]])
-        share = mixture(Nodes(*self.rules, self).totals(fn)[..., None])[1]
-        # A slope may be infinite at the node, as that of a square root at 0.
-        usable = jnp.all(jnp.isfinite(left) & jnp.isfinite(right), axis=(0, 2, 3, 4))
+        both = (Nodes(*self.rules, self).totals(f)[..., None] for f in (fn, Slope(fn)))
+        share, of_slope = (mixture(totals)[1] for totals in both)
+        # If f' is singular near the node, as that of x log x at 0, R knows nothing of it.
+        usable = of_slope < SINGULAR
+        usable &= jnp.all(jnp.isfinite(left) & jnp.isfinite(right), axis=(0, 2, 3, 4))
         share = jax.lax.stop_gradient(jnp.where(usable, share, 1))
         alone = (share == 1)[:, None, None, None]
         left, right = (x.at[1:].set(jnp.where(alone, 0, x[1:])) for x in (left, right))
