@@ -231,12 +231,12 @@ def node_for(
     finds an eigenvalue on the other side drops it."""
     if not (assumed or is_positive(operator) or is_negative(operator)):
         return None
-    node = jnp.zeros((), real_dtype(operator))
+    dtype = real_dtype(operator)
     if is_concrete(fn):
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            if not np.all(np.isfinite(fn(node))):
+            if not np.all(np.isfinite(fn(jnp.zeros((), dtype)))):
                 return None
-    return node
+    return jnp.zeros((), dtype)
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
