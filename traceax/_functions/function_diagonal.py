@@ -248,7 +248,7 @@ def block_diagonal(
         quadrature = quadrature_error(means, unresolved=True, rounding=grain, together=True)
     else:
         totals = jnp.sum(means, axis=1)[:, None]
-        share = mixture(totals[..., None])[1]
+        share = mixture(totals[..., None])[1][0]
         quadrature = bracket_error(means, share, whole=totals)
         other = jnp.where(share < 1, functions[1], 0)
         function = times(share, functions[0]) + times(1 - share, other)

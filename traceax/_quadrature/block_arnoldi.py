@@ -108,7 +108,7 @@ def block_arnoldi(
     values = jnp.swapaxes(at_nodes(subject.fn, modes.nodes), -1, -2)
     # How far f moves if rounding moves the nodes.
     largest = largest_modulus(modes.nodes[0])
-    step = jnp.full((1, 1), 4 * subject.linear_map.eps * largest)
+    step = (4 * subject.linear_map.eps * largest).reshape(1, 1)
     moves = largest * slopes_at(subject.fn, modes.nodes[:1], step)[0].T
     samples, sizes, gaps = jax.vmap(partial(_samples, values, moves, real))(weights)
     rounding = subject.linear_map.eps * sizes

@@ -218,7 +218,8 @@ def slopes_at(
     If |f'| is large (as it is for a square root at 0), the change of f over a `step` of the
     size of the noise, divided by the step, replaces it."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
-    secants = jnp.abs(at_nodes(fn, nodes + step) - at_nodes(fn, nodes))
+    moved = nodes + step.astype(nodes.dtype)
+    secants = jnp.abs(at_nodes(fn, moved) - at_nodes(fn, nodes))
     secants = secants / jnp.where(step > 0, step, 1)[..., None]
     # Infinite values show in the estimate itself.
     secants = jnp.where(jnp.isfinite(secants), secants, 0)
@@ -359,8 +360,8 @@ class SplitRule(eqx.Module):
         right = jnp.stack([gauss[1], rests[1], sums[1]])
         both = (Nodes(*self.rules, self).totals(f)[..., None] for f in (fn, Slope(fn)))
         share, of_slope = (mixture(totals)[1] for totals in both)
-        # If f' is singular near the node, as that of x log x at 0, R knows nothing of it.
-        usable = of_slope < SINGULAR
+        # If f' is singular at the node, as that of x log x is at 0, R overrates it.
+        usable = (of_slope < SINGULAR) | (of_slope == 1)
         usable &= jnp.all(jnp.isfinite(left) & jnp.isfinite(right), axis=(0, 2, 3, 4))
         share = jax.lax.stop_gradient(jnp.where(usable, share, 1))
         alone = (share == 1)[:, None, None, None]
