@@ -580,8 +580,23 @@ def spectral_density(
         subject = MatrixFunction(LinearMap(call.operator), fn)
         how = {"reorthogonalise": reorthogonalise, "krylov": krylov}
         density = quadratures(call, subject, structure, shape, **how)
+        if call.group == 1:
+            density = _with_theory(density, scale / shape.width)
     spent, points = spent + density.num_matvecs, jax.lax.stop_gradient(points)
     return replace(density, num_matvecs=spent, grid=points)
+
+
+def _with_theory(density: Estimate, peak: Real) -> Estimate:
+    """Make the standard error at least what theory says of sums of positive terms.
+
+    A mean of k forms v* f(A) v has the variance 2 sum_i f_i^2 / k, and `peak` is the
+    largest f_i over k. The sum of squares is the largest f_i times the sum of all if one
+    eigenvalue alone is near, and 1/sqrt(2) of that within a bulk, for which this is right.
+    If one is near, the samples are so skewed that a low mean comes with a small spread.
+    """
+    value = jnp.maximum(jax.lax.stop_gradient(density.value), 0)
+    error = jnp.sqrt(2**0.5 * jax.lax.stop_gradient(peak) * value)
+    return replace(density, standard_error=jnp.maximum(density.standard_error, error))
 
 
 def _about(
