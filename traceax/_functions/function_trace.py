@@ -86,6 +86,10 @@ def function_trace(
     it is better than `slq_trace` by orders of magnitude. On flat spectra its error is up to
     1.6 times larger.
 
+    If A is tagged positive or negative semidefinite, 0 bounds its spectrum, and the value is
+    a mixture of two quadratures, which err to different sides of the truth for logarithms,
+    inverses and roots. This and the error bar matter if small eigenvalues are not resolved.
+
     The value is exact, from an eigendecomposition, if `num_matvecs` reaches n, for n <= 64,
     and for stored matrices up to n = 1024. Diagonal operators need one matvec or none.
 
@@ -108,8 +112,9 @@ def function_trace(
 
     **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
     except for quadrature (and the second order of `combine`). They use the same spaces, and
-    take about 0.8 num_matvecs matvec-VJPs for each trace. Second derivatives differentiate
-    a Lanczos recurrence for each of these, and are NaN if it does not resolve the spectrum.
+    take about 0.8 num_matvecs matvec-VJPs for each trace, or 1.1 num_matvecs for all traces
+    of tagged operators. Second derivatives differentiate a Lanczos recurrence for each
+    start, and are NaN if it does not resolve the spectrum.
     **Cost**: at most `num_matvecs` matvecs, in blocks of k, and 8 n num_matvecs^2 flops for
     an orthonormal basis of `num_matvecs` vectors, which must fit in memory.
 
@@ -199,8 +204,8 @@ def logdet(
       helps most for the log-determinant of a sparse precision matrix.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
-    covers sampling, quadrature (compared with the same run two blocks shorter) and
-    rounding. The value is NaN if A + shift I is found not to be positive definite. If an
+    covers sampling, quadrature (with a positive shift as for tagged operators, unless the
+    run finds a negative eigenvalue of A) and rounding. The value is NaN if A + shift I is found not to be positive definite. If an
     eigenvalue is 0 to rounding, its true value may be much smaller, and the error bar is
     wide enough for that. It is infinite if nothing shows how small the eigenvalue is (after
     a factorisation, or in a Krylov space that ends).

@@ -24,6 +24,11 @@ weight is least for |g1| = |g2| = |f'|^(1/2), where it is the geometric mean of 
 f'_j. The usual rule (f'(A) v)* dA v has their arithmetic mean as the weight, which is
 larger without bound if dA couples small eigenvalues with large ones.
 
+**Mixtures.** If a number bounds the spectrum, each projection has two rules, Gauss's and
+Radau's (`dense.Radau`), whose errors have different signs. `mixture` joins their results,
+and `SplitRule` the derivatives of both. The slope in a parameter of f is the trace of
+another function, and has a mixture of its own.
+
 Second derivatives need the dependence of the vectors on A: without it the second derivative
 of log det(s A) in s would be 0. So the vectors are computed once, and differentiated as a
 Krylov recurrence from the same starts.
