@@ -86,9 +86,10 @@ def function_trace(
     it is better than `slq_trace` by orders of magnitude. On flat spectra its error is up to
     1.6 times larger.
 
-    If A is tagged positive or negative semidefinite, 0 bounds its spectrum, and the value is
-    a mixture of two quadratures, which err to different sides of the truth for logarithms,
-    inverses and roots. This and the error bar matter if small eigenvalues are not resolved.
+    If A is tagged positive or negative semidefinite, 0 bounds its spectrum, and the value
+    is a mixture of two quadratures, which err to different sides of the truth for
+    logarithms, inverses and roots. This and the error bar matter if small eigenvalues are
+    not resolved.
 
     The value is exact, from an eigendecomposition, if `num_matvecs` reaches n, for n <= 64,
     and for stored matrices up to n = 1024. Diagonal operators need one matvec or none.
@@ -205,10 +206,11 @@ def logdet(
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling, quadrature (with a positive shift as for tagged operators, unless the
-    run finds a negative eigenvalue of A) and rounding. The value is NaN if A + shift I is found not to be positive definite. If an
-    eigenvalue is 0 to rounding, its true value may be much smaller, and the error bar is
-    wide enough for that. It is infinite if nothing shows how small the eigenvalue is (after
-    a factorisation, or in a Krylov space that ends).
+    run finds a negative eigenvalue of A) and rounding. The value is NaN if A + shift I is
+    found not to be positive definite. If an eigenvalue is 0 to rounding, its true value may
+    be much smaller, and the error bar is wide enough for that. It is infinite if nothing
+    shows how small the eigenvalue is (after a factorisation, or in a Krylov space that
+    ends).
 
     **Derivatives**: in the operator and in `shift`, as for `function_trace`. **Cost**: at
     most `num_matvecs` matvecs, as for `function_trace`.

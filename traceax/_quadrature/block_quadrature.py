@@ -24,15 +24,16 @@ rarely by more than sqrt(2), which is the most that parts of two probes can do
 together, which only the jackknife shows (`krylov_replicates`). Half of it was enough in
 every spectrum measured. If few important directions are left, the samples are skewed, and
 theory estimates their variance (`no_less_than_theory`): on what S_i leaves, the variance of
-r* f(A) r follows from the length of f(A) r. The quadrature error comes from the changes when
-T lacks its last blocks.
+r* f(A) r follows from the length of f(A) r. The quadrature error comes from the changes
+when T lacks its last blocks.
 
-**Two rules.** This is Gauss's rule, f(T). If a number bounds the spectrum (the `node` of the
-subject), Radau's rule is f(T_R), where T_R has one block more, and the node as an eigenvalue
-(`dense.Radau`). The last residual gives that block, so it takes no matvec. M reads the first
-q blocks of f(T_R) as it reads those of f(T). For functions whose derivatives alternate in
-sign the truth lies between both, and `nodes.mixture` joins them, by what they change when
-T and T_R lack two blocks. The distance of both rules gives the quadrature error.
+**Two rules.** This is Gauss's rule, f(T). If a number bounds the spectrum (the `node` of
+the subject), Radau's rule is f(T_R), where T_R has one block more, and the node as an
+eigenvalue (`dense.Radau`). The last residual gives that block, so it takes no matvec. M
+reads the first q blocks of f(T_R) as it reads those of f(T). For functions whose
+derivatives alternate in sign the truth lies between both, and `nodes.mixture` joins them,
+by what they change when T and T_R lack two blocks. The distance of both rules gives the
+quadrature error.
 
 **The order of the computation.** `levels_and_complements` makes T, T without its last
 blocks, and the N_i from a run. `spectrum_of` decomposes these matrices, adds Radau's rules,
