@@ -46,7 +46,7 @@ def test_the_longer_projection_is_as_defined(dtype: Any, side: int) -> None:
     solved = np.linalg.solve(shifted, below.conj().T)
     corner = node * np.eye(k) + below @ solved
     longer = np.block([[t, below.conj().T], [below, corner]])
-    eps = jnp.finfo(dtype).eps
+    eps = float(jnp.finfo(dtype).eps)
     noise = jnp.full(len(t), eps, jnp.finfo(dtype).dtype)
     eigen = decompose(jnp.asarray(t, dtype))
     rule = radau(
@@ -133,10 +133,9 @@ def test_a_node_that_is_no_bound_is_dropped() -> None:
     """An untagged operator with an eigenvalue below zero: it is Gauss's rule alone."""
     spectrum = np.append(np.linspace(0, 2, N - 1), -0.5)
     operator, shift = applied(hermitian(spectrum), ()), 1.0
-    counts = {"num_probes": 5, "num_steps": 6}
-    value = tx.logdet(operator, KEY, shift=shift, **counts).value
-    plain = tx.function_trace(operator, lambda x: jnp.log(x + shift), KEY, **counts)
-    close(value, plain.value, 1e-12)
+    value = tx.logdet(operator, KEY, shift=shift, num_probes=5, num_steps=6).value
+    plain = partial(tx.function_trace, operator, lambda x: jnp.log(x + shift), KEY)
+    close(value, plain(num_probes=5, num_steps=6).value, 1e-12)
 
 
 def test_the_slope_along_the_operator_itself_is_a_trace() -> None:
