@@ -232,6 +232,8 @@ def logdet(
     call = begin(name, operator, key, num_matvecs, least=6)
     call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
+    # Without a shift, the logarithm is infinite at the bound of the spectrum.
+    is_zero = isinstance(shift, int | float) and shift == 0
     operator, shift, _, rest = whitened(call.operator, shift)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
@@ -239,7 +241,7 @@ def logdet(
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
-    node = node_for(operator, fn, assumed=True)
+    node = None if is_zero else node_for(operator, fn, assumed=True)
     subject = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
     estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)

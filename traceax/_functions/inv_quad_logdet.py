@@ -153,6 +153,7 @@ def inv_quad_logdet(
     check_rtol(name, rtol)
     sides = right_hand_sides(name, call.operator, vector)
     start = None if guess is None else guessed(name, call.operator, sides, guess)
+    is_zero = isinstance(shift, int | float) and shift == 0
     operator, shift, scale, rest = whitened(call.operator, shift)
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
@@ -164,7 +165,7 @@ def inv_quad_logdet(
     else:
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
         bound = -jax.lax.stop_gradient(shift)
-        node = node_for(operator, fn, assumed=True)
+        node = None if is_zero else node_for(operator, fn, assumed=True)
         function = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
         subject = Likelihood(function, columns, shift)
         start = None if start is None else start / scale

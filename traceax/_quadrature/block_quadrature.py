@@ -260,8 +260,8 @@ def _with_radau(
     noise of its eigenvalues.
 
     If an eigenvalue of T lies on the other side of the node, the node is no bound, and f
-    counts as undefined at it. The same holds if the tag is missing for a reason: without
-    one, `logdet` tries its node, and relies on this."""
+    counts as undefined at it. `logdet` assumes a node without a tag, and relies on this.
+    """
     node, fn, k = subject.node, subject.fn, space.width
     assert node is not None
     basis, tall = extended(space)
