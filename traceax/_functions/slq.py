@@ -104,10 +104,10 @@ def slq_trace(
     **Derivatives**: in the same arguments as for `function_trace`, from one matvec-VJP for
     each probe and trace, or three if the operator is tagged semidefinite. Second
     derivatives differentiate the recurrence (num_steps matvec-JVPs a probe). Gradients need
-    about twice as many steps as make `standard_error` small. **Cost**: num_probes * num_steps matvecs, in num_steps batches, and memory for
-    num_probes blocks of n x num_steps. With `reorthogonalise=False`, if you compile the
-    value alone, three vectors are enough. An exact value takes n matvecs, or none if the
-    operator stores its matrix.
+    about twice as many steps as make `standard_error` small. **Cost**: num_probes *
+    num_steps matvecs, in num_steps batches, and memory for num_probes blocks of n x
+    num_steps. With `reorthogonalise=False`, if you compile the value alone, three vectors
+    are enough. An exact value takes n matvecs, or none if the operator stores its matrix.
 
     **Example**
 
