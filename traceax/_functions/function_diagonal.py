@@ -244,12 +244,15 @@ def block_diagonal(
     rest = functions - times(level[:, None, None], identity[None])
     means = jax.vmap(run.mean)(rest) + level[:, None]
     if subject.node is None:
-        function, grain = functions[0], 4 * eps * jnp.linalg.norm(means[0])
-        quadrature = quadrature_error(means, unresolved=True, rounding=grain, together=True)
+        size = 4 * eps * jnp.linalg.norm(means[0])
+        quadrature = quadrature_error(means, unresolved=True, rounding=size, together=True)
+        function = functions[0]
     else:
         totals = jnp.sum(means, axis=1)[:, None]
         share = mixture(totals[..., None])[1][0]
-        quadrature = bracket_error(means, share, whole=totals)
+        quadrature = bracket_error(
+            means, share, rounding=4 * eps * jnp.abs(means[0]), whole=totals
+        )
         other = jnp.where(share < 1, functions[1], 0)
         function = times(share, functions[0]) + times(1 - share, other)
     level = run.level(function)

@@ -342,7 +342,9 @@ class Sampled(eqx.Module):
             else:
                 error = jackknife.length(indicator, rounding)
             if mixed:
-                return jnp.hypot(error, jackknife.bracket_error(totals, share))
+                return jnp.hypot(
+                    error, jackknife.bracket_error(totals, share, rounding=rounding)
+                )
             gap = jackknife.quadrature_error(
                 totals, unresolved=unresolved, rounding=rounding
             )

@@ -147,6 +147,7 @@ def bracket_error(
     totals: Inexact[Array, "rules p"],
     share: Float[Array, "..."],
     *,
+    rounding: Float[Array, "..."] | float = 0.0,
     whole: Inexact[Array, "rules 1"] | None = None,
 ) -> Errors:
     """Return the error of the mixture of Gauss's rule and Radau's.
@@ -159,10 +160,10 @@ def bracket_error(
     these is one standard error.
 
     If Gauss's rule is taken alone, its last change is c, and its error is c s/(1 - s), but
-    at least c. If s is unknown, because Radau's rule is infinite, the error is 8 c. Without
-    shorter runs, it is half of the distance. `whole` is the sum of the totals if these are
-    parts, such as the entries of a diagonal. It has less noise than they have, and gives s
-    and the share.
+    at least c. If s is unknown, because Radau's rule is infinite, the error is 8 c. If c is
+    at the level of `rounding`, s says nothing. Without shorter runs, it is half of the
+    distance. `whole` is the sum of the totals if these are parts, such as the entries of a
+    diagonal. It has less noise than they have, and gives s and the share.
     """
     width = jnp.abs(totals[1] - totals[0])
     if len(totals) == 2:
@@ -170,10 +171,12 @@ def bracket_error(
     gauss, radau, *shorter = totals if whole is None else whole
     before = jnp.abs(shorter[1] - shorter[0])
     ratio = jnp.abs(radau - gauss) / jnp.where(before > 0, before, 1)
-    ratio = jnp.where(jnp.isnan(ratio), 8 / 9, jnp.minimum(ratio, 0.99))
+    change = jnp.abs(totals[0] - totals[2])
+    most = jnp.where(change > 10 * rounding, 0.99, 0.5)
+    ratio = jnp.where(jnp.isnan(ratio), 8 / 9, jnp.minimum(ratio, most))
     least = jnp.where(ratio < 0.1, jnp.minimum(0.07, 0.4 * share * (1 - share)), 0.07)
     error = width * jnp.maximum(least, ratio**4 / 2)
-    alone = jnp.abs(totals[0] - totals[2]) * jnp.maximum(1, ratio / (1 - ratio))
+    alone = change * jnp.maximum(1, ratio / (1 - ratio))
     return jnp.where(share < 1, error, alone)
 
 

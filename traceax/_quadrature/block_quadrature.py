@@ -364,7 +364,9 @@ class Quadrature(eqx.Module):
         if samples.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0, :, :m]))
         if self.is_mixed:
-            return jnp.hypot(error, jackknife.bracket_error(totals, share))
+            return jnp.hypot(
+                error, jackknife.bracket_error(totals, share, rounding=rounding)
+            )
         # Without a shorter run to compare with, the quadrature error is unknown.
         gap = jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
         return jnp.hypot(error, gap)

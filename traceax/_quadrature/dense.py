@@ -19,7 +19,7 @@ from traceax._core.rule import with_own_jvp
 from traceax._core.sparse import answer
 from traceax._core.vectors import Structure, flatten, unflatten
 from traceax._linalg import lapack
-from traceax._linalg.columns import dot, einsum, over, promoted, times
+from traceax._linalg.columns import dot, einsum, over, promoted, squared_modulus, times
 from traceax._linalg.krylov import FINE, lanczos
 from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
 
@@ -109,27 +109,29 @@ def radau(
     So G has the eigenvectors of T_R as left singular vectors, and their eigenvalues as the
     squares of its singular values. In double precision D^2 + W* W is decomposed instead,
     which takes a third of the time. If the spectrum lies below the node, the `side` is -1,
-    and D^2, W and G G* change their signs. Eigenvalues of T are known up to their `noise`.
-    Those that are nearer to a than that are moved away to this distance.
+    and D^2, W and G G* change their signs.
+
+    Eigenvalues of T are known up to their `noise`. Near the node W is nothing but noise, so
+    it is zero there, and such eigenvalues stay as they are, on either side of the node.
     """
     distance = side * (eigen.values - node)
-    root = jnp.sqrt(jnp.maximum(distance, noise))
-    coupling = over(side * dot(below, eigen.vectors), root[None, :])
-    # What couples an eigenvalue at the node is rounding.
-    coupling = jnp.where((distance > 100 * noise)[None, :], coupling, 0)
+    is_apart = distance > 100 * noise
+    root = jnp.sqrt(jnp.abs(distance))
+    divisor = jnp.where(is_apart, root, jnp.inf)
+    coupling = over(side * dot(below, eigen.vectors), divisor[None, :])
     factor = jnp.concatenate([jnp.diag(root).astype(coupling.dtype), coupling])
     if float(jnp.finfo(root.dtype).eps) < FINE:
         squares, right = lapack.eigh(dot(factor.conj().T, factor))
-        least = float(jnp.finfo(root.dtype).eps) * jnp.maximum(squares[-1], noise[0])
-        squares = jnp.maximum(squares, least)
-        left = over(dot(factor, right), jnp.sqrt(squares)[None, :])
+        sizes = jnp.sqrt(jnp.maximum(squares, 0))
+        left = over(dot(factor, right), jnp.where(sizes > 0, sizes, jnp.inf)[None, :])
     else:
-        left, sizes, _ = lapack.svd(factor)
-        squares = sizes**2
+        left, sizes, right = lapack.svd(factor)
+        squares, right = sizes**2, right.conj().T
+    signs = jnp.sum(squared_modulus(right) * jnp.sign(distance)[:, None], axis=0)
     m = root.size
     vectors = jnp.concatenate([dot(eigen.vectors, left[:m]), left[m:]])
-    solved = dot(eigen.vectors, over(coupling.conj().T, root[:, None]))
-    return Radau(node + side * squares, vectors, solved, node)
+    solved = dot(eigen.vectors, over(coupling.conj().T, divisor[:, None]))
+    return Radau(node + side * squares * signs, vectors, solved, node)
 
 
 @jax.custom_jvp
