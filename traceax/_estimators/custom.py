@@ -127,12 +127,12 @@ def _run(
     algorithm: Callable[[Apply, Block], Answer], linear_map: LinearMap, probes: Block
 ) -> Outcome:
     name, n = "custom_trace", probes.shape[0]
-    application = named(linear_map)
+    one_call = named(linear_map)
 
     def apply(block: Block) -> Block:
         checks.check_block(name, block, n)
         block = jnp.asarray(block)
-        return application(promoted(block, probes)[0])
+        return one_call(promoted(block, probes)[0])
 
     answer: Any = algorithm(apply, probes)
     checks.check_result(name, answer)
@@ -159,7 +159,7 @@ def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
 
 Apply = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
 
-_NAME = "traceax_application"
+_CALL = "traceax_application"
 
 
 def named(linear_map: LinearMap) -> Apply:
@@ -169,7 +169,7 @@ def named(linear_map: LinearMap) -> Apply:
     def application(arrays: Any, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
         return eqx.combine(arrays, rest)(block)
 
-    application.__name__ = _NAME
+    application.__name__ = _CALL
     compiled = jax.jit(application)
 
     def apply(block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
@@ -190,7 +190,7 @@ def entries_applied(program: Jaxpr | ClosedJaxpr, *, real: bool) -> float:
 
 def _entries(equation: JaxprEqn, real: bool) -> float:
     params = equation.params
-    if params.get("name") == _NAME:
+    if params.get("name") == _CALL:
         blocks: list[Any] = [out.aval for out in equation.outvars]
         return sum(b.size * (2 if real and jnp.iscomplexobj(b) else 1) for b in blocks)
     counts = [entries_applied(inner, real=real) for inner in inner_jaxprs(equation)]

@@ -52,9 +52,10 @@ def row_norms_squared(
     `num_matvecs` reaches n or p. For column norms, transpose the operator.
 
     **Arguments** (the others are in the guide's conventions): `operator`: square or not.
-    Squared norms must be in the range of its dtype. `num_matvecs`: at least 3, or n or p. A
-    multiple of 3 is spent, or of 2 if the operator is known to be Hermitian. `sampler`:
-    independent probes. Default `rademacher`, which is exact for rows of one entry.
+    Squared norms must be in the range of its dtype. `num_matvecs`: at least 3 (2
+    if the operator is known to be Hermitian), or n or p. A multiple of this is spent.
+    `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
+    entry.
 
     **Returns** an `Estimate` with the operator's output structure, real.
 
