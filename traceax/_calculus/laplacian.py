@@ -62,13 +62,14 @@ from traceax._core.vectors import common_dtype, flatten, unflatten
 from traceax._estimators.automatic import choose_diagonal
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
-from traceax._estimators.readouts import TOTAL, Batches, by_row
+from traceax._estimators.near_diagonal import off_diagonal
+from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import dot
-from traceax._linalg.jackknife import independent_degrees_of_freedom
+from traceax._linalg.columns import column_dots, column_norms_squared, dot, mean, over, times
+from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
-from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
+from traceax._probes.stream import ProgressMeter, Stream, all_at_once
 
 # From this budget on, a sketch costs at most a seventh of the accuracy if the spectrum is
 # flat (networks before training), and improves it by factors if it is not (after training).
@@ -229,10 +230,9 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
     """
     width = max(2, call.num_matvecs // 4)
     rest = call.num_matvecs - 2 * width
-    correction = (1 - rest / (call.operator.in_size() - width)) ** 0.5
     return call.finish(
-        partial(_sketched, design=SamplingDesign(rest, rest, correction)),
-        *call.using(normal).draw(width + rest),
+        _sketched,
+        call.using(normal).draw(width, width + rest),
         spent=call.num_matvecs,
         degrees=independent_degrees_of_freedom(rest),
         structure=subject.result,
@@ -241,24 +241,40 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
 
 
 def _sketched(
-    subject: Curvature, probes: Inexact[Array, "n _"], *, design: SamplingDesign
+    subject: Curvature, probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n r"]]
 ) -> Outcome:
-    """Run Hutch++ of the Hessian. The first columns of `probes` are Omega.
+    """Run Hutch++ of the Hessian, or take signs if the Hessian is nearly diagonal.
 
-    The other columns, made orthogonal to Q and to each other, become U. `design` is the
-    sampling design of U.
+    The first block of probes is Omega, which decides. The columns of the second block, made
+    orthogonal to Q and to each other, become U. Their signs are the probes without a
+    sketch, as many as Q and U have columns together.
     """
-    n, width = probes.shape[0], probes.shape[1] - design.num_probes
-    hessian_map = LinearMap(hessian(subject.fn, subject.x, subject.args))
-    q = orthonormalise(hessian_map(probes[:, :width])).columns
-    outside = probes[:, width:] - dot(q, dot(q.T, probes[:, width:]))
+    omega, others = probes
+    (n, width), count = omega.shape, others.shape[1]
+    rest = count - width
+    images = LinearMap(hessian(subject.fn, subject.x, subject.args))(omega)
+    loo = leave_one_out(images, omega, resphere=False)
+    q = loo.basis.columns
+    outside = others[:, :rest] - dot(q, dot(q.T, others[:, :rest]))
     frame = orthonormalise(outside).columns * (n - width) ** 0.5
-    directions = jnp.hstack([q, frame / design.num_probes**0.5])
+    # Both variances, but for a factor. The finite-population correction is for a frame,
+    # whose forms are exact for multiples of I: only parts across mu_i count.
+    correction = 1 - rest / (n - width)
+    shown = column_dots(loo.directions, dot(q.T, omega))
+    across = 1 - shown**2 / column_norms_squared(loo.mu)
+    sketched = mean(loo.distances**2 * across) * correction / rest
+    sampled = off_diagonal(omega, over(images, loo.basis.scale)) / count
+    takes_signs, signs = sampled < sketched / 2, jnp.sign(others)
+    directions = jnp.where(
+        takes_signs, signs / count**0.5, jnp.hstack([q, frame / rest**0.5])
+    )
     one = jnp.ones((), directions.dtype)
     readout = Batches(all_at_once(directions), one, along)
-    value, samples = readout(subject), subject.along_each(frame)
+    value = readout(subject)
+    samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
     floor = rounding(subject, samples) + rounding(subject, value[:, None])
-    return Outcome(value, design.mean_and_error(samples, floor)[1], readout)
+    factor = jnp.where(takes_signs, (rest / count) ** 0.5, correction**0.5)
+    return Outcome(value, standard_error(times(factor, samples), floor), readout)
 
 
 def hessian_diagonal(

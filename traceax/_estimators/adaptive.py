@@ -314,7 +314,7 @@ class _Growing(NamedTuple):
         eps, resphere = linear_map.eps, self.resphere
         if sketch.basis is None:
             known = products_of_sketch(sketch.products, sketch.probes)
-            value, error = value_and_error(known, resphere=resphere)
+            value, error, _ = value_and_error(known, resphere=resphere)
             return self.sign * value, error
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
         return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)

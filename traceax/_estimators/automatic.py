@@ -32,8 +32,6 @@ from traceax._estimators.second_batch import (
     xnysdiag_or_hutchinson,
     xtrace_or_hutchinson,
 )
-from traceax._estimators.xdiag import estimate_by_xdiag, estimate_by_xnysdiag
-from traceax._estimators.xtrace import estimate_by_xtrace
 from traceax._probes.draw import check_pattern, for_pattern
 
 
@@ -91,11 +89,9 @@ def trace(
         return deflated or estimate_by_forms(call.using(sampler))
     if call.is_semidefinite and num_matvecs >= FEWEST_PROBES:
         return estimate_by_nystrom(call, "xnystrace + A Q")
-    if call.is_semidefinite and num_matvecs >= 3:
+    if call.is_semidefinite and num_matvecs >= 4:
         return estimate_by_nystrom(call, "xnystrace")
-    if num_matvecs >= 12:
-        return xtrace_or_hutchinson(call)
-    return estimate_by_xtrace(call) if num_matvecs >= 6 else estimate_by_forms(call)
+    return xtrace_or_hutchinson(call) if num_matvecs >= 6 else estimate_by_forms(call)
 
 
 def diagonal(
@@ -142,15 +138,11 @@ def diagonal(
 
 def choose_diagonal(call: Call) -> Estimate:
     """Choose an estimator of the diagonal by the operator's tags and the budget."""
-    if call.is_semidefinite and call.num_matvecs >= 6:
-        return xnysdiag_or_hutchinson(call)
     if call.is_semidefinite and call.num_matvecs >= 3:
-        return estimate_by_xnysdiag(call)
+        return xnysdiag_or_hutchinson(call)
     reduce = by_row(call.operator)
-    if call.num_matvecs >= 12:
-        return xdiag_or_hutchinson(call, reduce)
     if call.num_matvecs >= 6:
-        return estimate_by_xdiag(call, reduce)
+        return xdiag_or_hutchinson(call, reduce)
     return estimate_by_ratio(call)
 
 
@@ -206,10 +198,8 @@ def leaf_traces(
         return exact
     if call.is_semidefinite and num_matvecs >= 3:
         return nystrom_or_hutchinson(call, reduce)
-    if num_matvecs >= 12:
-        return xdiag_or_hutchinson(call, reduce)
     if num_matvecs >= 6:
-        return estimate_by_xdiag(call, reduce)
+        return xdiag_or_hutchinson(call, reduce)
     return estimate_by_forms(call, reduce)
 
 

@@ -205,4 +205,5 @@ def decide(
     counted = both * others[:, None, :] * others[near.neighbours]
     whole = jnp.sum(counted * differ[:, :, :1], axis=(0, 1))
     left = jnp.sum(counted * differ[:, :, 1:], axis=(0, 1))
-    return q, (left < MOST_DISTURBED * whole) & (missed_shares(loo, sketch) < MOST_LEFT)
+    missed = missed_shares(loo, over(sketch, loo.basis.scale))
+    return q, (left < MOST_DISTURBED * whole) & (missed < MOST_LEFT)

@@ -59,6 +59,7 @@ from traceax._core.operator import LinearMap, Operator, is_negative
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
 from traceax._estimators.call import Call, begin
+from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
 from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, trace_pairs
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
@@ -133,20 +134,27 @@ def xnystrace(
     check_semidefinite("xnystrace", call.operator, "xtrace")
     if call.is_exact:
         return call.exact(TOTAL)
-    return estimate_by_nystrom(call, "xnystrace", fewest=math.inf)
+    return estimate_by_nystrom(call, "xnystrace", fewest=math.inf, mixed=False)
 
 
 def estimate_by_nystrom(
-    call: Call, method: str, *, cost: int = 1, fewest: float = FEWEST_PROBES
+    call: Call,
+    method: str,
+    *,
+    cost: int = 1,
+    fewest: float = FEWEST_PROBES,
+    mixed: bool = True,
 ) -> Estimate:
     """Estimate the trace, with second matvecs if the budget has at least `fewest` matvecs.
 
     One matvec with `call.operator` counts as `cost` matvecs of the budget. For example, a
-    Gram matrix A* A costs 2 matvecs.
+    Gram matrix A* A costs 2 matvecs. If it is `mixed`, and the operator turns out to be
+    nearly diagonal, the estimate is a mean of `near_diagonal`'s forms.
     """
     call = call.using(for_sketch(call.operator))
     drawn = draw_for_products(call, cost, fewest)
-    algorithm = partial(_trace, resphere=call.resphere)
+    mixed = mixed and sum(block.shape[1] for block in drawn.blocks) >= FEWEST
+    algorithm = partial(_trace, resphere=call.resphere, mixed=mixed)
     return call.finish(
         algorithm, drawn.blocks, method=method, spent=drawn.spent, degrees=drawn.degrees
     )
@@ -247,20 +255,34 @@ def products_of_sketch(
 
 
 def _trace(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, resphere: bool
+    linear_map: LinearMap,
+    probes: tuple[Inexact[Array, "n _"], ...],
+    *,
+    resphere: bool,
+    mixed: bool,
 ) -> Outcome:
     known = products(linear_map, *probes)
-    value, error = value_and_error(known, resphere=resphere)
+    near = near_diagonal(known.block, known.sketch) if mixed else None
+    value, error, weights = value_and_error(known, resphere=resphere, near=near)
+    shares = weights / weights.size
+    forms = None if near is None else near.left((1 - weights) / weights.size)
     if known.directions.size:
-        weight = _readout(known, resphere)
+        weight = _readout(known, shares, forms, resphere)
     else:
         loo = leave_one_out(known.images, known.block, resphere=resphere)
-        weight = trace_pairs(loo)
+        weight = trace_pairs(loo, shares, forms)
     return Outcome(known.sign * value, error, weight)
 
 
-def _readout(known: Products, resphere: bool) -> Pairs:
-    """Return the readout for derivatives, the mean of 2 P_j - P_j^2 + c_j mu_j mu_j*.
+def _readout(
+    known: Products,
+    shares: Float[Array, " k"],
+    forms: Inexact[Array, "n k"] | None,
+    resphere: bool,
+) -> Pairs:
+    """Return the readout for derivatives, the sum of 2 P_j - P_j^2 + c_j mu_j mu_j*.
+
+    `shares` are the weights of this sum, and conj(`forms`) o (B Omega) is added to it.
 
     Here P_j = F C_j F* with C_j = I - N_j N_j*, where F comes from A S as in
     `_linalg.nystrom`, and mu_j = (I - P_j) w_j. The ridge makes P_j differ from a
@@ -278,28 +300,36 @@ def _readout(known: Products, resphere: bool) -> Pairs:
     space = fit(sizes**2, vectors, images, known.directions, ridge)
     v, gram, columns = space.vectors, space.gram, space.columns
     inner = dot(v.conj().swapaxes(1, 2), gram, v)
-    spread = dot(jnp.moveaxis(dot(v, inner), 0, 1).reshape(m, 2 * k), columns.conj().T) / k
-    removed = dot(columns, columns.conj().T) / k
+    weighted = times(columns, jnp.repeat(shares, 2)[None, :]).conj().T
+    spread = dot(jnp.moveaxis(dot(v, inner), 0, 1).reshape(m, 2 * k), weighted)
+    removed = dot(columns, weighted)
     cross, unit = dot(removed, gram), jnp.eye(m, dtype=gram.dtype)
-    kept = 2 * (unit - removed) - gram + cross + cross.conj().T - spread
+    kept = times(jnp.sum(shares), 2 * unit - gram)
+    kept = kept - 2 * removed + cross + cross.conj().T - spread
 
     inside = dot(space.left.conj().T, block)
     along = einsum("kma,mk->ka", v.conj(), inside)
-    mu = block - dot(space.left, inside - einsum("kma,ka->mk", v, along))
+    inside = inside - einsum("kma,ka->mk", v, along)
+    mu = block - dot(space.left, inside)
     lengths = jnp.ones(k, sizes.dtype)
     if resphere:  # the trace n - tr(2 P_j - P_j^2), over |mu_j|^2
         second = jnp.sum(column_norms_squared(dot(gram, columns)).reshape(k, 2), axis=1)
         squares = jnp.sum(squared_modulus(gram)) - 2 * second
         squares = squares + jnp.sum(squared_modulus(inner), axis=(1, 2))
         lengths = (n - 2 * space.traces + squares) / column_norms_squared(mu)
-    left = dot(space.left, kept), times(mu, lengths[None, :] / k)
-    return Pairs(jnp.hstack(left), jnp.hstack([space.left, mu]))
+    left, tested = dot(space.left, kept), times(mu, (lengths * shares)[None, :])
+    if forms is not None:  # w_j is mu_j plus a column in the range of `space.left`
+        left, tested = left + dot(forms, inside.conj().T), tested + forms
+    return Pairs(jnp.hstack([left, tested]), jnp.hstack([space.left, mu]))
 
 
 def value_and_error(
-    known: Products, *, resphere: bool
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the estimate of the trace, of -A if `known.sign` is -1, and its error bar."""
+    known: Products, *, resphere: bool, near: NearDiagonal | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, " k"]]:
+    """Return the estimate of the trace, of -A if `known.sign` is -1, and its error bar.
+
+    The third result are weights of the samples, 1 unless the forms of `near` are better.
+    """
     (n, k), of_a = known.block.shape, known.fitted
     # The ridge has the same ratio to I as the shift has to A, so that the estimate is exact
     # for multiples of I.
@@ -310,31 +340,53 @@ def value_and_error(
     factors = jnp.ones_like(of_a.squares)
     if resphere:
         factors = (n - of_one.traces) / of_one.remainders
-    samples = of_a.traces + factors * of_a.remainders
+    samples, weights = of_a.traces + factors * of_a.remainders, jnp.ones(k, factors.dtype)
     roundoff = 4 * known.eps * len(of_a.gram) ** 0.5
     rounding = roundoff * mean(samples) + NOISES * of_a.noise
     error = jnp.full_like(rounding, jnp.inf)
     if k > 1:
-        replicates = _replicates(of_a, of_one, n, resphere)
-        error = jackknife.jackknife_error(replicates, rounding)
-    if resphere and k > 1:
-        along = of_a.remainders / of_one.remainders
-        across = dot(of_a.left, of_a.residuals)
-        across = across - dot(of_one.left, times(along[None, :], of_one.residuals))
-        missed = factors**2 * column_norms_squared(across)
-        real = not jnp.iscomplexobj(known.test)
-        error = jackknife.no_less_than_theory(error, missed, real=real)
-    return known.scale * mean(samples), known.scale * error
+        pairs, real = _of_pairs(of_a, of_one, n, resphere), not jnp.iscomplexobj(known.test)
+        if near is not None:
+            weights, forms = _weights(pairs, near, real), near.samples(known.eps)
+            plain = forms.values.real
+            spread = mean(plain) + forms.sharing**0.5 * (plain - mean(plain))
+            samples = weights * samples + (1 - weights) * plain
+            pairs = weights[None, :] * pairs + ((1 - weights) * spread)[None, :]
+            share = mean(weights)
+            rounding = share * rounding + (1 - share) * forms.rounding
+        error = jackknife.jackknife_error(jackknife.mean_of_others(pairs), rounding)
+        if resphere:
+            along = of_a.remainders / of_one.remainders
+            across = dot(of_a.left, of_a.residuals)
+            across = across - dot(of_one.left, times(along[None, :], of_one.residuals))
+            missed = (weights * factors) ** 2 * column_norms_squared(across)
+            error = jackknife.no_less_than_theory(error, missed, real=real)
+    return known.scale * mean(samples), known.scale * error, weights
 
 
-def _replicates(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, " k"]:
-    """Return the replicates of the jackknife, the estimates without each of the probes."""
-    (traces, remainders), (ranks, lengths) = _of_pairs(of_a), _of_pairs(of_one)
-    factors = (n - ranks) / lengths if resphere else 1
-    return jackknife.mean_of_others(traces + factors * remainders)
+def _weights(
+    pairs: Float[Array, "k k"], near: NearDiagonal, real: bool
+) -> Float[Array, " k"]:
+    """Return the weight of each sample, computed from all other probes.
+
+    It falls from 1 to 0 as the variance of the forms of `near` falls from a half to a fifth
+    of the variance of the samples without probe i, a row of `pairs`.
+    """
+    k = len(pairs)
+    deviations = pairs - jackknife.mean_of_others(pairs)[:, None]
+    spread = jackknife.mean_of_others(deviations**2) * ((k - 1) / (k - 2))
+    ratio = near.variance(real=real) / jnp.maximum(spread, jnp.finfo(spread.dtype).tiny)
+    return jnp.clip((ratio - 0.2) / 0.3, 0, 1)
 
 
-def _of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
+def _of_pairs(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, "k k"]:
+    """Return the samples without each pair of probes, indexed [i, j]; j evaluates."""
+    traces, remainders = _parts_of_pairs(of_a)
+    ranks, lengths = _parts_of_pairs(of_one)
+    return traces + ((n - ranks) / lengths if resphere else 1) * remainders
+
+
+def _parts_of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
     """Return tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j, as matrices indexed [i, j]."""
     pairs, columns = left_out_in_pairs(fit), fit.columns
     removed = pairs.removed(dot(columns.conj().T, fit.gram, columns))

@@ -246,17 +246,25 @@ class Pairs(eqx.Module):
         return jnp.sum(self.left.conj() * linear_map(self.right))
 
 
-def trace_pairs(loo: LeaveOneOut, weights: Float[Array, " k"] | None = None) -> Pairs:
-    """Return the mean of P_i + c_i mu_i mu_i* over the probes, as pairs of 2k columns.
+def trace_pairs(
+    loo: LeaveOneOut,
+    weights: Float[Array, " k"] | None = None,
+    forms: Inexact[Array, "n k"] | None = None,
+) -> Pairs:
+    """Return the sum of P_i + c_i mu_i mu_i* over the probes, as pairs of 2k columns.
 
-    If there are `weights`, which sum to 1, the mean is a weighted one.
+    `weights` are the weights of the sum, by default 1/k. If there are `forms`, conj(forms)
+    o (B Omega) is added to it.
     """
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     weights = jnp.full(k, 1 / k) if weights is None else weights
     weights = weights.astype(loo.resphering.dtype)
-    kept = q - dot(q, s, times(s, weights[None, :]).conj().T)
-    left = [kept, times(loo.mu, (loo.resphering * weights)[None, :])]
-    return Pairs(jnp.hstack(left), jnp.hstack([q, loo.mu]))
+    removed = dot(q, s, times(s, weights[None, :]).conj().T)
+    kept = times(jnp.sum(weights), q) - removed
+    tested = times(loo.mu, (loo.resphering * weights)[None, :])
+    if forms is not None:  # w_i is mu_i + Q x_i
+        kept, tested = kept + dot(forms, loo.x.conj().T), tested + forms
+    return Pairs(jnp.hstack([kept, tested]), jnp.hstack([q, loo.mu]))
 
 
 class Batches(eqx.Module):

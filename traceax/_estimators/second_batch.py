@@ -50,6 +50,7 @@ equally good if t_i lies between .9 and 1. In the notation of `nystrom`, with K 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,6 +69,7 @@ from traceax._estimators.krylov_nystrom import (
     leaf_by_leaf,
     products,
 )
+from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
 from traceax._estimators.readouts import (
     TOTAL,
     LeaveOneOut,
@@ -103,6 +105,10 @@ from traceax._linalg.columns import (
 from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import rademacher
+
+# With fewer probes the shares t_i are too noisy to tell a flat spectrum from a decaying
+# one. Then samples take the place of a sketch only if they are clearly better.
+DECISIVE = 6
 
 Tree = TypeVar("Tree")
 ValueAndError = tuple[Array, Array]
@@ -168,22 +174,21 @@ def sketched_or_sampled_trace(
     first, fresh = probes.first, probes.fresh
     sketch, eps = linear_map(first), linear_map.eps
     loo = leave_one_out(sketch, first, resphere=resphere)
-    choice = choose(trace_weights(loo, sketch), probes.uniform)
+    near = near_diagonal(first, over(sketch, loo.basis.scale))
+    choice = choose(trace_weights(loo, near), probes.uniform)
     weights = choice.weights
     image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
     value, error = xtrace_of(loo, sketch, image, eps, resphere=resphere, weights=weights)
     sketched = value, jackknife.root_design_effect(weights) * error
 
-    def samples_of(forms: Inexact[Array, "n k"]) -> Samples:
-        scale = loo.basis.scale
-        return independent(over(forms, scale), scale, eps, False).reduced(total)
-
+    scale = loo.basis.scale
+    forms = over(fresh.conj() * image, scale)
     sampled = half_of_each(
-        samples_of(first.conj() * sketch).value_and_error(weights),
-        samples_of(fresh.conj() * image).value_and_error(),
+        replace(near.samples(eps), scale=scale).value_and_error(weights),
+        independent(forms, scale, eps, False).reduced(total).value_and_error(),
     )
     value, error = choice.select(sketched, sampled)
-    halves = fresh / (2 * fresh.shape[1]), times(first, weights[None, :] / 2)
+    halves = fresh / (2 * fresh.shape[1]), near.left(weights / 2)
     plain = Pairs(jnp.hstack(halves), jnp.hstack([fresh, first]))
     return Outcome(value, error, choice.select(trace_pairs(loo, weights), plain))
 
@@ -196,7 +201,8 @@ def sketched_or_sampled_diagonal(
     sketch, eps = linear_map(first), linear_map.eps
     hermitian = linear_map.is_hermitian
     loo = leave_one_out(sketch, first, resphere=False)
-    choice = choose(diagonal_weights(loo, sketch), probes.uniform)
+    near = near_diagonal(first, over(sketch, loo.basis.scale))
+    choice = choose(diagonal_weights(loo, near), probes.uniform)
     weights = choice.weights
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
     samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
@@ -232,24 +238,29 @@ def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
     return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
 
 
-def trace_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
     """Return the weights a_i of the estimates of a trace."""
-    least = 0.2 + 0.9 / sketch.shape[1] ** 0.5
-    return jnp.clip(1 - (missed_shares(loo, sketch) - least) / 0.3, 0, 1)
+    k = near.share.size
+    least = 0.2 + 0.9 / k**0.5 if k >= DECISIVE else 1.2
+    sampled = (near.variances + near.share) / 2
+    shares = missed_shares(loo, near.products) / sampled
+    return jnp.clip(1 - (shares - least) / 0.3, 0, 1)
 
 
-def diagonal_weights(loo: LeaveOneOut, sketch: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
     """Return the weights a_i of the estimates of a diagonal."""
-    least = 0.4 + 1.2 / sketch.shape[1]
-    shares = missed_shares(loo, sketch, of_diagonal=True)
+    k = near.share.size
+    least = 0.4 + 1.2 / k if k >= DECISIVE else 1.2
+    shares = missed_shares(loo, near.products, of_diagonal=True) / near.share
     return jnp.clip(1 - (shares - least) / 0.2, 0, 1)
 
 
 def missed_shares(
-    loo: LeaveOneOut, sketch: Inexact[Array, "n k"], *, of_diagonal: bool = False
+    loo: LeaveOneOut, products: Inexact[Array, "n k"], *, of_diagonal: bool = False
 ) -> Float[Array, " k"]:
     """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
+    `products` is Y over the scale of the basis.
     For a trace the part of r_ij along mu_ij is left out, and for a diagonal the part along
     w_j. Both are known from r_ij* w_j = r_ij* mu_ij.
     """
@@ -265,7 +276,7 @@ def missed_shares(
         lengths = column_norms_squared(w)[None, :]
     across = 1 - squared_modulus(tw) * inverse / lengths
     missed = loo.distances[None, :] ** 2 * inverse * across
-    return shares_of(missed, w, over(sketch, loo.basis.scale))
+    return shares_of(missed, w, products)
 
 
 def shares_of(
@@ -348,7 +359,10 @@ def mixed_leaves(
 
 def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
     """Return the weights a_i for a semidefinite operator, from the shares t_i."""
-    return jnp.clip(1 - (nystrom_shares(known, fitted) - 0.8) / 0.2, 0, 1)
+    shares = nystrom_shares(known, fitted)
+    if known.block.shape[1] >= FEWEST:
+        shares = shares / near_diagonal(known.block, known.sketch).share
+    return jnp.clip(1 - (shares - 0.8) / 0.2, 0, 1)
 
 
 def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
