@@ -65,11 +65,22 @@ from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
 from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out
 from traceax._linalg.basis import orthonormalise
-from traceax._linalg.columns import column_dots, column_norms_squared, dot, mean, over, times
-from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
+from traceax._linalg.columns import (
+    column_dots,
+    column_norms_squared,
+    dot,
+    mean,
+    over,
+    times,
+)
+from traceax._linalg.jackknife import (
+    fourth_order_degrees_of_freedom,
+    independent_degrees_of_freedom,
+    standard_error,
+)
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
-from traceax._probes.stream import ProgressMeter, Stream, all_at_once
+from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
 
 # From this budget on, a sketch costs at most a seventh of the accuracy if the spectrum is
 # flat (networks before training), and improves it by factors if it is not (after training).
@@ -388,6 +399,9 @@ class FourthDerivatives(AlongProbes):
         count = n * (n + 1) // 2
         draw = _UnitPairs(n, working_dtype(self.space))
         return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
+
+    def degrees_of_freedom(self, design: SamplingDesign) -> float:
+        return fourth_order_degrees_of_freedom(design.num_samples)
 
     def along_each(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, "p k"]:
         return jax.vmap(self._along_one, 1, 1)(block)

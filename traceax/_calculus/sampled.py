@@ -95,6 +95,10 @@ class AlongProbes(eqx.Module):
     def basis(self, batch_size: int | None) -> Stream:
         """Return probes that are not random, over which the sum is exact."""
 
+    def degrees_of_freedom(self, design: SamplingDesign) -> float:
+        """Return the degrees of freedom of the error bar of the mean over probes."""
+        return design.degrees_of_freedom
+
     def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
         """Return the sum of the derivatives along all columns."""
         return jnp.sum(self.along_each(block), axis=1)
@@ -124,7 +128,7 @@ def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
         partial(_mean_along, design=design, meter=call.meter),
         Batches(streamed.probes, count, along),
         spent=design.num_probes,
-        degrees=design.degrees_of_freedom,
+        degrees=subject.degrees_of_freedom(design),
         structure=result,
         subject=subject,
     )

@@ -205,8 +205,8 @@ def sketched_or_sampled_diagonal(
     choice = choose(diagonal_weights(loo, near), probes.uniform)
     weights = choice.weights
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
-    sketched = samples.reduced(reduce).value_and_error(weights)
+    samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
+    sketched = samples.value_and_error(weights)
 
     def samples_of(forms: Inexact[Array, "n k"]) -> Samples:
         scale = loo.basis.scale

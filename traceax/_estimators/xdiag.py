@@ -34,6 +34,7 @@ first order on tangents.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,12 +53,15 @@ from traceax._estimators.readouts import (
     Rows,
     Samples,
     by_row,
+    each,
     leave_one_out,
     outside,
     two_sided,
 )
+from traceax._linalg import jackknife
 from traceax._linalg.columns import (
     column_dots,
+    column_norms_squared,
     dot,
     mean,
     over,
@@ -140,8 +144,8 @@ def _xdiag(
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = linear_map.eps, linear_map.is_hermitian
-    samples = xdiag_samples(loo, sketch, image, eps, hermitian=hermitian)
-    value, error = samples.reduced(reduce).value_and_error()
+    samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
+    value, error = samples.value_and_error()
     return Outcome(value, error, two_sided(loo, reduce))
 
 
@@ -150,22 +154,70 @@ def xdiag_samples(
     sketch: Inexact[Array, "n k"],
     image: Inexact[Array, "n k"],
     eps: Float[Array, ""] | float,
+    reduce: Callable[[Rows], Any],
     *,
     hermitian: bool,
 ) -> Samples:
     """Return the samples of XDiag, computed from Y = A Omega and A* Q.
 
-    `sketch` is Y and `image` is A* Q. `eps` is the rounding error of a matvec.
+    `sketch` is Y and `image` is A* Q. `eps` is the rounding error of a matvec. If `reduce`
+    sums rows, the samples are sums of XDiag's.
     """
     q, scale = loo.basis.columns, loo.basis.scale
-    image = over(image, scale)
-    if hermitian:
-        samples = _two_sided(loo, image, over(sketch, scale))
-    else:
-        samples = _one_sided(loo, image)
+    image, sketch = over(image, scale), over(sketch, scale)
+    samples = _two_sided(loo, image, sketch) if hermitian else _one_sided(loo, image)
     lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
     rounding = lengths + mean(jnp.abs(samples)) + jnp.linalg.norm(image) / q.shape[0]
-    return Samples(samples, 4 * eps * rounding, scale)
+    samples = Samples(samples, 4 * eps * rounding, scale)
+    if reduce is each:
+        return samples
+    sharing = _sharing_of_sums(loo, sketch, image, hermitian=hermitian)
+    return replace(samples.reduced(reduce), sharing=sharing)
+
+
+def _sharing_of_sums(
+    loo: LeaveOneOut,
+    sketch: Inexact[Array, "n k"],
+    image: Inexact[Array, "n k"],
+    *,
+    hermitian: bool,
+) -> Float[Array, ""]:
+    """Return by how much shared probes raise the variance V of the mean of sums over rows.
+
+    Parts of the error that depend on many probes hardly matter for single entries, but they
+    do for sums, for example if the rank is about k. In the notation of
+    `jackknife.shared_error`, let V_r be the variance of all parts of r probes. Then
+
+        V = sum V_r,    variance of one sample / k  >=  sum V_r/r,    jackknife J = sum r V_r,
+
+    and V^2 <= J (sum V_r/r) by Cauchy and Schwarz. The spread of the samples shows S, their
+    variance over k without what they have in common, which is about (V - S)/k. So
+
+        V/S <= h + (h^2 + J/S)^(1/2),    h = J/(2 k S).
+
+    The sum over all rows is the trace. J/S is computed for it, and taken for all sums. The
+    result is at least 2, as for entries.
+    """
+    q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
+    if k < 3:
+        return jnp.full((), 2.0, loo.resphering.dtype)
+    h, w = dot(image.conj().T, q), dot(q.conj().T, loo.probes)
+    remainders = column_dots(loo.mu, sketch)
+    pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), None)
+    if hermitian:
+        coimage = dot(image.conj().T, loo.mu)
+        remainders = remainders - column_dots(coimage, loo.x)
+        read = dot(q.conj().T, sketch) - dot(h, loo.x), coimage, remainders
+        replicates = jackknife.xtrace_replicates(pairs, h, *read)
+    else:
+        read = dot(q.conj().T, sketch), remainders
+        replicates = jackknife.one_sided_replicates(pairs, h, *read)
+    none = jnp.zeros((), loo.resphering.dtype)
+    samples = remainders - column_dots(s, dot(h, s))
+    spread = jackknife.standard_error(samples, none)
+    ratio = jackknife.jackknife_error(replicates, none) / jnp.where(spread > 0, spread, 1)
+    half = ratio**2 / (2 * k)
+    return jnp.clip(half + jnp.hypot(half, ratio), 2, k)
 
 
 def _two_sided(

@@ -129,6 +129,18 @@ def independent_degrees_of_freedom(k: int) -> float:
     return (k - 1) / 3
 
 
+def fourth_order_degrees_of_freedom(k: int) -> float:
+    """Return the degrees of freedom of a mean of k independent forms of fourth order.
+
+    If one direction dominates, a form is a product of two squares, (u* v)^2 (u* w)^2. Its
+    skewness is about 10, so that the spread of even 100 samples is often too small. With
+    (k - 1)/3 degrees, intervals for 95 % then hold in 78 to 87 % of runs (k = 10 to 100),
+    with half of the root of k in 88 to 92 %. If no direction dominates, they hold in 96 to
+    99 %.
+    """
+    return min((k - 1) / 3, k**0.5 / 2)
+
+
 def shared_degrees_of_freedom(k: int) -> float:
     """Return the degrees of freedom of a mean of k leave-one-out samples of a function's
     trace.
@@ -281,6 +293,29 @@ def _dots_with_u(overlap: Square, products: Square) -> Square:
     return products - overlap * diagonal_of(products)[None, :]
 
 
+def one_sided_replicates(
+    pairs: EveryPair, h: Square, sketch: Square, remainders: OfProbes
+) -> OfProbes:
+    """Return the T_i of the samples e_j = tr(P_j A) + mu_j* y_j, with y_j = A w_j.
+
+    By (3), mu_ij* y_j = mu_j* y_j + conj(c) (Q u)* y_j. `sketch` is Q* Y, and `remainders`
+    are mu_j* y_j.
+    """
+    s, overlap, inverse, tests, _ = pairs
+    own, uhu = _removed(pairs, h)
+    cross = times(tests, inverse).conj() * _dots_with_u(overlap, dot(s.conj().T, sketch))
+    return mean_of_others(jnp.trace(h) - own[None, :] - uhu + remainders[None, :] + cross)
+
+
+def _removed(pairs: EveryPair, h: Square) -> tuple[Inexact[Array, " k"], Square]:
+    """Return s_j* H s_j and u* H u, for (4)."""
+    s, overlap, inverse, _, _ = pairs
+    shs = dot(s.conj().T, h, s)
+    own = diagonal_of(shs)
+    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
+    return own, times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
+
+
 def xtrace_replicates(
     pairs: EveryPair, h: Square, image: Square, coimage: Square, remainders: OfProbes
 ) -> OfProbes:
@@ -290,10 +325,7 @@ def xtrace_replicates(
     """
     s, overlap, inverse, tests, resphering = pairs
     s_adjoint = s.conj().T
-    shs = dot(s_adjoint, h, s)
-    own = diagonal_of(shs)
-    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
+    own, uhu = _removed(pairs, h)
     # The terms of (5): `a` cancels from c times (Q u)*.
     c = times(tests, inverse)
     cross = c.conj() * _dots_with_u(overlap, dot(s_adjoint, image))
