@@ -55,10 +55,16 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, is_negative
+from traceax._core.operator import (
+    DOUBLE,
+    LinearMap,
+    Operator,
+    is_negative,
+    unit_roundoff,
+)
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
-from traceax._estimators.call import Call, begin
+from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
 from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, trace_pairs
 from traceax._linalg import jackknife, lapack
@@ -83,6 +89,9 @@ from traceax._probes.samplers import SamplerLike
 # An error bar is at least this many standard deviations of the noise of matvecs. The shift
 # that the noise requires leaves a bias of about one such standard deviation.
 NOISES = 3
+
+# Images are independent if each is so many units of roundoff away from all others.
+INDEPENDENT = 64
 
 # The least budget, in matvecs, that has second matvecs. Two directions would take too large
 # a part of a smaller budget.
@@ -178,9 +187,13 @@ def draw_for_products(
 ) -> ProbesOfProducts:
     """Draw the probes for a budget of which a quarter goes to second matvecs.
 
-    `cost` and `fewest` are those arguments of `estimate_by_nystrom`.
+    `cost` and `fewest` are those arguments of `estimate_by_nystrom`. In single precision at
+    most 3n/4 matvecs are spent. With more of them, rounding makes the remainders, which
+    are small then, too large.
     """
-    count = call.num_matvecs // cost
+    count, n = call.num_matvecs // cost, call.operator.in_size()
+    if n > SMALL and unit_roundoff(call.operator) > DOUBLE:
+        count = min(count, 3 * n // 4)
     again = count // 4 if count >= fewest else 0
     (block,) = call.draw(count - again)
     blocks = block[:, :again], block[:, again:]
@@ -229,7 +242,10 @@ class Products(NamedTuple):
 def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     """Apply the operator to all probes and, if there are two blocks, to Q.
 
-    Q is a basis of the images of the first block.
+    Q is a basis of the images of the first block. If these images are linearly dependent
+    up to rounding, the directions s_j are rounding errors, and Q is not used: the test
+    matrix and its images have zeros in its place. The other probes are three times as many,
+    so that Q has nothing to add then.
     """
     block, sign = jnp.hstack(blocks), -1 if is_negative(linear_map.operator) else 1
     again, sketch = block.shape[1] - blocks[-1].shape[1], sign * linear_map(block)
@@ -238,10 +254,13 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
         return known
     basis, root = orthonormalise(sketch[:, :again]), block.shape[0] ** 0.5
     images = over(root * sign * linear_map(basis.columns), known.scale)
+    directions, distances = downdate(basis)
+    longest = jnp.sqrt(jnp.max(column_norms_squared(basis.factor)))
+    usable = jnp.min(distances) > INDEPENDENT * known.eps * longest
     return known._replace(
-        test=jnp.hstack([block, root * basis.columns]),
-        images=jnp.hstack([known.images, images]),
-        directions=downdate(basis).directions,
+        test=jnp.hstack([block, jnp.where(usable, root * basis.columns, 0)]),
+        images=jnp.hstack([known.images, jnp.where(usable, images, 0)]),
+        directions=jnp.where(usable, directions, 0),
     )
 
 

@@ -100,7 +100,6 @@ from traceax._linalg.columns import (
     mean,
     over,
     squared_modulus,
-    times,
 )
 from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import draw, for_sketch

@@ -188,7 +188,7 @@ def _sharing_of_sums(
     do for sums, for example if the rank is about k. In the notation of
     `jackknife.shared_error`, let V_r be the variance of all parts of r probes. Then
 
-        V = sum V_r,    variance of one sample / k  >=  sum V_r/r,    jackknife J = sum r V_r,
+        V = sum V_r,   variance of a sample over k >= sum V_r/r,   jackknife J = sum r V_r,
 
     and V^2 <= J (sum V_r/r) by Cauchy and Schwarz. The spread of the samples shows S, their
     variance over k without what they have in common, which is about (V - S)/k. So

@@ -121,7 +121,8 @@ def fit(
     right, left = half.conj().T, dot(images, half)
     gram = dot(left.conj().T, left)
     v = dot(right[:, k:], directions)
-    v = over(v, jnp.sqrt(column_norms_squared(v))[None, :])
+    lengths = jnp.sqrt(column_norms_squared(v))
+    v = over(v, jnp.where(lengths > 0, lengths, 1)[None, :])
     v = jnp.pad(v, ((0, 0), (0, k - again)))
     g = right[:, :k]
     for _ in range(2):
