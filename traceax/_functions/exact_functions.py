@@ -14,6 +14,7 @@ because tr(f'(A + E) dA) is analytic in E. So derivatives keep half of their dig
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float, Inexact
 
+from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import LinearMap, Operator, known_diagonal, stores_matrix
 from traceax._core.rule import Algorithm, Outcome, Values, estimate, with_own_jvp
@@ -114,6 +116,36 @@ def hermitian_or_nan(matrix: Array) -> Array:
     return jnp.where(skew > MATRIX_ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
 
 
+def asymmetry_error(
+    matrix: Inexact[Array, " *entries"],
+    value: Inexact[Array, "*values"],
+    of_matrix: Callable[[Array], Array],
+) -> Float[Array, "*values"]:
+    """Return how much the exact value of a Hermitian matrix depends on its asymmetry.
+
+    The value is of the Hermitian part. The error is its distance from the value of the
+    Hermitian matrix that has the same lower triangle. It is 0 if the asymmetry is rounding,
+    and then no second matrix is decomposed. A diagonal can be given instead of the matrix.
+    """
+    return compiled(_asymmetry_error, *jax.lax.stop_gradient((matrix, value)), of_matrix)
+
+
+def _asymmetry_error(matrix: Array, value: Array, of_matrix: Callable) -> Array:
+    none = jnp.zeros_like(value.real)
+    if matrix.ndim == 1:
+        return none
+
+    def distance() -> Array:
+        lower = jnp.tril(matrix, -1)
+        diagonal = jnp.diag(jnp.diagonal(matrix).real).astype(matrix.dtype)
+        change = of_matrix(lower + diagonal + lower.conj().T) - value
+        return jnp.where(jnp.isfinite(change), jnp.abs(change), jnp.inf)
+
+    skew = largest_modulus(matrix - matrix.conj().T)
+    rounding = 16 * jnp.finfo(none.dtype).eps * len(matrix) ** 0.5
+    return jax.lax.cond(skew > rounding * largest_modulus(matrix), distance, lambda: none)
+
+
 def exact_function_trace(
     call: Call, fn: Flat, structure: Structure, combine: ScalarFunction | None = None
 ) -> Estimate:
@@ -139,10 +171,17 @@ def _from_matrix(
 def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     """Compute tr f(A) from the eigenvalues of a Hermitian matrix."""
     matrix = hermitian_or_nan(subject.linear_map.dense())
-    eigen = decompose(matrix)
-    weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
-    nodes = Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
-    return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
+
+    def exact(matrix: Array) -> Outcome:
+        eigen = decompose(matrix)
+        weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
+        pairs = Partial(_matrix_pairs, matrix, eigen)
+        nodes = Nodes(eigen.values[None], weights[None], pairs)
+        return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
+
+    outcome = exact(matrix)
+    error = asymmetry_error(matrix, outcome.value, lambda other: exact(other).value)
+    return eqx.tree_at(lambda o: o.standard_error, outcome, error)
 
 
 def _matrix_pairs(
@@ -175,9 +214,10 @@ def exact_power_sum(call: Call, p: Any) -> Estimate:
 
 
 def power(x: Array, p: Any) -> Array:
-    """Return |x|^p, and 0 at 0, where there is no derivative that could be meant."""
+    """Return |x|^p, and 0 at 0, where there is no derivative that could be meant. NaN
+    stays NaN."""
     size = jnp.abs(x)
-    return jnp.where(size > 0, jnp.where(size > 0, size, 1) ** p, 0)
+    return jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** p)
 
 
 def _along(subject: tuple[Array, Any], slope: Array) -> Array:

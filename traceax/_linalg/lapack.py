@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact, PyTree
 
 Decomposition = Callable[[Any], Any]
 
@@ -61,6 +61,26 @@ cholesky = _one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_inp
 def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
     """Return the pseudoinverse. Singular values at the level of rounding count as zero."""
     return jnp.linalg.pinv(matrix, rtol=jnp.finfo(matrix.dtype).eps * matrix.shape[0])
+
+
+@_one_by_one
+def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Array, ""]]:
+    """Return the Cholesky factor of the Hermitian part, and whether only rounding prevents it.
+
+    The factor is NaN if the matrix is not positive definite. The second result is true if a
+    matrix without a factor has one once it is lifted by the rounding errors of eigenvalues.
+    All eigenvalues of a semidefinite matrix are below n times its largest diagonal entry.
+    """
+    factor = jnp.linalg.cholesky(matrix)
+    exists = jnp.all(jnp.isfinite(factor))
+
+    def is_singular() -> Bool[Array, ""]:
+        n, largest = len(matrix), jnp.max(jnp.abs(jnp.diagonal(matrix)))
+        rounding = (4 * jnp.finfo(matrix.dtype).eps * n * largest).astype(matrix.dtype)
+        lifted = matrix + rounding * jnp.eye(n, dtype=matrix.dtype)
+        return jnp.all(jnp.isfinite(jnp.linalg.cholesky(lifted)))
+
+    return factor, jax.lax.cond(exists, lambda: jnp.array(False), is_singular)
 
 
 @_one_by_one
