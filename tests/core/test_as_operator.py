@@ -276,7 +276,9 @@ def test_an_edge_that_is_listed_twice_is_one_edge() -> None:
 )
 @pytest.mark.skipif(np.finfo(np.longdouble).bits <= 64, reason="there are none")
 def test_long_doubles_are_refused(form: Any, dtype: Any) -> None:
-    with pytest.raises(TypeError, match=r"longdouble\.|float128.*astype|complex256.*astype"):
+    with pytest.raises(
+        TypeError, match=r"longdouble\.|float128.*astype|complex256.*astype"
+    ):
         tx.as_operator(form(np.eye(3, dtype=dtype)))
 
 
@@ -333,7 +335,9 @@ def test_linear_operators_of_scipy(dtype: Any) -> None:
 
 
 def test_a_linear_operator_without_an_adjoint() -> None:
-    one_way = scipy.sparse.linalg.LinearOperator((N, N), matvec=lambda v: 2 * v, dtype=float)
+    one_way = scipy.sparse.linalg.LinearOperator(
+        (N, N), matvec=lambda v: 2 * v, dtype=float
+    )
     close(tx.trace(tx.as_operator(one_way), KEY, 9).value, 2 * N, 1e-12)
     with pytest.raises(Exception, match=r"matrix=.*have rmatvec.*Define it"):
         jax.block_until_ready(tx.xdiag(tx.as_operator(one_way), KEY, 9).value)

@@ -119,3 +119,11 @@ def test_the_error_of_nan_is_nan(num_matvecs: int) -> None:
     estimate = tx.hutchinson_trace(broken, jax.random.key(0), num_matvecs)
     assert jnp.isnan(estimate.value)
     assert jnp.isnan(estimate.standard_error)
+
+
+def test_a_likelihood_shows_its_numbers_in_both_forms() -> None:
+    both = tx.InvQuadLogdet(estimate(2.5, 0.0), estimate(2.773, 0.1), jnp.ones(2))
+    assert str(both) == "inv_quad: 2.5 (50 matvecs)\nlogdet: 2.77 ± 0.10 (50 matvecs)"
+    assert repr([both]) == (
+        "[<inv_quad: <2.5 (50 matvecs)>, logdet: <2.77 ± 0.10 (50 matvecs)>>]"
+    )

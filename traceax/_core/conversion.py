@@ -107,7 +107,10 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     def transposed(block: np.ndarray) -> np.ndarray:
         try:
             return matrix.rmatmat(block.conj()).conj()
-        except (NotImplementedError, TypeError) as error:  # SciPy calls None if it is missing
+        except (
+            NotImplementedError,
+            TypeError,
+        ) as error:  # SciPy calls None if it is missing
             must = "have rmatvec, because the adjoint is applied"
             cure = "Define it, or tag the operator if it is symmetric."
             raise invalid(TypeError, NAME, "matrix", must, repr(error), cure) from error

@@ -125,7 +125,7 @@ class Estimate(eqx.Module):
         if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(self.value)):
             must, got = "be asked of a real value, as these have an order", "a complex one"
             cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
-            raise invalid(TypeError, name, "...", must, got, cure)
+            raise invalid(TypeError, name, "", must, got, cure)
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def width(error: Any) -> Array:

@@ -491,8 +491,8 @@ def arnoldi_trace(
     Quarterly of Applied Mathematics 9(1); Saad (1992), doi:10.1137/0729014.
     """
     name = "arnoldi_trace"
-    check_count(name, "num_probes", num_probes, 1)
-    check_count(name, "num_steps", num_steps, 1)
+    num_probes = check_count(name, "num_probes", num_probes, 1)
+    num_steps = check_count(name, "num_steps", num_steps, 1)
     call = begin(name, operator, key, num_probes * num_steps, sampler=sampler)
     dtype = working_dtype(call.operator)
     _, structure = scalar_function(name, fn, dtype)

@@ -87,6 +87,9 @@ class InvQuadLogdet(eqx.Module):
     def __str__(self) -> str:
         return f"inv_quad: {self.inv_quad}\nlogdet: {self.logdet}"
 
+    def __repr__(self) -> str:
+        return f"<inv_quad: {self.inv_quad!r}, logdet: {self.logdet!r}>"
+
 
 exportable(InvQuadLogdet(Estimate(None, None, 0), Estimate(None, None, 0), None))
 
