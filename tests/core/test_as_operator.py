@@ -19,6 +19,7 @@ from tests.wrappers import PSD, function
 from traceax._core.sparse import table
 
 diags: Any = scipy.sparse.diags_array
+LinearOperator: Any = scipy.sparse.linalg.LinearOperator
 
 KEY, N = jax.random.key(6), 70
 RNG = np.random.default_rng(0)
@@ -276,9 +277,7 @@ def test_an_edge_that_is_listed_twice_is_one_edge() -> None:
 )
 @pytest.mark.skipif(np.finfo(np.longdouble).bits <= 64, reason="there are none")
 def test_long_doubles_are_refused(form: Any, dtype: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"longdouble\.|float128.*astype|complex256.*astype"
-    ):
+    with pytest.raises(TypeError, match=r"matrix=.*got .*Pass a\.astype"):
         tx.as_operator(form(np.eye(3, dtype=dtype)))
 
 
@@ -304,7 +303,7 @@ def test_linear_operators_of_scipy(dtype: Any) -> None:
     matrix = np.asarray(general(N, field) * 9).astype(dtype)
     calls = []
 
-    class Counted(scipy.sparse.linalg.LinearOperator):
+    class Counted(LinearOperator):
         def _matmat(self, block: Any) -> Any:
             calls.append(block.shape)
             return matrix @ block
@@ -329,15 +328,13 @@ def test_linear_operators_of_scipy(dtype: Any) -> None:
         twice = operator @ (scale.astype(v.dtype) * operator)
         return tx.hutchinson_trace(twice, KEY, 3).value.real
 
-    scale = jnp.asarray(2.0, v.real.dtype)
+    scale = jnp.asarray(2.0, np.finfo(v.dtype).dtype)
     value, slope = jax.jit(jax.value_and_grad(scaled))(scale)
     close(value, 2 * slope, tolerance)
 
 
 def test_a_linear_operator_without_an_adjoint() -> None:
-    one_way = scipy.sparse.linalg.LinearOperator(
-        (N, N), matvec=lambda v: 2 * v, dtype=float
-    )
+    one_way = LinearOperator((N, N), matvec=lambda v: 2 * v, dtype=float)
     close(tx.trace(tx.as_operator(one_way), KEY, 9).value, 2 * N, 1e-12)
     with pytest.raises(Exception, match=r"matrix=.*have rmatvec.*Define it"):
         jax.block_until_ready(tx.xdiag(tx.as_operator(one_way), KEY, 9).value)

@@ -29,8 +29,8 @@ _CAUSES = {
     "arnoldi_trace": "has eigenvalues on a branch cut of fn, or returns nan",
     "function_": f"is not Hermitian, {_OUTSIDE}, or returns nan",
     "slq_trace": f"is not Hermitian, {_OUTSIDE}, or returns nan",
-    "schatten_norm": "is not semidefinite as it is tagged, is not Hermitian, or returns nan",
-    "xnys": "is not semidefinite as it is tagged, or returns nan",
+    "schatten_norm": "is not semidefinite as tagged, is not Hermitian, or returns nan",
+    "xnys": "is not semidefinite as tagged, or returns nan",
     "exact": "returns nan or, for a function of it, is not Hermitian, is not positive "
     f"definite, or {_OUTSIDE}",
 }

@@ -281,7 +281,9 @@ def factorised(
 
     The error of the log-determinant is infinite if B is singular to rounding, else zero. If
     rounding has made B indefinite, the log-determinant is -inf. If B is clearly indefinite,
-    it is NaN. The derivative is d log det B = tr B^{-1} dB. It computes B^{-1}, which takes less time
+    it is NaN.
+
+    The derivative is d log det B = tr B^{-1} dB. It computes B^{-1}, which takes less time
     than the derivative of the Cholesky factorisation.
     """
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)

@@ -65,11 +65,12 @@ def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
 
 @_one_by_one
 def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Array, ""]]:
-    """Return the Cholesky factor of the Hermitian part, and whether only rounding prevents it.
+    """Return a Cholesky factor, and whether nothing but rounding prevents it.
 
-    The factor is NaN if the matrix is not positive definite. The second result is true if a
-    matrix without a factor has one once it is lifted by the rounding errors of eigenvalues.
-    All eigenvalues of a semidefinite matrix are below n times its largest diagonal entry.
+    The factor is of the Hermitian part, and NaN if that is not positive definite. The
+    second result is true if a matrix without a factor has one once it is lifted by the
+    rounding errors of eigenvalues. All eigenvalues of a semidefinite matrix are below n
+    times its largest diagonal entry.
     """
     factor = jnp.linalg.cholesky(matrix)
     exists = jnp.all(jnp.isfinite(factor))
