@@ -137,3 +137,19 @@ def test_a_clearly_indefinite_matrix_has_no_log_determinant() -> None:
     matrix = np.diag(np.r_[-1e-6, np.ones(N)])
     operator = tx.as_operator(matrix[:, ::-1][::-1].copy())
     assert jnp.isnan(tx.logdet(operator, jax.random.key(0)).value)
+
+
+def test_batches_of_asymmetric_matrices() -> None:
+    """Each has its own error, under jit and vmap."""
+    matrices = jnp.stack([skewed(0), skewed(1e-4), skewed(1.0)])
+
+    def run(matrix: Any) -> tx.Estimate:
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        return tx.logdet(operator, jax.random.key(0))
+
+    batch = jax.jit(jax.vmap(run))(matrices)
+    for k, matrix in enumerate(matrices):
+        one = run(matrix)
+        np.testing.assert_allclose(batch.value[k], one.value, rtol=1e-12)
+        np.testing.assert_allclose(batch.standard_error[k], one.standard_error, rtol=1e-6)
+    assert (batch.standard_error[0], bool(jnp.isnan(batch.value[2]))) == (0, True)

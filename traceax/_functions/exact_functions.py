@@ -126,24 +126,34 @@ def asymmetry_error(
     The value is of the Hermitian part. The error is its distance from the value of the
     Hermitian matrix that has the same lower triangle. It is 0 if the asymmetry is rounding,
     and then no second matrix is decomposed. A diagonal can be given instead of the matrix.
+    `of_matrix` returns the value of a matrix.
     """
+    if matrix.ndim == 1:
+        return jnp.zeros_like(value.real)
     return compiled(_asymmetry_error, *jax.lax.stop_gradient((matrix, value)), of_matrix)
 
 
 def _asymmetry_error(matrix: Array, value: Array, of_matrix: Callable) -> Array:
-    none = jnp.zeros_like(value.real)
-    if matrix.ndim == 1:
-        return none
+    arrays, rest = eqx.partition(of_matrix, eqx.is_array)
 
-    def distance() -> Array:
-        lower = jnp.tril(matrix, -1)
-        diagonal = jnp.diag(jnp.diagonal(matrix).real).astype(matrix.dtype)
-        change = of_matrix(lower + diagonal + lower.conj().T) - value
-        return jnp.where(jnp.isfinite(change), jnp.abs(change), jnp.inf)
+    @lapack.one_by_one  # or a batch would decompose all second matrices
+    def error(known: tuple[Array, Array, Any]) -> Array:
+        matrix, value, arrays = known
 
-    skew = largest_modulus(matrix - matrix.conj().T)
-    rounding = 16 * jnp.finfo(none.dtype).eps * len(matrix) ** 0.5
-    return jax.lax.cond(skew > rounding * largest_modulus(matrix), distance, lambda: none)
+        def distance() -> Array:
+            lower = jnp.tril(matrix, -1)
+            diagonal = jnp.diag(jnp.diagonal(matrix).real).astype(matrix.dtype)
+            symmetric = lower + diagonal + lower.conj().T
+            change = eqx.combine(arrays, rest)(symmetric) - value
+            return jnp.where(jnp.isfinite(change), jnp.abs(change), jnp.inf)
+
+        none = jnp.zeros_like(value.real)
+        skew = largest_modulus(matrix - matrix.conj().T)
+        rounding = 16 * jnp.finfo(none.dtype).eps * len(matrix) ** 0.5
+        is_asymmetric = skew > rounding * largest_modulus(matrix)
+        return jax.lax.cond(is_asymmetric, distance, lambda: none)
+
+    return error((matrix, value, arrays))
 
 
 def exact_function_trace(
@@ -171,17 +181,22 @@ def _from_matrix(
 def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     """Compute tr f(A) from the eigenvalues of a Hermitian matrix."""
     matrix = hermitian_or_nan(subject.linear_map.dense())
-
-    def exact(matrix: Array) -> Outcome:
-        eigen = decompose(matrix)
-        weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
-        pairs = Partial(_matrix_pairs, matrix, eigen)
-        nodes = Nodes(eigen.values[None], weights[None], pairs)
-        return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
-
-    outcome = exact(matrix)
-    error = asymmetry_error(matrix, outcome.value, lambda other: exact(other).value)
+    nodes, fn, combine = _eigenvalues(matrix), subject.fn, subject.combine
+    outcome = exact_outcome(combine, nodes.total(fn), nodes)
+    error = asymmetry_error(matrix, outcome.value, Partial(_total, fn, combine))
     return eqx.tree_at(lambda o: o.standard_error, outcome, error)
+
+
+def _eigenvalues(matrix: Inexact[Array, "n n"]) -> Nodes:
+    eigen = decompose(matrix)
+    weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
+    return Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
+
+
+def _total(fn: Flat, combine: ScalarFunction | None, matrix: Array) -> Values:
+    """Return tr f(A), or the combination of traces."""
+    total = _eigenvalues(matrix).total(fn)
+    return total if combine is None else combine(total)
 
 
 def _matrix_pairs(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 Decomposition = Callable[[Any], Any]
 
 
-def _one_by_one(decompose: Decomposition) -> Decomposition:
+def one_by_one(decompose: Decomposition) -> Decomposition:
     """Make `vmap` of a decomposition a loop on the CPU.
 
     `decompose` takes one array, or a tuple of arrays that have the same batches.
@@ -46,24 +46,24 @@ def _one_by_one(decompose: Decomposition) -> Decomposition:
 
 
 # Each takes and returns the same as its namesake in `jnp.linalg`, but as a plain tuple.
-qr = _one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
-complete_qr = _one_by_one(lambda block: tuple(jnp.linalg.qr(block, mode="complete")))
-svd = _one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
-eigh = _one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
-eig = _one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
-eigvals = _one_by_one(jnp.linalg.eigvals)
-solve = _one_by_one(lambda equations: jnp.linalg.solve(*equations))
+qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
+complete_qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block, mode="complete")))
+svd = one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
+eigh = one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
+eig = one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
+eigvals = one_by_one(jnp.linalg.eigvals)
+solve = one_by_one(lambda equations: jnp.linalg.solve(*equations))
 # It reads the lower triangle, and returns NaN if the matrix is not positive definite.
-cholesky = _one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_input=False))
+cholesky = one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_input=False))
 
 
-@_one_by_one
+@one_by_one
 def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
     """Return the pseudoinverse. Singular values at the level of rounding count as zero."""
     return jnp.linalg.pinv(matrix, rtol=jnp.finfo(matrix.dtype).eps * matrix.shape[0])
 
 
-@_one_by_one
+@one_by_one
 def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Array, ""]]:
     """Return a Cholesky factor, and whether nothing but rounding prevents it.
 
@@ -84,7 +84,7 @@ def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Arr
     return factor, jax.lax.cond(exists, lambda: jnp.array(False), is_singular)
 
 
-@_one_by_one
+@one_by_one
 def eigh_above(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
     """Decompose a matrix that should be positive definite.
 
