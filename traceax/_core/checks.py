@@ -340,7 +340,7 @@ def check_callable(name: str, argument: str, fn: object, form: str, cure: str) -
 def _check_takes_args(name: str, argument: str, fn: Any, form: str) -> None:
     """Refuse a function of one argument, if its signature is known."""
     try:
-        signature = inspect.signature(fn)
+        signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     try:

@@ -67,7 +67,7 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         raise _no_matrix(matrix, library)
     if callable(matrix):
         operator = lx.FunctionLinearOperator(matrix, _space(structure), tags)
-        _check_field(operator)
+        _check_complex(operator)
         return operator
     if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
         raise _no_matrix(matrix, library)
@@ -163,7 +163,7 @@ def _check_length(dtype: Any) -> None:
         raise invalid(TypeError, NAME, "matrix", must, dtype, cure)
 
 
-def _check_field(operator: Operator) -> None:
+def _check_complex(operator: Operator) -> None:
     """Refuse a complex function of real vectors."""
     into, out = map(jax.tree.leaves, (operator.in_structure(), operator.out_structure()))
     if any(map(jnp.iscomplexobj, out)) and not any(map(jnp.iscomplexobj, into)):
