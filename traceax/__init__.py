@@ -73,10 +73,26 @@ _FORMER = {
     "AbstractSampler": "rademacher or any function (key, structure, num_probes) -> probes",
 }
 
+# Names that other libraries have.
+_FOREIGN = {
+    "diag": ["diagonal"],
+    "lanczos": ["function_trace", "slq_trace"],
+    "nuclear_norm": ["schatten_norm"],
+    "slogdet": ["logdet"],
+    "slq": ["slq_trace"],
+}
+
 if not _typing.TYPE_CHECKING:  # a type checker would take every name for one that exists
 
     def __getattr__(name: str) -> _typing.NoReturn:
         message = f"module 'traceax' has no attribute {name!r}"
         if name in _FORMER:
             message += f", which was in version 1.0.2. Use traceax.{_FORMER[name]}"
+        elif not name.startswith("_"):
+            import difflib  # noqa: PLC0415
+
+            public = [known for known in globals() if not known.startswith("_")]
+            near = _FOREIGN.get(name) or difflib.get_close_matches(name, public)
+            if near:
+                message += f". Did you mean {' or '.join(f'traceax.{x}' for x in near)}?"
         raise AttributeError(message)

@@ -213,7 +213,8 @@ def check_sampler(
     """
     sampler = as_sampler("testing.check_sampler", sampler)
     why = "because one probe cannot show independence"
-    checks.check_count("testing.check_sampler", "num_probes", num_probes, 2, why)
+    named = "testing.check_sampler", "num_probes"
+    num_probes = checks.check_count(*named, num_probes, 2, why)
     facts = partial(_sampler_facts, sampler, num_probes, independent, same_for_any_cut)
     _list_faults("check_sampler", sampler, facts("float32"), facts("complex64"))
 

@@ -19,6 +19,7 @@ from tests.wrappers import PSD, function
 from traceax._core.sparse import table
 
 diags: Any = scipy.sparse.diags_array
+LinearOperator: Any = scipy.sparse.linalg.LinearOperator
 
 KEY, N = jax.random.key(6), 70
 RNG = np.random.default_rng(0)
@@ -240,8 +241,8 @@ class Foreign:
         (lambda: tx.as_operator(scipy.sparse.eye_array(3, 4)), r"square.*\(3, 4\)"),
         (lambda: tx.as_operator(Foreign()), "array, a sparse.*Foreign.*function"),
         (
-            lambda: tx.as_operator(scipy.sparse.linalg.aslinearoperator(np.eye(3))),
-            "matvec.*pure_callback",
+            lambda: tx.as_operator(scipy.sparse.linalg.aslinearoperator(np.ones((3, 4)))),
+            r"square.*\(3, 4\)",
         ),
         (lambda: tx.as_operator(lambda v: v), "structure=.*vectors.*None.*example"),
         (lambda: tx.as_operator(np.array([["a"]])), "numbers|array type"),
@@ -259,3 +260,81 @@ class Foreign:
 def test_what_is_no_matrix_is_refused(call: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def test_an_edge_that_is_listed_twice_is_one_edge() -> None:
+    """SciPy says so, whose booleans have no 2."""
+    places = np.array([[0, 0, 1, 2], [1, 1, 2, 0]])
+    edges = scipy.sparse.coo_array((np.ones(4, bool), places), shape=(3, 3))
+    operator = tx.as_operator(edges)
+    np.testing.assert_array_equal(operator.as_matrix(), edges.toarray())
+    assert edges.nnz == 4  # and the matrix is as before
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+@pytest.mark.parametrize(
+    "form", [np.asarray, scipy.sparse.csr_array, scipy.sparse.linalg.aslinearoperator]
+)
+@pytest.mark.skipif(np.finfo(np.longdouble).bits <= 64, reason="there are none")
+def test_long_doubles_are_refused(form: Any, dtype: Any) -> None:
+    with pytest.raises(TypeError, match=r"matrix=.*got .*Pass a\.astype"):
+        tx.as_operator(form(np.eye(3, dtype=dtype)))
+
+
+@pytest.mark.parametrize("tags", ["psd", ("psd", PSD)])
+@pytest.mark.parametrize("matrix", [np.eye(3), scipy.sparse.eye_array(3)])
+def test_a_string_is_no_tag(matrix: Any, tags: Any) -> None:
+    with pytest.raises(TypeError, match=r"tags=.*tag of lineax.*'psd'.*lx\.positive"):
+        tx.as_operator(matrix, tags=tags)
+
+
+def test_a_complex_function_needs_a_complex_example() -> None:
+    match = r"structure=.*complex numbers.*Pass a complex example"
+    with pytest.raises(TypeError, match=match):
+        tx.as_operator(lambda v: 1j * v.astype(complex), 3)
+    operator = tx.as_operator(lambda v: 1j * v, jnp.zeros(3, complex))
+    close(tx.trace(operator, KEY).value, 3j, 1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, complex, int])
+def test_linear_operators_of_scipy(dtype: Any) -> None:
+    """They are called once for a block, have a transpose, and are linear for JAX."""
+    field = complex if dtype is complex else float
+    matrix = np.asarray(general(N, field) * 9).astype(dtype)
+    calls = []
+
+    class Counted(LinearOperator):
+        def _matmat(self, block: Any) -> Any:
+            calls.append(block.shape)
+            return matrix @ block
+
+        def _rmatmat(self, block: Any) -> Any:
+            return matrix.conj().T @ block
+
+    operator = tx.as_operator(Counted(dtype, matrix.shape))
+    assert operator.in_structure().dtype == (float if dtype is int else dtype)
+    v = np.asarray(general(N, operator.in_structure().dtype)[:, 0])
+    tolerance = 1e-5 if dtype is np.float32 else 1e-13
+    close(operator.mv(jnp.asarray(v)), matrix @ v, tolerance)
+    close(operator.transpose().mv(jnp.asarray(v)), matrix.T @ v, tolerance)
+    calls.clear()
+    estimate = tx.xdiag(operator, KEY, 20)
+    assert sum(shape[1] for shape in calls) in (10, 11)  # 11 with two that measure noise
+    assert len(calls) <= 2
+    want = tx.xdiag(function(jnp.asarray(matrix, v.dtype)), KEY, 20)
+    close(estimate.value, want.value, 100 * tolerance)
+
+    def scaled(scale: Any) -> Any:
+        twice = operator @ (scale.astype(v.dtype) * operator)
+        return tx.hutchinson_trace(twice, KEY, 3).value.real
+
+    scale = jnp.asarray(2.0, np.finfo(v.dtype).dtype)
+    value, slope = jax.jit(jax.value_and_grad(scaled))(scale)
+    close(value, 2 * slope, tolerance)
+
+
+def test_a_linear_operator_without_an_adjoint() -> None:
+    one_way = LinearOperator((N, N), matvec=lambda v: 2 * v, dtype=float)
+    close(tx.trace(tx.as_operator(one_way), KEY, 9).value, 2 * N, 1e-12)
+    with pytest.raises(Exception, match=r"matrix=.*have rmatvec.*Define it"):
+        jax.block_until_ready(tx.xdiag(tx.as_operator(one_way), KEY, 9).value)

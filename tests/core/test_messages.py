@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import lineax as lx
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
+from scipy.sparse.linalg import aslinearoperator
 
 import traceax
 from tests.helpers import refused
@@ -133,3 +135,108 @@ def test_solvers_that_do_not_converge(throw: bool) -> None:
         assert jnp.isfinite(value(1.0))
     with pytest.raises(Exception, match="maximum number of solver steps"):
         jax.block_until_ready(jax.grad(value)(1.0))
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_arguments_in_another_order(key: Any) -> None:
+    words = r"trace\(operator=.*random key.*The operator comes first"
+    rejected(TypeError, words, tx.trace, key, OPERATOR, 50)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "library"),
+    [
+        (np.asarray(DENSE), "ndarray of NumPy"),
+        (DENSE, "array of JAX"),
+        (csr_matrix(np.eye(3)), "csr_matrix of SciPy"),
+        (aslinearoperator(np.eye(3)), "LinearOperator of SciPy"),
+    ],
+)
+def test_matrices_of_other_libraries(matrix: Any, library: str) -> None:
+    words = rf"got \w*{library}\. Make it one: traceax\.as_operator\(a\)"
+    for call in (tx.trace, tx.logdet):
+        rejected(TypeError, words, call, matrix, KEY)
+
+
+def test_integers_of_numpy_are_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The results hold Python's integers. (Annotations say `int`, and would complain.)"""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    size, few = np.int64(24), np.int32(4)
+    run: dict[str, Any] = {"num_probes": few, "num_steps": few}
+    estimates = [
+        tx.trace(a, KEY, size),
+        tx.hutchinson_trace(a, KEY, np.uint8(20), batch_size=few),
+        tx.slq_trace(a, jnp.exp, KEY, **run),
+        tx.function_trace(a, jnp.exp, KEY, **run),
+        tx.logdet(a, KEY, np.int64(12), num_probes=few),
+    ]
+    counts = [estimate.num_matvecs for estimate in estimates]
+    assert counts == [24, 20, 16, 16, 12]
+    assert {type(count) for count in counts} == {int}
+    assert int(tx.adaptive_trace(a, KEY, max_matvecs=np.int64(200)).num_matvecs) > 0
+    assert tx.sphere(KEY, SPACE, few).shape == (4, 5)
+    rejected(TypeError, "must be a Python int.*True", tx.trace, a, KEY, np.bool_(True))
+    rejected(TypeError, "must be a Python int.*True", tx.trace, a, KEY, True)
+
+
+def test_functions_of_one_argument() -> None:
+    x, square = jnp.ones(3), lambda x: x @ x
+    for name in ("laplacian", "biharmonic", "hessian_diagonal"):
+        words = rf"{name}\(fn=.*fn\(x, args\).*got \(x\)\. Add the second argument"
+        rejected(TypeError, words, getattr(tx, name), square, x, KEY, 2)
+    words = r"divergence\(fn=.*fn\(x, args\)"
+    rejected(TypeError, words, tx.divergence, lambda x: x, x, KEY, 2)
+    words = r"gauss_newton\(fn=.*fn\(x, args\)"
+    rejected(TypeError, words, tx.gauss_newton, lambda x: x, square, x)
+    words = r"gauss_newton\(loss=.*loss\(outputs, args\)"
+    rejected(TypeError, words, tx.gauss_newton, lambda x, args: x, square, x)
+    words = r"empirical_fisher\(fn=.*fn\(x, args\)"
+    rejected(TypeError, words, tx.empirical_fisher, lambda x: x, x)
+    tx.laplacian(lambda *both: both[0] @ both[0], x, KEY, 2)
+    tx.laplacian(lambda x, args=None: x @ x, x, KEY, 2)
+
+
+def test_the_interval_of_a_complex_value() -> None:
+    estimate = tx.Estimate(jnp.asarray(1 + 1j), jnp.asarray(1.0), 10)
+    words = r"^traceax\.Estimate\.interval must be asked of a real value"
+    refused(TypeError, words, estimate.interval)
+
+
+def test_a_pytree_of_shifts() -> None:
+    tree = {"a": jnp.ones(3), "b": jnp.ones(2)}
+    space = jax.eval_shape(lambda: tree)
+    operator = lx.FunctionLinearOperator(lambda v: v, space)
+    words = r"shift=.*lx\.DiagonalLinearOperator\(pytree\)"
+    rejected(TypeError, words, tx.logdet, operator, KEY, shift=tree)
+    shift = lx.DiagonalLinearOperator(tree)
+    value = tx.logdet(operator, KEY, shift=shift).value
+    assert float(value) == pytest.approx(5 * np.log(2))
+
+
+def test_a_callback_without_vmap() -> None:
+    """The message names a layout that works."""
+
+    def doubled(v: Any) -> Any:
+        return jax.pure_callback(lambda x: np.asarray(2 * x), v, v)
+
+    refused(NotImplementedError, r"Layout\.LOOP", tx.trace, tx.as_operator(doubled, N), KEY)
+    operator = tx.as_operator(doubled, N, tags=tx.Layout.LOOP)
+    estimate = tx.trace(operator, KEY, 20)
+    assert float(estimate.value) == pytest.approx(2 * N)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("log_det", "traceax.logdet"),
+        ("slogdet", "traceax.logdet"),
+        ("hutchpp", "traceax.hutchpp_trace"),
+        ("hutchinson", "traceax.hutchinson_trace"),
+        ("slq", "traceax.slq_trace"),
+        ("diag", "traceax.diagonal"),
+    ],
+)
+def test_names_of_other_libraries(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=rf"attribute '{name}'.*mean.*{meant}"):
+        getattr(tx, name)
+    assert not hasattr(tx, "__wrapped__")

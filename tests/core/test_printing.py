@@ -23,7 +23,9 @@ def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
         (-0.01234, 0.00056, "-0.01234 ± 0.00056"),
         (96.612, 0.0, "96.612"),
         (96.612, np.inf, "96.612 ± inf"),
-        (np.nan, np.nan, "nan ± nan"),
+        (np.nan, np.nan, "nan"),
+        (np.nan, 0.0, "nan"),
+        (complex(np.nan, 1), 0.5, "nan"),
         (1.2348e30, 6.7e28, "(1.235 ± 0.067)e+30"),
         (-12345678.0, 91000.0, "(-1.2346 ± 0.0091)e+07"),
         (0.0, 2e-12, "(0.0 ± 2.0)e-12"),
@@ -51,6 +53,7 @@ def test_formats_are_for_both_numbers() -> None:
     assert f"{estimate(96.612, 3.14159):.3f}" == "96.612 ± 3.142"
     assert f"{estimate(96.612, 3.14159):+.1e}" == "+9.7e+01 ± +3.1e+00"
     assert f"{estimate(96.612, 0.0):.1f}" == "96.6"
+    assert f"{estimate(np.nan, 0.0):.1f}" == f"{estimate(np.nan, 1.0):.1f}" == "nan"
     assert f"{estimate(1 + 2j, 0.5):.1f}" == "1.0+2.0j ± 0.5"
     with pytest.raises(TypeError, match=r"spec=.*one number.*shape \(3,\).*Format entries"):
         f"{estimate(np.ones(3), np.ones(3)):.3f}"
@@ -72,7 +75,7 @@ def test_more_numbers_show_their_relative_error(scale: float) -> None:
     assert shown == "(2, 8) ± 2.8 % in norm (50 matvecs)"
     assert str(estimate(values, 0 * errors)) == "(2, 8) exact (50 matvecs)"
     unknown = estimate(values + np.nan, 0 * errors)
-    assert str(unknown) == "(2, 8) ± nan % in norm (50 matvecs)"
+    assert str(unknown) == "(2, 8), 16 of 16 nan (50 matvecs)"
     assert str(estimate(values, np.inf + errors)) == "(2, 8) ± inf % in norm (50 matvecs)"
 
 
@@ -90,3 +93,37 @@ def test_traced_and_abstract_estimates_print_their_fields() -> None:
     assert seen[0] == seen[1]
     assert seen[0].startswith("Estimate(value=")
     assert str(shaped).startswith("Estimate(")
+
+
+@pytest.mark.parametrize("num_matvecs", [60, 300])
+def test_nan_says_why_and_where_the_way_out_is(num_matvecs: int) -> None:
+    key = jax.random.key(0)
+    indefinite = tx.as_operator(lambda v: jnp.linspace(-1, 2, 300) * v, 300)
+    words = str(tx.logdet(indefinite, key, num_matvecs))
+    assert "±" not in words
+    assert words.startswith("nan (")
+    assert "is not positive definite" in words
+    assert words.endswith("see 'What NaN means' in the guide's Conventions)")
+    words = str(tx.function_trace(indefinite, jnp.log, key, num_matvecs))
+    assert "has eigenvalues at which fn is not defined" in words
+    broken = tx.as_operator(lambda v: jnp.nan * v, 300)
+    words = str(tx.diagonal(broken, key, num_matvecs))
+    assert words.startswith("(300,), 300 of 300 nan (")
+    assert "returns nan" in words
+
+
+@pytest.mark.parametrize("num_matvecs", [1, 4, 8])
+def test_the_error_of_nan_is_nan(num_matvecs: int) -> None:
+    """Of one probe, of several, and of all unit vectors."""
+    broken = tx.as_operator(lambda v: jnp.nan * v, 8)
+    estimate = tx.hutchinson_trace(broken, jax.random.key(0), num_matvecs)
+    assert jnp.isnan(estimate.value)
+    assert jnp.isnan(estimate.standard_error)
+
+
+def test_a_likelihood_shows_its_numbers_in_both_forms() -> None:
+    both = tx.InvQuadLogdet(estimate(2.5, 0.0), estimate(2.773, 0.1), jnp.ones(2))
+    assert str(both) == "inv_quad: 2.5 (50 matvecs)\nlogdet: 2.77 ± 0.10 (50 matvecs)"
+    assert repr([both]) == (
+        "[<inv_quad: <2.5 (50 matvecs)>, logdet: <2.77 ± 0.10 (50 matvecs)>>]"
+    )

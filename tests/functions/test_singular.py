@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 
@@ -78,3 +79,77 @@ def test_a_nilpotent_operator(dtype: Any) -> None:
     found = over_keys(one, jax.random.key(0), 400)
     assert jnp.all(jnp.abs(found.value - N) < 5)
     assert jnp.all(jnp.isfinite(found.standard_error))
+
+
+def skewed(asymmetry: float, n: int = 80) -> np.ndarray:
+    """A positive definite matrix whose upper triangle is perturbed."""
+    rng = np.random.default_rng(1)
+    factor = rng.normal(size=(n, n))
+    return factor @ factor.T / n + np.eye(n) / 2 + asymmetry * np.triu(factor, 1)
+
+
+def exact_answers(matrix: Any) -> dict[str, tx.Estimate]:
+    operator, key = lx.MatrixLinearOperator(jnp.asarray(matrix), PSD), jax.random.key(0)
+    both = tx.inv_quad_logdet(operator, jnp.ones(len(matrix)), key)
+    return {
+        "logdet": tx.logdet(operator, key),
+        "shifts": tx.logdet(operator, key, shift=jnp.array([0.1, 1.0])),
+        "likelihood": both.logdet,
+        "form": both.inv_quad,
+        "function_trace": tx.function_trace(operator, jnp.log, key),
+        "schatten_norm": tx.schatten_norm(operator, 0.5, key),
+        "function_diagonal": tx.function_diagonal(operator, jnp.log, key),
+    }
+
+
+def test_the_error_of_an_exact_answer_includes_the_asymmetry() -> None:
+    """It is the distance from the answers for the matrices of either triangle."""
+    exact, asymmetric = map(exact_answers, (skewed(0), skewed(1e-4)))
+    matrix, rounded = skewed(1e-4), exact_answers(skewed(1e-15))
+    lower = exact_answers(np.tril(matrix) + np.tril(matrix, -1).T)
+    for name, estimate in asymmetric.items():
+        np.testing.assert_array_equal(exact[name].standard_error, 0, name)
+        np.testing.assert_array_equal(rounded[name].standard_error, 0, name)
+        distance = jnp.abs(lower[name].value - estimate.value)
+        assert jnp.all(distance > 0)
+        assert jnp.allclose(estimate.standard_error, distance, rtol=1e-6), name
+
+
+def test_an_exact_answer_for_a_matrix_that_is_not_hermitian_is_nan() -> None:
+    for name, estimate in exact_answers(skewed(1.0)).items():
+        assert jnp.all(jnp.isnan(estimate.value)), name
+        assert jnp.all(jnp.isnan(estimate.standard_error)), name
+        assert "is not Hermitian" in str(estimate)
+
+
+@pytest.mark.parametrize("num_matvecs", [60, N])
+def test_the_log_determinant_of_a_singular_gauss_newton_matrix(num_matvecs: int) -> None:
+    """It has the same answer from a Krylov space and from a factorisation."""
+    jacobian = jnp.asarray(np.random.default_rng(0).normal(size=(20, N)))
+    model, loss = lambda w, _: jacobian @ w, lambda y, _: y @ y / 2
+    operator, key = tx.gauss_newton(model, loss, jnp.ones(N)), jax.random.key(0)
+    estimate = tx.logdet(operator, key, num_matvecs)
+    assert (estimate.value, estimate.standard_error) == (-jnp.inf, jnp.inf)
+    assert jnp.isfinite(tx.logdet(operator, key, num_matvecs, shift=0.1).value)
+
+
+def test_a_clearly_indefinite_matrix_has_no_log_determinant() -> None:
+    matrix = np.diag(np.r_[-1e-6, np.ones(N)])
+    operator = tx.as_operator(matrix[:, ::-1][::-1].copy())
+    assert jnp.isnan(tx.logdet(operator, jax.random.key(0)).value)
+
+
+def test_batches_of_asymmetric_matrices() -> None:
+    """Each has its own error, under jit and vmap."""
+    matrices = jnp.stack([skewed(0), skewed(1e-4), skewed(1.0)])
+
+    def run(matrix: Any) -> tx.Estimate:
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        return tx.logdet(operator, jax.random.key(0))
+
+    batch = jax.jit(jax.vmap(run))(matrices)
+    for k, matrix in enumerate(matrices):
+        one = run(matrix)
+        np.testing.assert_allclose(batch.value[k], one.value, rtol=1e-12)
+        np.testing.assert_allclose(batch.standard_error[k], one.standard_error, rtol=1e-6)
+    assert (batch.standard_error[0], bool(jnp.isnan(batch.value[2]))) == (0, True)

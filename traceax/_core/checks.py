@@ -5,6 +5,7 @@ A message has three parts: the argument by its name, what was got, and the cure.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +26,9 @@ from traceax._core.vectors import dimension
 def invalid(
     kind: type[Exception], name: str, argument: str, must: str, got: object, cure: str
 ) -> Exception:
-    """The exception for an argument of the public function `name`."""
-    return kind(f"traceax.{name}({argument}=...) must {must}, but got {got}. {cure}")
+    """The exception for an argument of the public function `name`, or for its object."""
+    call = f"{name}({argument}=...)" if argument else name
+    return kind(f"traceax.{call} must {must}, but got {got}. {cure}")
 
 
 def show(structure: object) -> str:
@@ -47,9 +49,12 @@ def check_operator(
     """The canonical operator. The conversion comes before any other question, because
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, Operator):
-        must, got = "be a lineax operator", type(operator).__name__
-        what = "function, n" if callable(operator) else "a"
-        cure = f"Make it one: traceax.as_operator({what})."
+        must, got = "be a lineax operator", _with_library(operator)
+        is_function = callable(operator) and not hasattr(operator, "matvec")
+        cure = f"Make it one: traceax.as_operator({'function, n' if is_function else 'a'})."
+        if _is_key(operator):
+            got = "a random key"
+            cure = f"The operator comes first, then the key: traceax.{name}(operator, ...)."
         raise invalid(TypeError, name, argument, must, got, cure)
     operator = canonicalise(operator)
     into, out = operator.in_structure(), operator.out_structure()
@@ -68,6 +73,24 @@ def check_operator(
         cure = "An empty operator adds nothing: leave it out."
         raise invalid(ValueError, name, argument, must, show(into), cure)
     return operator
+
+
+_LIBRARIES = {"numpy": "NumPy", "scipy": "SciPy", "jax": "JAX", "jaxlib": "JAX"}
+
+
+def _with_library(thing: object) -> str:
+    """Return the type of an object, and the library that it is from."""
+    kind = "array" if isinstance(thing, jax.Array) else type(thing).__name__
+    library = _LIBRARIES.get(type(thing).__module__.split(".")[0])
+    return f"{kind} of {library}" if library else kind
+
+
+def _is_key(thing: Any) -> bool:
+    """Return whether it is one random key, typed or raw."""
+    if not isinstance(thing, jax.Array):
+        return False
+    is_typed = jnp.issubdtype(thing.dtype, jax.dtypes.prng_key)
+    return is_typed or (thing.dtype == jnp.uint32 and thing.ndim == 1)
 
 
 def check_key(name: str, key: Any, subject: PyTree = None) -> None:
@@ -103,8 +126,8 @@ def check_count(
     why: str = "the fewest that the algorithm can use",
     cure: str = "Pass 100, for example.",
 ) -> int:
-    """A Python int of at least `minimum`, if there is one."""
-    if isinstance(count, bool) or not isinstance(count, int):
+    """Return a Python int of at least `minimum`, if there is one. NumPy's are converted."""
+    if isinstance(count, bool) or not isinstance(count, int | np.integer):
         must = "be a Python int, because it sets the shapes of arrays"
         cure = "Pass a whole number, such as 100, or convert an array with int()."
         if isinstance(count, Tracer):
@@ -113,7 +136,7 @@ def check_count(
     if minimum is not None and count < minimum:
         must = f"be at least {minimum}, {why}"
         raise invalid(ValueError, name, argument, must, count, cure)
-    return count
+    return int(count)
 
 
 def check_samples(
@@ -124,11 +147,12 @@ def check_samples(
     check_count(name, argument, count, probes_per_sample, why, cure)
 
 
-def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> None:
-    if batch_size is not None:
-        why = "because a batch holds whole samples of so many probes"
-        cure = "Raise it, or pass None for all probes at once."
-        check_count(name, "batch_size", batch_size, probes_per_sample, why, cure)
+def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> int | None:
+    if batch_size is None:
+        return None
+    why = "because a batch holds whole samples of so many probes"
+    cure = "Raise it, or pass None for all probes at once."
+    return check_count(name, "batch_size", batch_size, probes_per_sample, why, cure)
 
 
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
@@ -236,6 +260,9 @@ def check_shift(
         kinds = "a number, an array of them" if several else "a number"
         must = f"be real, {kinds} or an lx.DiagonalLinearOperator"
         cure = "Pass 0.0 for none, a complex number's real part, or a list as an array."
+        kind = jax.tree.structure(shift)
+        if kind == jax.tree.structure(operator.in_structure()) and kind.num_nodes > 1:
+            cure = "Pass a pytree of shifts as lx.DiagonalLinearOperator(pytree)."
         raise invalid(TypeError, name, "shift", must, repr(shift), cure)
     space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
     expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)
@@ -310,10 +337,25 @@ def check_callable(name: str, argument: str, fn: object, form: str, cure: str) -
         raise invalid(TypeError, name, argument, must, got, cure)
 
 
+def _check_takes_args(name: str, argument: str, fn: Any, form: str) -> None:
+    """Refuse a function of one argument, if its signature is known."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        must, got = f"be a function {form}, which is called with two arguments", signature
+        cure = "Add the second argument, args, which is None if you pass none."
+        raise invalid(TypeError, name, argument, must, f"{got}", cure) from None
+
+
 def check_field(name: str, fn: object, x: object) -> None:
     """A function `fn(x, args)`, and a point at which its derivatives are taken."""
     cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
     check_callable(name, "fn", fn, "fn(x, args)", cure)
+    _check_takes_args(name, "fn", fn, "fn(x, args)")
     leaves = jax.tree.leaves(x)
     wrong = [leaf for leaf in leaves if not _is_real(leaf)]
     if wrong or not sum(map(jnp.size, leaves)):
@@ -363,6 +405,7 @@ def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
     """The loss of a model's outputs."""
     cure = "Pass lambda outputs, args: ..., of what fn returns."
     check_callable(name, "loss", loss, "loss(outputs, args)", cure)
+    _check_takes_args(name, "loss", loss, "loss(outputs, args)")
     check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))
 
 

@@ -31,12 +31,15 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
     - `matrix`: an n x n array of NumPy or JAX, a sparse matrix of SciPy in any format, a
       BCOO or a BCSR. Integers become floats. The places of the entries of a sparse matrix
-      must be concrete, but its data may be traced. It may also be a function, or an
-      operator, which is returned as it is.
+      must be concrete, but its data may be traced. It may also be a function; a
+      `scipy.sparse.linalg.LinearOperator`, which is called on the host for a whole block of
+      vectors at a time and is a constant for derivatives; or an operator of lineax, which
+      is returned as it is.
     - `structure`: the space of a function's vectors: an int n, for vectors of floats; an
-      example of a vector; or a pytree of `jax.ShapeDtypeStruct`s.
-    - `tags`: lineax's tags, for example `lx.positive_semidefinite_tag`. They are not
-      verified.
+      example of a vector, a complex one if the function returns complex numbers; or a
+      pytree of `jax.ShapeDtypeStruct`s.
+    - `tags`: a tag of lineax, for example `lx.positive_semidefinite_tag`, or several. They
+      are not verified.
 
     **Returns** an `lx.AbstractLinearOperator`. **Cost**: a sparse matrix takes a sort on
     the host, and memory of about four integers for each entry, or two if it is tagged
@@ -52,15 +55,20 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     **Reference**: `traceax/_core/sparse.py` derives the storage. Tables of slices are from
     Monakov, Lokhmotov and Avetisyan (2010), doi:10.1007/978-3-642-11515-8_10.
     """
+    tags = _several(tags)
     if isinstance(matrix, Operator):
         return lx.TaggedLinearOperator(matrix, tags) if tags else matrix
     library = type(matrix).__module__.split(".")[0]
     if is_of_jax(matrix) or hasattr(matrix, "tocoo"):
         return _sparse(matrix, tags)
-    if hasattr(matrix, "matvec") or library in ("torch", "networkx", "pandas"):
+    if all(hasattr(matrix, name) for name in ("matmat", "rmatmat", "shape", "dtype")):
+        return _on_host(matrix, tags)
+    if library in ("torch", "networkx", "pandas"):
         raise _no_matrix(matrix, library)
     if callable(matrix):
-        return lx.FunctionLinearOperator(matrix, _space(structure), tags)
+        operator = lx.FunctionLinearOperator(matrix, _space(structure), tags)
+        _check_complex(operator)
+        return operator
     if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
         raise _no_matrix(matrix, library)
     array = matrix if isinstance(matrix, jax.Array) else np.asarray(matrix)
@@ -68,7 +76,56 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     return lx.MatrixLinearOperator(_as_inexact(array), tags)
 
 
-def _sparse(matrix: Any, tags: Any) -> SparseOperator:
+def _several(tags: Any) -> frozenset[object]:
+    tags = frozenset(tags if isinstance(tags, list | tuple | set | frozenset) else [tags])
+    if any(isinstance(tag, str) for tag in tags):
+        must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
+        raise invalid(TypeError, NAME, "tags", must, f"a string in {set(tags)}", cure)
+    return tags
+
+
+def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
+    """Make an operator of an object with the methods of a SciPy `LinearOperator`.
+
+    `custom_linear_solve` is used for nothing but its rules: it says that a function is
+    linear, and what its transpose is. A block of vectors is one call.
+    """
+    _check_square(matrix.shape)
+    dtype = np.dtype(matrix.dtype)
+    _check_length(dtype)
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    dtype = jax.dtypes.canonicalize_dtype(dtype if inexact else float)
+
+    def called(of_block: Any) -> Any:
+        def host(v: Any) -> np.ndarray:
+            block = np.asarray(v).reshape(-1, v.shape[-1]).T
+            return np.asarray(of_block(block), dtype).T.reshape(v.shape)
+
+        shape = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
+        return lambda _, v: jax.pure_callback(host, shape, v, vmap_method="broadcast_all")
+
+    def transposed(block: np.ndarray) -> np.ndarray:
+        try:
+            return matrix.rmatmat(block.conj()).conj()
+        except (
+            NotImplementedError,
+            TypeError,
+        ) as error:  # SciPy calls None if it is missing
+            must = "have rmatvec, because the adjoint is applied"
+            cure = "Define it, or tag the operator if it is symmetric."
+            raise invalid(TypeError, NAME, "matrix", must, repr(error), cure) from error
+
+    solves = called(matrix.matmat), called(transposed)
+
+    def mv(v: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        return jax.lax.custom_linear_solve(lambda x: x, v, *solves)
+
+    return lx.FunctionLinearOperator(
+        mv, jax.ShapeDtypeStruct(matrix.shape[:1], dtype), tags
+    )
+
+
+def _sparse(matrix: Any, tags: frozenset[object]) -> SparseOperator:
     _check_square(matrix.shape)
     if is_of_jax(matrix) and (matrix.n_batch or matrix.n_dense):
         must, got = "be one matrix", f"{matrix.n_batch=}, {matrix.n_dense=}"
@@ -80,13 +137,11 @@ def _sparse(matrix: Any, tags: Any) -> SparseOperator:
         raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
     stored, pattern = entries_of(matrix)
     data, rows, columns = _as_inexact(stored), pattern.rows, pattern.columns
-    several = isinstance(tags, list | tuple | set | frozenset)
-    tagged = frozenset(tags if several else [tags])
     real = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
     same = {lx.symmetric_tag} | (set() if jnp.iscomplexobj(data) else real)
     forwards = table(rows, columns, matrix.shape[0])
-    backwards = None if same & tagged else table(columns, rows, matrix.shape[0])
-    return SparseOperator(data, forwards, backwards, pattern, tagged)
+    backwards = None if same & tags else table(columns, rows, matrix.shape[0])
+    return SparseOperator(data, forwards, backwards, pattern, tags)
 
 
 def _as_inexact(array: Any) -> Inexact[Array, "..."]:
@@ -95,8 +150,26 @@ def _as_inexact(array: Any) -> Inexact[Array, "..."]:
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         must, cure = "have numbers as entries", "Convert it."
         raise invalid(TypeError, NAME, "matrix", must, dtype, cure)
+    _check_length(dtype)
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     return jnp.asarray(array if inexact else array.astype(jnp.result_type(float)))
+
+
+def _check_length(dtype: Any) -> None:
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if np.dtype(dtype).itemsize > (16 if is_complex else 8):
+        must = "have numbers of at most double precision, which are the longest of JAX"
+        cure = f"Pass a.astype(numpy.{'complex128' if is_complex else 'float64'})."
+        raise invalid(TypeError, NAME, "matrix", must, dtype, cure)
+
+
+def _check_complex(operator: Operator) -> None:
+    """Refuse a complex function of real vectors."""
+    into, out = map(jax.tree.leaves, (operator.in_structure(), operator.out_structure()))
+    if any(map(jnp.iscomplexobj, out)) and not any(map(jnp.iscomplexobj, into)):
+        must = "be of complex vectors, because the function returns complex numbers"
+        cure = "Pass a complex example, jax.numpy.zeros(n, complex)."
+        raise invalid(TypeError, NAME, "structure", must, "real ones", cure)
 
 
 def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:
@@ -125,8 +198,6 @@ def _no_matrix(matrix: Any, library: str) -> Exception:
         "torch": "Pass a.numpy(force=True).",
         "pandas": "Pass a.to_numpy().",
         "networkx": "Pass networkx.to_scipy_sparse_array(a).",
-        "scipy": "Pass the matrix, or a function that calls its matvec by "
-        "jax.pure_callback.",
     }
     must = "be an array, a sparse matrix, a function v -> A v, or an operator"
     cure = cures.get(library, "Pass a function, and its structure.")

@@ -60,9 +60,11 @@ class Estimate(eqx.Module):
 
     - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
       operator's input structure. It is NaN if the operator turns out not to satisfy the
-      assumptions of the function: the conventions list them, and the way out.
+      assumptions of the function: `print` says which, and the conventions the way out.
     - `standard_error`: the estimated standard deviation of `value`, real, with the same
-      structure. It is `inf` for a single probe and 0 if `value` is exact. Differentiating
+      structure. It is `inf` for a single probe, 0 if `value` is exact and NaN if `value` is
+      NaN. An exact function of a stored matrix has an error if the matrix is asymmetric
+      beyond rounding: what the asymmetry can change. Differentiating
       it is an error in reverse mode, and infinite in forward mode (stored diagonals: 0).
     - `num_matvecs`: the number of matvecs spent, including those of the adjoint.
     - `degrees_of_freedom`: how well the probes determine `standard_error`, for Student's t
@@ -123,7 +125,7 @@ class Estimate(eqx.Module):
         if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(self.value)):
             must, got = "be asked of a real value, as these have an order", "a complex one"
             cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
-            raise invalid(TypeError, name, "...", must, got, cure)
+            raise invalid(TypeError, name, "", must, got, cure)
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def width(error: Any) -> Array:
@@ -155,14 +157,21 @@ exportable(Estimate(None, None, 0))
 
 
 def exact_estimate(
-    value: PyTree[Inexact[Array, "..."]], spent: int, error: Array | float = 0.0
+    value: PyTree[Inexact[Array, "..."]],
+    spent: int,
+    error: PyTree[Float[Array, "..."]] = None,
 ) -> Estimate:
-    """Wrap an exact value. If it is NaN, so is its error."""
+    """Wrap an exact value. Its error is 0 or, if it is known only as far as the operator is
+    Hermitian, the given one. If it is NaN, so is its error."""
 
-    def error_of(x: Inexact[Array, "..."]) -> Float[Array, "..."]:
+    def error_of(x: Inexact[Array, "..."], error: Array | float = 0.0) -> Array:
         return jnp.where(jnp.isnan(x), jnp.nan, error).astype(x.real.dtype)
 
-    errors = jax.tree.map(error_of, jax.lax.stop_gradient(value))
+    held = jax.lax.stop_gradient(value)
+    if error is None:
+        errors = jax.tree.map(error_of, held)
+    else:
+        errors = jax.tree.map(nondifferentiable, jax.tree.map(error_of, held, error), value)
     return Estimate(value, errors, spent, method="exact")
 
 

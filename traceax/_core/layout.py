@@ -47,7 +47,8 @@ class Layout(enum.Enum):
 
     - `COLUMNS`: `jax.vmap` over the last axis.
     - `ROWS`: `jax.vmap` over the first axis.
-    - `LOOP`: `jax.lax.map`, one vector after the other.
+    - `LOOP`: `jax.lax.map`, one vector after the other, as an operator without `jax.vmap`
+      needs it, for example one that calls `jax.pure_callback` without a `vmap_method`.
 
     Transposed and composed operators do not inherit it: tag them again with
     `lx.TaggedLinearOperator`.
@@ -76,7 +77,22 @@ def through(
         # A batch of one costs transpositions if the caller batches, too: a third of the
         # time of a flow's gradient.
         return apply(block[:, 0])[:, None]
-    match layout or _fastest(apply, block):
+    try:
+        return _many(apply, block, layout or _fastest(apply, block))
+    except NotImplementedError as error:
+        if not any(words in str(error) for words in ("vmap_method", "Batching rule")):
+            raise
+        raise NotImplementedError(
+            "traceax applies an operator to a block of vectors by jax.vmap, but got one "
+            f"that has no jax.vmap: {error} Pass vmap_method to jax.pure_callback, or tag "
+            "the operator with traceax.Layout.LOOP, for one vector after the other."
+        ) from error
+
+
+def _many(
+    apply: ApplyOne, block: Inexact[Array, "n k"], layout: Layout
+) -> Inexact[Array, "p k"]:
+    match layout:
         case Layout.COLUMNS:
             return jax.vmap(apply, in_axes=1, out_axes=1)(block)
         case Layout.ROWS:

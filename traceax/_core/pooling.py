@@ -31,7 +31,15 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
 
         value = sum_j m_j value_j / sum_j m_j,    m_j the matvecs spent on estimate j
 
-    It is unbiased if the estimates are.
+    It is unbiased if the estimates are. Weights are costs, not error bars. A single run of
+    a function that makes a sketch or a Krylov space is better than many short ones with the
+    same number of matvecs in total.
+
+    If the estimates are of different things, such as batches of data, the value is the
+    mean over these batches. Most of the spread is then no noise of the probes. The error
+    bar says how far this mean may be from the mean over all data, of which the batches are
+    a sample, and more matvecs for each batch do not reduce it. The part that the probes
+    cause is the root of the sum of the squares (w_j standard_error_j)^2, w_j = m_j / sum m.
 
     **Arguments**: `estimates`: a sequence, or one `Estimate` whose leaves all have a
     leading axis of runs, as `jax.vmap` returns it. Using the *same* key twice is not

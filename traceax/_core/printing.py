@@ -2,8 +2,9 @@
 
 A number prints to two digits of its standard error. An exact number prints as it is. A
 number whose error is only rounding prints as the shortest number within that error. More
-than ten numbers print as their shape and the relative norm of their errors. Values that
-this process cannot read print as Equinox prints a module.
+than ten numbers print as their shape and the relative norm of their errors. NaN prints
+without an error, and the last line says what it may mean. Values that this process cannot
+read print as Equinox prints a module.
 """
 
 from __future__ import annotations
@@ -19,6 +20,21 @@ from traceax._core.checks import invalid
 
 _MOST_SHOWN = 10
 
+# What is wrong with an operator if the value is NaN, by the first of these names that is in
+# `method`. An exact answer does not say which function gave it.
+_OUTSIDE = "has eigenvalues at which fn is not defined"
+_CAUSES = {
+    "logdet": "is not Hermitian, is not positive definite with this shift, or returns nan",
+    "spectral_density": "is not Hermitian, or returns nan",
+    "arnoldi_trace": "has eigenvalues on a branch cut of fn, or returns nan",
+    "function_": f"is not Hermitian, {_OUTSIDE}, or returns nan",
+    "slq_trace": f"is not Hermitian, {_OUTSIDE}, or returns nan",
+    "schatten_norm": "is not semidefinite as tagged, is not Hermitian, or returns nan",
+    "xnys": "is not semidefinite as tagged, or returns nan",
+    "exact": "returns nan or, for a function of it, is not Hermitian, is not positive "
+    f"definite, or {_OUTSIDE}",
+}
+
 
 def in_words(estimate: Any) -> str:
     """Return `96.6 ± 3.1 (50 matvecs, xtrace)`, or one such line for each leaf."""
@@ -32,8 +48,20 @@ def in_words(estimate: Any) -> str:
         lines.append(f"{name}: {words}" if path else words)
     total = int(np.sum(np.asarray(estimate.num_matvecs)))  # the sum over a batch
     method = f", {estimate.method}" if estimate.method else ""
-    cost = f"({total} matvec{'s' if total != 1 else ''}{method})"
+    why = _cause(estimate.method) if method and _has_nan(estimate) else ""
+    cost = f"({total} matvec{'s' if total != 1 else ''}{method}{why})"
     return f"{lines[0]} {cost}" if len(lines) == 1 else "\n".join([*lines, cost])
+
+
+def _has_nan(estimate: Any) -> bool:
+    return any(np.isnan(leaf).any() for leaf in jax.tree.leaves(estimate.value))
+
+
+def _cause(method: str) -> str:
+    """Return what may have made the value NaN, and where the way out is described."""
+    causes = (cause for name, cause in _CAUSES.items() if name in method)
+    cause = next(causes, "or the given function returns nan")
+    return f"; the operator {cause}: see 'What NaN means' in the guide's Conventions"
 
 
 def formatted(estimate: Any, spec: str) -> str:
@@ -48,7 +76,7 @@ def formatted(estimate: Any, spec: str) -> str:
         raise invalid(TypeError, "Estimate.__format__", "spec", must, got, cure)
     value, error = (np.asarray(x).item() for x in (*leaves, *_error_leaves(estimate)))
     shown = format(value, spec)
-    return shown if error == 0 else f"{shown} ± {error:{spec}}"
+    return shown if error == 0 or np.isnan(value) else f"{shown} ± {error:{spec}}"
 
 
 def _error_leaves(estimate: Any) -> list[Any]:
@@ -73,6 +101,8 @@ def _array_in_words(value: np.ndarray, error: np.ndarray) -> str:
         pairs = zip(value.ravel(), error.ravel(), strict=True)
         words = ", ".join(_number_in_words(v, e.item()) for v, e in pairs)
         return f"[{words}]" if value.ndim else words
+    if undefined := np.count_nonzero(np.isnan(value)):
+        return f"{value.shape}, {undefined} of {value.size} nan"
     if not np.any(error) and np.all(np.isfinite(value)):
         return f"{value.shape} exact"
     with np.errstate(all="ignore"):
@@ -84,6 +114,8 @@ def _array_in_words(value: np.ndarray, error: np.ndarray) -> str:
 def _number_in_words(value: np.generic, error: float) -> str:
     """Write a number to two digits of its error, with a power of ten if it is very large
     or very small."""
+    if np.isnan(value):
+        return "nan"
     if error == 0:
         return str(value)
     if not np.isfinite(error) or not np.isfinite(value):

@@ -61,7 +61,14 @@ class Outcome(eqx.Module):
 
 @eqx.filter_custom_jvp
 def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
-    return compiled(algorithm, subject, probes)
+    return compiled(_outcome, algorithm, subject, probes)
+
+
+def _outcome(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
+    """Run an algorithm. If a value is NaN, so is its error."""
+    outcome = algorithm(subject, probes)
+    error = jnp.where(jnp.isnan(outcome.value), jnp.nan, outcome.standard_error)
+    return eqx.tree_at(lambda o: o.standard_error, outcome, error)
 
 
 @_evaluate.def_jvp

@@ -65,6 +65,8 @@ def entries_of(matrix: Any) -> tuple[Any, Pattern]:
         import scipy.sparse  # noqa: PLC0415
 
         stored = scipy.sparse.coo_array(matrix)
+        if stored.dtype == bool:
+            stored.sum_duplicates()  # True and True are 1, not 2
         return stored.data, Pattern(stored.coords, n)
     indices, starts = np.asarray(matrix.indices), getattr(matrix, "indptr", None)
     if starts is not None:

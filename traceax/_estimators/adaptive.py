@@ -110,7 +110,7 @@ def adaptive_trace(
     call = call.using(for_sketch(operator))
     sign = -1 if is_negative(operator) else 1
     growing = _Growing(call.is_semidefinite, sign, call.resphere)
-    levels = _levels(operator.in_size(), max_matvecs, growing.matvecs_a_probe)
+    levels = _levels(operator.in_size(), call.num_matvecs, growing.matvecs_a_probe)
     tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
     search = _Search(call, growing, LinearMap(frozen(operator)), levels, tolerances)
     empty = jnp.zeros((operator.in_size(), 0), working_dtype(operator))

@@ -127,7 +127,7 @@ class Call:
 
     def in_batches(self, batch_size: int | None, progress_meter: Any) -> Call:
         """Take `batch_size` probes at a time, or all if it is None, and show progress."""
-        checks.check_batch_size(self.name, batch_size, 1)
+        batch_size = checks.check_batch_size(self.name, batch_size, 1)
         meter = checked_meter(self.name, progress_meter)
         return replace(self, batch_size=batch_size, meter=meter)
 
@@ -256,8 +256,8 @@ def begin(
     if made is not None:
         check_dependence(name, made, takes)
     enough = min(operator.in_size(), operator.out_size())
-    checks.check_count(name, argument, num_matvecs, min(least, enough))
-    return Call(name, operator, key, num_matvecs, made)
+    budget = checks.check_count(name, argument, num_matvecs, min(least, enough))
+    return Call(name, operator, key, budget, made)
 
 
 def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Outcome:

@@ -95,6 +95,7 @@ def custom_trace(
         sampler=sampler,
         takes="dependent",
     )
+    num_probes = call.num_matvecs
     (probes,) = call.draw(num_probes)
     operator, linear_map = call.operator, LinearMap(call.operator)
     arrays, rest = eqx.partition(linear_map, eqx.is_array)

@@ -139,7 +139,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
     **Reference**: Dharangutte and Musco (2021), arXiv:2110.13752.
     """
     check_dependence("deltashift", as_sampler("deltashift", sampler))
-    check_count("deltashift", "num_matvecs", num_matvecs)
+    num_matvecs = check_count("deltashift", "num_matvecs", num_matvecs)
     return DeltaShift(
         partial(_init, num_matvecs=num_matvecs, sampler=sampler),
         partial(_update, num_matvecs=num_matvecs, sampler=sampler),

@@ -14,6 +14,7 @@ because tr(f'(A + E) dA) is analytic in E. So derivatives keep half of their dig
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Float, Inexact
 
+from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import LinearMap, Operator, known_diagonal, stores_matrix
 from traceax._core.rule import Algorithm, Outcome, Values, estimate, with_own_jvp
@@ -114,6 +116,46 @@ def hermitian_or_nan(matrix: Array) -> Array:
     return jnp.where(skew > MATRIX_ASYMMETRY * largest_modulus(matrix), jnp.nan, matrix)
 
 
+def asymmetry_error(
+    matrix: Inexact[Array, " *entries"],
+    value: Inexact[Array, "*values"],
+    of_matrix: Callable[[Array], Array],
+) -> Float[Array, "*values"]:
+    """Return how much the exact value of a Hermitian matrix depends on its asymmetry.
+
+    The value is of the Hermitian part. The error is its distance from the value of the
+    Hermitian matrix that has the same lower triangle. It is 0 if the asymmetry is rounding,
+    and then no second matrix is decomposed. A diagonal can be given instead of the matrix.
+    `of_matrix` returns the value of a matrix.
+    """
+    if matrix.ndim == 1:
+        return jnp.zeros_like(value.real)
+    return compiled(_asymmetry_error, *jax.lax.stop_gradient((matrix, value)), of_matrix)
+
+
+def _asymmetry_error(matrix: Array, value: Array, of_matrix: Callable) -> Array:
+    arrays, rest = eqx.partition(of_matrix, eqx.is_array)
+
+    @lapack.one_by_one  # or a batch would decompose all second matrices
+    def error(known: tuple[Array, Array, Any]) -> Array:
+        matrix, value, arrays = known
+
+        def distance() -> Array:
+            lower = jnp.tril(matrix, -1)
+            diagonal = jnp.diag(jnp.diagonal(matrix).real).astype(matrix.dtype)
+            symmetric = lower + diagonal + lower.conj().T
+            change = eqx.combine(arrays, rest)(symmetric) - value
+            return jnp.where(jnp.isfinite(change), jnp.abs(change), jnp.inf)
+
+        none = jnp.zeros_like(value.real)
+        skew = largest_modulus(matrix - matrix.conj().T)
+        rounding = 16 * jnp.finfo(none.dtype).eps * len(matrix) ** 0.5
+        is_asymmetric = skew > rounding * largest_modulus(matrix)
+        return jax.lax.cond(is_asymmetric, distance, lambda: none)
+
+    return error((matrix, value, arrays))
+
+
 def exact_function_trace(
     call: Call, fn: Flat, structure: Structure, combine: ScalarFunction | None = None
 ) -> Estimate:
@@ -139,10 +181,22 @@ def _from_matrix(
 def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     """Compute tr f(A) from the eigenvalues of a Hermitian matrix."""
     matrix = hermitian_or_nan(subject.linear_map.dense())
+    nodes, fn, combine = _eigenvalues(matrix), subject.fn, subject.combine
+    outcome = exact_outcome(combine, nodes.total(fn), nodes)
+    error = asymmetry_error(matrix, outcome.value, Partial(_total, fn, combine))
+    return eqx.tree_at(lambda o: o.standard_error, outcome, error)
+
+
+def _eigenvalues(matrix: Inexact[Array, "n n"]) -> Nodes:
     eigen = decompose(matrix)
     weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
-    nodes = Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
-    return exact_outcome(subject.combine, nodes.total(subject.fn), nodes)
+    return Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
+
+
+def _total(fn: Flat, combine: ScalarFunction | None, matrix: Array) -> Values:
+    """Return tr f(A), or the combination of traces."""
+    total = _eigenvalues(matrix).total(fn)
+    return total if combine is None else combine(total)
 
 
 def _matrix_pairs(
@@ -175,9 +229,10 @@ def exact_power_sum(call: Call, p: Any) -> Estimate:
 
 
 def power(x: Array, p: Any) -> Array:
-    """Return |x|^p, and 0 at 0, where there is no derivative that could be meant."""
+    """Return |x|^p, and 0 at 0, where there is no derivative that could be meant. NaN
+    stays NaN."""
     size = jnp.abs(x)
-    return jnp.where(size > 0, jnp.where(size > 0, size, 1) ** p, 0)
+    return jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** p)
 
 
 def _along(subject: tuple[Array, Any], slope: Array) -> Array:

@@ -57,7 +57,7 @@ from traceax._core.vectors import as_result
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_ratio
 from traceax._estimators.readouts import TwoSided, leave_one_out, two_sided
-from traceax._functions.exact_functions import entries, exact_estimate
+from traceax._functions.exact_functions import asymmetry_error, entries, exact_estimate
 from traceax._functions.slq import (
     Function,
     checked_run,
@@ -158,8 +158,11 @@ def function_diagonal(
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps, choose, tests)
     check_samples(name, shape.width, colours, "num_probes")
     if (known := entries(operator, budget)) is not None:
-        value = as_result(_exact_diagonal(known.array, converted), operator.in_structure())
-        return exact_estimate(value, known.spent)
+        value = _exact_diagonal(converted, known.array)
+        held = Partial(_exact_diagonal, frozen(converted))
+        error = asymmetry_error(known.array, value, held)
+        value, error = (as_result(x, operator.in_structure()) for x in (value, error))
+        return exact_estimate(value, known.spent, error if known.array.ndim > 1 else None)
     if colours > 1:
         return _probed(call, converted, shape)
     bound, node = zero_if_positive(operator), node_for(operator, converted)
@@ -217,7 +220,7 @@ def _quadrature_error(
 
 
 def _exact_diagonal(
-    array: Inexact[Array, " *entries"], fn: ScalarFunction
+    fn: ScalarFunction, array: Inexact[Array, " *entries"]
 ) -> Float[Array, " n"]:
     """Return the diagonal of f(A), where `array` is the matrix A or its diagonal."""
     if array.ndim == 1:

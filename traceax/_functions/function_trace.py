@@ -19,6 +19,7 @@ import numpy as np
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
+from traceax._core.canonical import compiled
 from traceax._core.checks import check_count, check_positive, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
@@ -34,6 +35,7 @@ from traceax._functions.equations import Shift, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
     EIGENVALUES,
+    asymmetry_error,
     entries,
     exact_estimate,
     exact_function_trace,
@@ -51,6 +53,7 @@ from traceax._functions.slq import (
     real_dtype,
     zero_if_positive,
 )
+from traceax._linalg import lapack
 from traceax._linalg.columns import dot, largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
@@ -207,10 +210,12 @@ def logdet(
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
     covers sampling, quadrature (with a positive shift as for tagged operators, unless the
     run finds a negative eigenvalue of A) and rounding. The value is NaN if A + shift I is
-    found not to be positive definite. If an eigenvalue is 0 to rounding, its true value may
-    be much smaller, and the error bar is wide enough for that. It is infinite if nothing
-    shows how small the eigenvalue is (after a factorisation, or in a Krylov space that
-    ends).
+    found to have a negative eigenvalue. If an eigenvalue is 0 to rounding, its true value
+    may be much smaller, and the error bar is wide enough for that. It is infinite if
+    nothing shows how small the eigenvalue is, and the value is then -inf if rounding has
+    made the eigenvalue 0 or negative. So the answer for a singular operator, for example
+    `gauss_newton` with fewer outputs than parameters, is -inf ± inf or has a very wide
+    error bar: pass a positive `shift`.
 
     **Derivatives**: in the operator and in `shift`, as for `function_trace`. **Cost**: at
     most `num_matvecs` matvecs, as for `function_trace`.
@@ -237,7 +242,9 @@ def logdet(
     operator, shift, _, rest = whitened(call.operator, shift)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
-        logs, error = jnp.vectorize(partial(_log_determinant, known.array))(shift)
+        logs, error = _log_determinants(shift, known.array)
+        logs_of = Partial(_logs, jax.lax.stop_gradient(shift))
+        error = error + asymmetry_error(known.array, logs, logs_of)
         return exact_estimate(logs + rest, known.spent, error)
     fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
@@ -245,6 +252,17 @@ def logdet(
     subject = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
     estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
+
+
+def _log_determinants(
+    shift: Float[Array, "*shifts"], array: Inexact[Array, " *entries"]
+) -> tuple[Float[Array, "*shifts"], Float[Array, "*shifts"]]:
+    """Return the log-determinants for all shifts, and their errors."""
+    return jnp.vectorize(partial(_log_determinant, array))(shift)
+
+
+def _logs(shift: Float[Array, "*shifts"], matrix: Array) -> Float[Array, "*shifts"]:
+    return _log_determinants(shift, matrix)[0]
 
 
 def _log_determinant(
@@ -261,15 +279,19 @@ def factorised(
 ) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
     """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and its error.
 
-    The error of the log-determinant is infinite if B is singular to rounding, else zero.
+    The error of the log-determinant is infinite if B is singular to rounding, else zero. If
+    rounding has made B indefinite, the log-determinant is -inf. If B is clearly indefinite,
+    it is NaN.
+
     The derivative is d log det B = tr B^{-1} dB. It computes B^{-1}, which takes less time
     than the derivative of the Cholesky factorisation.
     """
     identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shifted = matrix + shift.astype(matrix.dtype) * identity
     held = jax.lax.stop_gradient(shifted)
-    factor = jnp.linalg.cholesky(held)
+    factor, is_singular = compiled(lapack.cholesky_if_definite, held)
     logs = 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+    logs = jnp.where(is_singular, -jnp.inf, logs)
     error = jnp.where(_is_singular(held, factor), jnp.inf, 0).astype(logs.dtype)
     inverse = Partial(solved, factor, y=identity)
     return (
@@ -471,8 +493,8 @@ def arnoldi_trace(
     Quarterly of Applied Mathematics 9(1); Saad (1992), doi:10.1137/0729014.
     """
     name = "arnoldi_trace"
-    check_count(name, "num_probes", num_probes, 1)
-    check_count(name, "num_steps", num_steps, 1)
+    num_probes = check_count(name, "num_probes", num_probes, 1)
+    num_steps = check_count(name, "num_steps", num_steps, 1)
     call = begin(name, operator, key, num_probes * num_steps, sampler=sampler)
     dtype = working_dtype(call.operator)
     _, structure = scalar_function(name, fn, dtype)

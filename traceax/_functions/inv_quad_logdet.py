@@ -38,7 +38,12 @@ from traceax._core.operator import LinearMap, Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._estimators.call import Call, begin
 from traceax._functions.equations import Shift, guessed, right_hand_sides, whitened
-from traceax._functions.exact_functions import CHOLESKY, entries, exact_estimate
+from traceax._functions.exact_functions import (
+    CHOLESKY,
+    asymmetry_error,
+    entries,
+    exact_estimate,
+)
 from traceax._functions.function_trace import factorised
 from traceax._functions.slq import node_for
 from traceax._linalg.columns import column_dots, column_norms_squared, column_scales, over
@@ -81,6 +86,9 @@ class InvQuadLogdet(eqx.Module):
 
     def __str__(self) -> str:
         return f"inv_quad: {self.inv_quad}\nlogdet: {self.logdet}"
+
+    def __repr__(self) -> str:
+        return f"<inv_quad: {self.inv_quad!r}, logdet: {self.logdet!r}>"
 
 
 exportable(InvQuadLogdet(Estimate(None, None, 0), Estimate(None, None, 0), None))
@@ -125,7 +133,8 @@ def inv_quad_logdet(
     and the shift positive (as far as the run can see), the value is at most this much below
     the truth. Otherwise the bound uses an estimate of the least eigenvalue, and is infinite
     if that is 0 to rounding. `inv_quad.num_matvecs` counts the matvecs of the run and the
-    solve. Results are NaN as in `logdet`.
+    solve. Results are NaN as in `logdet`. For a singular operator without a shift, the
+    error bar of `inv_quad` is infinite, or NaN after a factorisation.
 
     **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
     another solve. They take about 0.8 num_matvecs matvec-VJPs for the log-determinant, and
@@ -158,10 +167,11 @@ def inv_quad_logdet(
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
-        solution, logs, error = _exact_solve(known.array, shift, columns)
-        form = jnp.sum(column_dots(columns, solution).real)
-        exact = partial(exact_estimate, spent=known.spent, error=error)
-        form, logdet = exact(form), exact(logs + rest)
+        solution, values, error = _exact_solve(known.array, shift, columns)
+        values_of = Partial(_exact_values, *jax.lax.stop_gradient((shift, columns)))
+        errors = error + asymmetry_error(known.array, values, values_of)
+        form = exact_estimate(values[0], known.spent, errors[0])
+        logdet = exact_estimate(values[1] + rest, known.spent, errors[1])
     else:
         fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
         bound = -jax.lax.stop_gradient(shift)
@@ -176,8 +186,8 @@ def inv_quad_logdet(
 
 def _exact_solve(
     array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
-) -> tuple[Inexact[Array, "n t"], Float[Array, ""], Float[Array, ""]]:
-    """Return the solution, the log-determinant and its error, from all entries of A.
+) -> tuple[Inexact[Array, "n t"], Float[Array, " 2"], Float[Array, ""]]:
+    """Return the solution, the quadratic form and the log-determinant, and their error.
 
     `array` is the matrix A, or its diagonal if it has no other entries.
     """
@@ -185,9 +195,18 @@ def _exact_solve(
         # If an entry is negative, the result is NaN, as with a Cholesky factorisation.
         shifted = jnp.where(jnp.all(array + shift >= 0), array + shift, jnp.nan)
         solution = y / shifted[:, None].astype(y.dtype)
-        return solution, jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
-    solve, logs, error = factorised(array, shift)
-    return solve(y), logs, error
+        logs, error = jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
+    else:
+        solve, logs, error = factorised(array, shift)
+        solution = solve(y)
+    form = jnp.sum(column_dots(y, solution).real)
+    return solution, jnp.stack([form, logs]), error
+
+
+def _exact_values(
+    shift: Float[Array, ""], y: Inexact[Array, "n t"], matrix: Inexact[Array, "n n"]
+) -> Float[Array, " 2"]:
+    return _exact_solve(matrix, shift, y)[1]
 
 
 def _estimated(

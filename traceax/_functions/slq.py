@@ -122,8 +122,8 @@ def slq_trace(
     derived in `traceax/_quadrature/nodes.py`.
     """
     name = "slq_trace"
-    checks.check_count(name, "num_probes", num_probes, 1)
-    checks.check_count(name, "num_steps", num_steps, 1)
+    num_probes = checks.check_count(name, "num_probes", num_probes, 1)
+    num_steps = checks.check_count(name, "num_steps", num_steps, 1)
     budget = num_probes * num_steps
     call = begin(name, operator, key, budget, sampler=sampler, takes="coloured")
     call = call.in_batches(batch_size, progress_meter)
@@ -152,15 +152,18 @@ def checked_run(
     shape from a budget if the user gives neither `num_probes` nor `num_steps`. If the user
     gives one of them, the budget also pays for the matvecs of `tests` more probes.
     """
-    named = {"num_probes": num_probes, "num_steps": num_steps}
-    named = {argument: count for argument, count in named.items() if count is not None}
-    for argument, count in named.items():
-        checks.check_count(name, argument, count, 1, "the fewest that can be used")
+    why, num_matvecs = "the fewest that can be used", int(num_matvecs)
+    if num_probes is not None:
+        num_probes = checks.check_count(name, "num_probes", num_probes, 1, why)
+    if num_steps is not None:
+        num_steps = checks.check_count(name, "num_steps", num_steps, 1, why)
     if num_probes is None and num_steps is None:
         return choose(num_matvecs), num_matvecs
     if num_probes is not None and num_steps is not None:
         return Shape(num_probes, num_steps), num_probes * num_steps
-    ((argument, count),) = named.items()
+    count = num_steps if num_probes is None else num_probes
+    argument = "num_steps" if num_probes is None else "num_probes"
+    assert count is not None
     least = count + tests if num_steps is None else count * (1 + tests)
     checks.check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
     if num_steps is None:

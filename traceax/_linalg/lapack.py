@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact, PyTree
 
 Decomposition = Callable[[Any], Any]
 
 
-def _one_by_one(decompose: Decomposition) -> Decomposition:
+def one_by_one(decompose: Decomposition) -> Decomposition:
     """Make `vmap` of a decomposition a loop on the CPU.
 
     `decompose` takes one array, or a tuple of arrays that have the same batches.
@@ -46,24 +46,45 @@ def _one_by_one(decompose: Decomposition) -> Decomposition:
 
 
 # Each takes and returns the same as its namesake in `jnp.linalg`, but as a plain tuple.
-qr = _one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
-complete_qr = _one_by_one(lambda block: tuple(jnp.linalg.qr(block, mode="complete")))
-svd = _one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
-eigh = _one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
-eig = _one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
-eigvals = _one_by_one(jnp.linalg.eigvals)
-solve = _one_by_one(lambda equations: jnp.linalg.solve(*equations))
+qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
+complete_qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block, mode="complete")))
+svd = one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
+eigh = one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
+eig = one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
+eigvals = one_by_one(jnp.linalg.eigvals)
+solve = one_by_one(lambda equations: jnp.linalg.solve(*equations))
 # It reads the lower triangle, and returns NaN if the matrix is not positive definite.
-cholesky = _one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_input=False))
+cholesky = one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_input=False))
 
 
-@_one_by_one
+@one_by_one
 def pinv(matrix: Inexact[Array, "p k"]) -> Inexact[Array, "k p"]:
     """Return the pseudoinverse. Singular values at the level of rounding count as zero."""
     return jnp.linalg.pinv(matrix, rtol=jnp.finfo(matrix.dtype).eps * matrix.shape[0])
 
 
-@_one_by_one
+@one_by_one
+def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Array, ""]]:
+    """Return a Cholesky factor, and whether nothing but rounding prevents it.
+
+    The factor is of the Hermitian part, and NaN if that is not positive definite. The
+    second result is true if a matrix without a factor has one once it is lifted by the
+    rounding errors of eigenvalues. All eigenvalues of a semidefinite matrix are below n
+    times its largest diagonal entry.
+    """
+    factor = jnp.linalg.cholesky(matrix)
+    exists = jnp.all(jnp.isfinite(factor))
+
+    def is_singular() -> Bool[Array, ""]:
+        n, largest = len(matrix), jnp.max(jnp.abs(jnp.diagonal(matrix)))
+        rounding = (4 * jnp.finfo(matrix.dtype).eps * n * largest).astype(matrix.dtype)
+        lifted = matrix + rounding * jnp.eye(n, dtype=matrix.dtype)
+        return jnp.all(jnp.isfinite(jnp.linalg.cholesky(lifted)))
+
+    return factor, jax.lax.cond(exists, lambda: jnp.array(False), is_singular)
+
+
+@one_by_one
 def eigh_above(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
     """Decompose a matrix that should be positive definite.
 

@@ -366,12 +366,14 @@ def colour_pattern(name: str, pattern: Any, power: int, num_colours: Any) -> Col
 
     The message for too few colours says how many suffice.
     """
-    check_count(name, "power", power, 1, "a step", "Pass 1 for the pattern itself.")
+    power = check_count(name, "power", power, 1, "a step", "Pass 1 for the pattern itself.")
     edges = undirected(places(name, pattern))
     if num_colours is None:
         return _of_power(edges, power)
     cure = "Pass as many as there are matvecs to spend."
-    check_count(name, "num_colours", num_colours, 1, "one for all dimensions", cure)
+    num_colours = check_count(
+        name, "num_colours", num_colours, 1, "one for all dimensions", cure
+    )
     found = best_colouring(edges, power, num_colours)
     if found is not None:
         return found

@@ -100,7 +100,7 @@ class Sampler:
         self, key: PRNGKeyArray, structure: Structure, num_probes: int
     ) -> PyTree[Inexact[Array, "..."]]:
         check_key(self.__name__, key)
-        check_count(self.__name__, "num_probes", num_probes, 1)
+        num_probes = check_count(self.__name__, "num_probes", num_probes, 1)
         count, rest = divmod(num_probes, self.group)
         if not self.independent or count == 1 or rest:
             return self.draw(key, structure, num_probes)
