@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree, Real
+from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.checks import check_field
@@ -30,7 +30,7 @@ from traceax._linalg.columns import mean
 from traceax._probes.draw import for_mean
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, unit_vectors
 
-GivenPoint = PyTree[Real[ArrayLike, "..."]]
+GivenPoint = PyTree[Float[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
 Field = Callable[[Any, Any], Any]
 
@@ -42,12 +42,10 @@ def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
     """
     check_field(name, fn, x)
 
-    def inexact(leaf: Any) -> Array:
-        dtype = jnp.result_type(leaf)
-        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
-        return jax.lax.convert_element_type(leaf, dtype)
+    def strong(leaf: Any) -> Array:
+        return jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
 
-    return jax.tree.map(inexact, x)
+    return jax.tree.map(strong, x)
 
 
 def hessian(fn: Field, x: Point, args: PyTree) -> Operator:

@@ -314,16 +314,23 @@ def check_field(name: str, fn: object, x: object) -> None:
     """A function `fn(x, args)`, and a point at which its derivatives are taken."""
     cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
     check_callable(name, "fn", fn, "fn(x, args)", cure)
-    leaves = jax.tree.leaves(x)
-    wrong = [leaf for leaf in leaves if not _is_real(leaf)]
-    if wrong or not sum(map(jnp.size, leaves)):
-        must = "be a pytree of real arrays" if wrong else "have at least one entry"
+    leaves, _ = jax.tree.flatten_with_path(x)
+    wrong = [at for at in leaves if not _is_differentiable(at[1])]
+    if wrong or not sum(jnp.size(leaf) for _, leaf in leaves):
+        must = "be a pytree of real arrays of floats" if wrong else "have at least one entry"
         cure = (
-            "Put what is not differentiated into args (of a module, take its arrays by "
-            "eqx.partition and combine the rest in fn); take complex numbers apart."
+            "Put what is not differentiated into args. Of a module, take x by "
+            "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
+            "Make integers that are coordinates floats, and take complex numbers apart."
         )
-        kind, got = (TypeError, show(wrong[0])) if wrong else (ValueError, repr(x))
+        path, leaf = wrong[0] if wrong else ((), x)
+        where = f" at x{jax.tree_util.keystr(path)}" if path else ""
+        kind, got = (TypeError, show(leaf) + where) if wrong else (ValueError, repr(x))
         raise invalid(kind, name, "x", must, got, cure)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return _is_real(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def check_same_structure(name: str, x: object, values: object, fn: str = "fn") -> None:
