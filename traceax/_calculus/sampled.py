@@ -19,6 +19,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from traceax._calculus.taylor import second_derivatives_sum
+from traceax._core.canonical import varying, varying_axes
 from traceax._core.checks import check_field
 from traceax._core.estimate import Estimate
 from traceax._core.operator import Operator, jacobian_operator, working_dtype
@@ -35,15 +36,19 @@ Point = PyTree[Inexact[Array, "..."]]
 Field = Callable[[Any, Any], Any]
 
 
-def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
+def differentiable_point(name: str, fn: object, x: PyTree, *others: PyTree) -> Point:
     """Check a function and a point x, and return x as strongly typed arrays of floats.
 
-    `name` is the public function that errors name.
+    `name` is the public function that errors name. Inside `jax.shard_map` x has the types
+    of that mesh, even if it is closed over, and varies wherever `others` do.
     """
     check_field(name, fn, x)
+    axes = varying_axes(x, others)
+    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
     def strong(leaf: Any) -> Array:
-        return jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
+        leaf = jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
+        return varying(leaf * 1 if inside else leaf, axes)
 
     return jax.tree.map(strong, x)
 

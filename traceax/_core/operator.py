@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.canonical import Canonical, canonical, strongly_typed
+from traceax._core.canonical import Canonical, canonical, strongly_typed, varying, varying_axes
 from traceax._core.layout import Layout, through, through_matrix
 from traceax._core.sparse import SparseOperator, own_pattern
 from traceax._core.vectors import common_dtype, flatten, in_rows, unflatten
@@ -148,6 +148,9 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
             return bare.times(block.astype(bare.data.dtype)).astype(dtype)
         case lx.AddLinearOperator() as bare if own_pattern(bare) is not None:
             return _apply(bare.operator1, block) + _apply(bare.operator2, block)
+        case lx.JacobianLinearOperator() as bare:  # a tangent has to vary as its point does
+            block = varying(block, varying_axes(bare))
+            return through(apply, block, layout_tag(operator))
         case lx.MatrixLinearOperator():
             return through_matrix(apply, block, layout_tag(operator))
         case _:
