@@ -148,7 +148,9 @@ def as_hessian(p: jax.Array) -> lx.AbstractLinearOperator:
 
 
 def as_gauss_newton(p: jax.Array) -> lx.AbstractLinearOperator:
-    return tx.gauss_newton(lambda p, args: jnp.tanh(p @ p), lambda o, args: jnp.sum(o**2), p)
+    return tx.gauss_newton(
+        lambda p, args: jnp.tanh(p @ p), lambda o, args: jnp.sum(o**2), p
+    )
 
 
 def as_function(p: jax.Array) -> lx.AbstractLinearOperator:

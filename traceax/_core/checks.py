@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
 from traceax._core.operator import Operator, canonicalise, is_negative, is_positive
+from traceax._core.questions import class_name
 from traceax._core.vectors import dimension
 
 
@@ -134,7 +135,7 @@ def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> N
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
     if not (is_positive(operator) or is_negative(operator)):
         must = "be tagged positive or negative semidefinite, as its algorithm needs"
-        got = f"a {type(operator).__name__} that is not"
+        got = f"a {class_name(operator)} that is not"
         cure = (
             "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
             " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
@@ -227,7 +228,7 @@ def check_shift(
     """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
     if is_negative(operator):
         must = "not be tagged negative semidefinite, because log det A would not be real"
-        got = f"a {type(operator).__name__} that is"
+        got = f"a {class_name(operator)} that is"
         cure = "Negate it, and estimate log det(-A)."
         raise invalid(ValueError, name, "operator", must, got, cure)
     is_diagonal = isinstance(shift, lx.DiagonalLinearOperator)
@@ -317,7 +318,9 @@ def check_field(name: str, fn: object, x: object) -> None:
     leaves, _ = jax.tree.flatten_with_path(x)
     wrong = [at for at in leaves if not _is_differentiable(at[1])]
     if wrong or not sum(jnp.size(leaf) for _, leaf in leaves):
-        must = "be a pytree of real arrays of floats" if wrong else "have at least one entry"
+        must = (
+            "be a pytree of real arrays of floats" if wrong else "have at least one entry"
+        )
         cure = (
             "Put what is not differentiated into args. Of a module, take x by "
             "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
