@@ -143,9 +143,10 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    With `diffusion` S it is tr(S* H S), the second-order term of a Fokker-Planck,
-    Black-Scholes or Hamilton-Jacobi-Bellman equation (twice that term, if the equation has
-    a factor 1/2).
+    With `diffusion` S it is tr(S* H S), the second-order term of a Black-Scholes or
+    Hamilton-Jacobi-Bellman equation (twice that term, if the equation has a factor 1/2). S
+    is not differentiated in x, so a Fokker-Planck equation has this term only if S is
+    constant.
 
     The estimate is unbiased. It is computed forwards in collapsed Taylor mode: one sweep
     carries a first derivative for each probe, and one second derivative, the sum over the
