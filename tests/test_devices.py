@@ -143,7 +143,8 @@ def squares(p: jax.Array) -> jax.Array:
 
 def as_hessian(p: jax.Array) -> lx.AbstractLinearOperator:
     """As the page says: lineax's own conversion of closures fails inside of a mesh."""
-    grad, how = jax.grad(lambda p, args: squares(p)), {"closure_convert": False}
+    grad = jax.grad(lambda p, args: squares(p))
+    how: Any = {"closure_convert": False}
     return lx.JacobianLinearOperator(grad, 1 * p, tags=lx.symmetric_tag, **how)
 
 
