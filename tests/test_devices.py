@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import traceax as tx
 from tests.calls import CALLS, MATRIX
 from tests.helpers import SECONDS, address, cases, close, outputs, programs
 
@@ -133,3 +135,64 @@ def test_inside_of_shard_map(name: str) -> None:
     (value, slopes), (expected, exact) = (f(matrix) for f in both)
     close(value, expected, 1e-10)
     np.testing.assert_allclose(slopes, exact, rtol=1e-7, atol=1e-9 * np.max(np.abs(exact)))
+
+
+def squares(p: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(p @ p) ** 2) + jnp.prod(p) + jnp.linalg.norm(p)
+
+
+def as_hessian(p: jax.Array) -> lx.AbstractLinearOperator:
+    """As the page says: lineax's own conversion of closures fails inside of a mesh."""
+    grad = jax.grad(lambda p, args: squares(p))
+    how: Any = {"closure_convert": False}
+    return lx.JacobianLinearOperator(grad, 1 * p, tags=lx.symmetric_tag, **how)
+
+
+def as_gauss_newton(p: jax.Array) -> lx.AbstractLinearOperator:
+    return tx.gauss_newton(
+        lambda p, args: jnp.tanh(p @ p), lambda o, args: jnp.sum(o**2), p
+    )
+
+
+def as_function(p: jax.Array) -> lx.AbstractLinearOperator:
+    return tx.as_operator(lambda v: p**2 * v, p, tags=lx.positive_semidefinite_tag)
+
+
+POINTS: dict[str, Any] = {
+    "divergence": lambda p, key: tx.divergence(lambda p, args: jnp.sin(p @ p), p, key, 4),
+    "biharmonic": lambda p, key: tx.biharmonic(lambda p, args: squares(p), p, key, 4),
+    **{
+        f"{name}, {k}": lambda p, key, f=f, k=k: f(lambda p, args: squares(p), p, key, k)
+        for name, f in (("laplacian", tx.laplacian), ("diagonal", tx.hessian_diagonal))
+        for k in (8, 10, 16)
+    },
+    "Jacobian": lambda p, key: tx.hutchinson_trace(as_hessian(p), key, 8),
+    "function": lambda p, key: tx.hutchinson_trace(as_function(p), key, 8),
+    "gauss_newton": lambda p, key: tx.hutchinson_trace(as_gauss_newton(p), key, 8),
+}
+QUICK = ["laplacian, 10", "diagonal, 16", "Jacobian", "function", "gauss_newton"]
+
+
+@pytest.mark.parametrize("name", cases(POINTS, *QUICK))
+def test_points_inside_of_shard_map(name: str) -> None:
+    """Closed over, whole, or cut; in `pmap` too, and checked for what varies, too."""
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
+    point = jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+    keys = jax.random.split(jax.random.key(0), 1)
+
+    def run(key: Any, p: jax.Array = point) -> jax.Array:
+        return jnp.sum(POINTS[name](p, key).value)
+
+    want, rows, whole = jax.jit(run)(keys[0]), PartitionSpec("devices"), PartitionSpec()
+    close(jax.pmap(run)(keys)[0], want, 1e-10)
+    listed = name in ("Jacobian", "function", "gauss_newton")  # on the page
+    for check, cut in ((False, False), (False, True), (True, False), (True, True)):
+        if check and (name == "gauss_newton" or (listed and not cut)):
+            continue
+        how: Any = {"mesh": mesh, "out_specs": rows, "check_vma": check}
+        if not cut:
+            closed = jax.shard_map(lambda k: run(k[0])[None], in_specs=rows, **how)
+            close(jax.jit(closed)(keys)[0], want, 1e-10)
+        given = lambda k, p: run(k[0], p)[None]  # noqa: E731
+        inside = jax.shard_map(given, in_specs=(rows, rows if cut else whole), **how)
+        close(jax.jit(inside)(keys, point)[0], want, 1e-10)

@@ -16,7 +16,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from traceax._core import checks
+from traceax._core import checks, questions
 from traceax._core import operator as ops
 from traceax._core.checks import invalid
 from traceax._core.estimate import Estimate
@@ -252,7 +252,7 @@ def _sampler_facts(sampler: Any, k: int, independent: bool, cut: bool, dtype: st
 
 def check_operator(
     operator: lx.AbstractLinearOperator, key: PRNGKeyArray, *, rtol: float | None = None
-) -> None:
+) -> dict[str, str]:
     """Check that a lineax operator is linear and consistent, and that its tags are true.
 
     With random vectors it checks that `mv` returns `out_structure` and is linear, over the
@@ -264,6 +264,13 @@ def check_operator(
     `key`: a JAX random key. `rtol`: the relative error that is taken for rounding. Default
     `None`: eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
+    **Returns** the functions of lineax that the class, or a class inside a sum or product,
+    has not registered: a dictionary from their names to what follows. It is empty for
+    lineax's own classes. lineax itself needs `is_symmetric`, `is_positive_semidefinite` and
+    `is_negative_semidefinite` to make an operator. traceax needs only `lx.conj`, and only
+    if the operator is complex. If `lx.diagonal` is registered, `trace` and `diagonal` use
+    it instead of matvecs.
+
     **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: 110
     matvecs.
 
@@ -272,14 +279,33 @@ def check_operator(
         >>> import jax, lineax as lx, traceax.testing
         >>> operator = lx.MatrixLinearOperator(jax.numpy.eye(3), lx.unit_diagonal_tag)
         >>> traceax.testing.check_operator(operator, jax.random.key(0))
+        {}
 
     **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
     """
     checks.check_operator("testing.check_operator", operator, square=False)
     checks.check_key("testing.check_operator", key)
-    operator = ops.canonicalise(jax.tree.map(_of_this_process, operator))
+    own = jax.tree.map(_of_this_process, operator)
+    operator, missing = ops.canonicalise(own), _unregistered(own)
     rtol = ops.unit_roundoff(operator) ** 0.6 if rtol is None else rtol
-    _list_faults("check_operator", operator, _operator_facts(operator, key, rtol))
+    _list_faults("check_operator", own, _operator_facts(operator, key, rtol, missing))
+    return missing
+
+
+_FOLLOWS: dict[Any, str] = {
+    **dict.fromkeys(questions.TAGS, "it is taken as no"),
+    lx.conj: "the operator is taken as its own conjugate, because it is real",
+    lx.diagonal: "traces and diagonals take matvecs",
+}
+
+
+def _unregistered(operator: Any) -> dict[str, str]:
+    """Return what follows from each function of lineax that a class has not registered."""
+    parts = filter(ops.is_silent, jax.tree.leaves(operator, is_leaf=ops.is_silent))
+    missing = dict.fromkeys(
+        function for part in parts for function in questions.missing(part)
+    )
+    return {f.__name__: _FOLLOWS.get(f, "traceax does not ask") for f in missing}
 
 
 def _of_this_process(leaf: Any) -> Any:
@@ -298,7 +324,9 @@ def _image(operator: Any, x: Any) -> Any:
     return flatten(image, common_dtype(operator.out_structure()))
 
 
-def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
+def _operator_facts(
+    operator: Any, key: PRNGKeyArray, rtol: Any, missing: dict[str, str]
+) -> Facts:
     into, out = operator.in_structure(), operator.out_structure()
     program, got, _ = eqx.filter_make_jaxpr(operator.mv)(into)
     jax.tree.map(_of_this_process, program.consts)  # also what functions close over
@@ -313,6 +341,8 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     aty = _image(operator.transpose(), y)
     size = float(norm(ax) * norm(y)) + float(norm(aty) * norm(x))
     yield "transpose is that of mv, y.(Ax) = (A^T y).x", aty @ x, y @ ax, rtol * size
+    if "conj" in missing and jnp.iscomplexobj(x):
+        yield "lx.conj", "none", "registered, because the operator is complex", 0
     conjugate = _image(lx.conj(operator), x.conj())
     yield "lx.conj is that of mv, conj(A) conj(x) = conj(Ax)", conjugate, ax.conj(), bound
     with suppress(NotImplementedError):  # a class may have no matrix
@@ -336,12 +366,13 @@ def _operator_facts(operator: Any, key: PRNGKeyArray, rtol: Any) -> Facts:
     bound = rtol * norm(y) * (norm(ax) + norm(slope))
     yield "reverse derivative = forward derivative", reverse, jnp.sum(y * slope).real, bound
     if eqx.tree_equal(into, out) is True:
-        yield from _tag_facts(operator, xs, rtol)
+        yield from _tag_facts(operator, xs, rtol, missing)
 
 
-def _tag_facts(operator: Any, xs: Any, rtol: float) -> Facts:
+def _tag_facts(operator: Any, xs: Any, rtol: float, missing: dict[str, str]) -> Facts:
     """Compute numbers that are zero if lineax is right, from some columns of the operator
-    and from its Ritz values in a small Krylov space."""
+    and from its Ritz values in a small Krylov space. Add to `missing` what is true, but is
+    not registered."""
     n, rows = xs.shape[1], jax.vmap(partial(_image, operator))
     places = np.unique(np.linspace(0, n - 1, 32).astype(int))[:, None]
     columns = rows(jnp.asarray(places == np.arange(n), xs.dtype))
@@ -366,9 +397,11 @@ def _tag_facts(operator: Any, xs: Any, rtol: float) -> Facts:
         lx.has_unit_diagonal: jnp.where(apart == 0, columns - 1, 0),
     }
     for question, entries in zeros.items():
-        with suppress(NotImplementedError):  # lineax has not been told
-            if question(operator):
-                yield f"lineax.{question.__name__} is true", entries, 0, bound
+        name = question.__name__
+        if question(operator):
+            yield f"lineax.{name} is true", entries, 0, bound
+        elif name in missing and jnp.all(jnp.abs(entries) <= bound):
+            missing[name] += ", but seems to be true: register it"
 
 
 def check_estimator(

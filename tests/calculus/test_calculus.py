@@ -390,6 +390,37 @@ def test_functions_in_a_point_are_taken_out_as_the_message_says() -> None:
     assert jnp.isfinite(tx.laplacian(run, arrays, KEY, 2).value)
 
 
+class Counting(eqx.Module):
+    """A network that counts its training steps."""
+
+    net: Any
+    steps: Any
+
+    def __call__(self, x: Any) -> Any:
+        return self.net(x)
+
+
+def test_integer_leaves_are_no_dimensions() -> None:
+    """They were made floats: the Gauss-Newton matrix had a row of zeros for the counter."""
+    net, x = Counting(network("laplacian", 3), jnp.asarray(1000, jnp.int32)), jnp.ones(3)
+    arrays, rest = eqx.partition(net, eqx.is_array)
+    fn = lambda a, args: eqx.combine(a, rest)(x)  # noqa: E731
+    loss = lambda outputs, args: outputs**2  # noqa: E731
+    calls: dict[str, Any] = {
+        **{name: lambda x, f=f: f(fn, x, KEY, 2) for name, f in CALCULUS.items()},
+        "biharmonic": lambda x: tx.biharmonic(fn, x, KEY, 2),
+        "gauss_newton": lambda x: tx.gauss_newton(fn, loss, x),
+        "empirical_fisher": lambda x: tx.empirical_fisher(fn, x),
+    }
+    for name, call in calls.items():
+        words = rf"{name}\(x=.*got int32\[\] at x\.steps\. .*eqx\.is_inexact_array"
+        refused(TypeError, words, call, arrays)
+    refused(TypeError, r"got int64\[3\]\. ", calls["laplacian"], jnp.arange(3))
+    floats, rest = eqx.partition(net, eqx.is_inexact_array)
+    operator = calls["gauss_newton"](floats)
+    assert operator.in_size() == ravel_pytree(floats)[0].size
+
+
 def test_wrong_values_say_the_cure() -> None:
     x, one, real = jnp.ones(3), "must return one real number", "must return arrays of real"
     divergence, entries, square = tx.divergence, tx.hessian_diagonal, tx.unbiased_square

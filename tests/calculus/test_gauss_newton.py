@@ -13,7 +13,7 @@ from tests.helpers import close, leaks_checked, refused
 
 KEY = jax.random.key(2)
 NET = eqx.nn.MLP(4, 3, 8, 1, jnp.tanh, key=KEY, dtype=float)
-PARAMETERS, STATIC = eqx.partition(NET, eqx.is_array)
+PARAMETERS, STATIC = eqx.partition(NET, eqx.is_inexact_array)
 FLAT, UNFLATTEN = ravel_pytree(PARAMETERS)
 DATA = jax.random.normal(KEY, (10, 4)), jnp.arange(10) % 3
 N = FLAT.size

@@ -57,7 +57,7 @@ def gauss_newton(
     **Reference**: Schraudolph (2002), doi:10.1162/08997660260028683; Martens (2020), JMLR
     21(146).
     """
-    x = differentiable_point("gauss_newton", fn, x)
+    x = differentiable_point("gauss_newton", fn, x, args)
     check_returned("gauss_newton", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
     outputs = fn(x, args)
     check_loss("gauss_newton", loss, outputs, args)
@@ -94,7 +94,7 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
 
     **Reference**: Kunstner, Balles and Hennig (2019), arXiv:1905.12558.
     """
-    x = differentiable_point("empirical_fisher", fn, x)
+    x = differentiable_point("empirical_fisher", fn, x, args)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("empirical_fisher", "fn", result, "real numbers")
     jacobian = jacobian_operator(fn, x, args)

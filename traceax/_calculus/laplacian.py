@@ -128,7 +128,7 @@ def divergence(
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); for flows,
     Grathwohl et al. (2019), FFJORD, arXiv:1810.01367.
     """
-    name, x = "divergence", differentiable_point("divergence", fn, x)
+    name, x = "divergence", differentiable_point("divergence", fn, x, key, args)
     operator = jacobian_operator(fn, x, args)
     check_same_structure(name, operator.in_structure(), operator.out_structure())
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
@@ -155,9 +155,10 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    With `diffusion` S it is tr(S* H S), the second-order term of a Fokker-Planck,
-    Black-Scholes or Hamilton-Jacobi-Bellman equation (twice that term, if the equation has
-    a factor 1/2).
+    With `diffusion` S it is tr(S* H S), the second-order term of a Black-Scholes or
+    Hamilton-Jacobi-Bellman equation (twice that term, if the equation has a factor 1/2). S
+    is not differentiated in x, so a Fokker-Planck equation has this term only if S is
+    constant.
 
     The estimate is unbiased. It is computed forwards in collapsed Taylor mode: one sweep
     carries a first derivative for each probe, and one second derivative, the sum over the
@@ -198,7 +199,7 @@ def laplacian(
     **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Dangel et al.
     (2025), arXiv:2505.13644; for the sketch Meyer et al. (2021), arXiv:2010.09649.
     """
-    x = differentiable_point("laplacian", fn, x)
+    x = differentiable_point("laplacian", fn, x, key, args)
     if diffusion is not None:
         fn, x = _diffused(fn, x, diffusion)
     result = eqx.filter_eval_shape(fn, x, args)
@@ -325,7 +326,7 @@ def hessian_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
     name = "hessian_diagonal"
-    x = differentiable_point(name, fn, x)
+    x = differentiable_point(name, fn, x, key, args)
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
     call = begin(name, hessian(fn, x, args), key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
@@ -373,7 +374,7 @@ def biharmonic(
 
     **Reference**: Hu et al. (2024), arXiv:2312.14499, section 3.3.
     """
-    x = differentiable_point("biharmonic", fn, x)
+    x = differentiable_point("biharmonic", fn, x, key, args)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("biharmonic", "fn", result, "real or complex numbers")
     subject = FourthDerivatives(canonical(fn, x, args), *strongly_typed((x, args)))

@@ -16,9 +16,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree, Real
+from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from traceax._calculus.taylor import second_derivatives_sum
+from traceax._core.canonical import varying, varying_axes
 from traceax._core.checks import check_field
 from traceax._core.estimate import Estimate
 from traceax._core.operator import Operator, jacobian_operator, working_dtype
@@ -30,24 +31,26 @@ from traceax._linalg.columns import mean
 from traceax._probes.draw import for_mean
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, unit_vectors
 
-GivenPoint = PyTree[Real[ArrayLike, "..."]]
+GivenPoint = PyTree[Float[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
 Field = Callable[[Any, Any], Any]
 
 
-def differentiable_point(name: str, fn: object, x: PyTree) -> Point:
+def differentiable_point(name: str, fn: object, x: PyTree, *others: PyTree) -> Point:
     """Check a function and a point x, and return x as strongly typed arrays of floats.
 
-    `name` is the public function that errors name.
+    `name` is the public function that errors name. Inside `jax.shard_map` x has the types
+    of that mesh, even if it is closed over, and varies wherever `others` do.
     """
     check_field(name, fn, x)
+    axes = varying_axes(x, others)
+    inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
-    def inexact(leaf: Any) -> Array:
-        dtype = jnp.result_type(leaf)
-        dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
-        return jax.lax.convert_element_type(leaf, dtype)
+    def strong(leaf: Any) -> Array:
+        leaf = jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
+        return varying(leaf * 1 if inside else leaf, axes)
 
-    return jax.tree.map(inexact, x)
+    return jax.tree.map(strong, x)
 
 
 def hessian(fn: Field, x: Point, args: PyTree) -> Operator:

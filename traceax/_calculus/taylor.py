@@ -32,6 +32,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
+from traceax._core.canonical import varying, varying_axes
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -79,6 +81,8 @@ def second_derivatives_sum(
 
     The v_i are `directions`, along a leading axis of every leaf.
     """
+    axes = varying_axes(x)
+    directions = jax.tree.map(lambda leaf: varying(leaf, axes), directions)
     program, structure = jax.make_jaxpr(fn, return_shape=True)(x)
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(directions), strict=True)
     outputs = _run_jets(program, [_Jet(leaf, first) for leaf, first in leaves])

@@ -16,11 +16,12 @@ once. The call then draws probes, or answers exactly, and `finish` runs the algo
 the derivative rule (`_core.rule`), which compiles it and freezes what the derivative reads.
 An algorithm is a plain function `(subject, probes) -> Outcome`.
 
-This package, `_core`, has these modules: `operator` (all calls of lineax), `vectors`
-(pytrees as columns of blocks), `layout` (how a block goes through an operator), `canonical`
-(equal functions share one program), `rule`, `checks` (error messages), `estimate`,
-`printing` and `pooling` (what estimators return, how it prints, how several become one),
-`conversion` and `sparse` (from what people have to an operator).
+This package, `_core`, has these modules: `operator` (all calls of lineax), `questions`
+(answers that lineax wants from every class), `vectors` (pytrees as columns of blocks),
+`layout` (how a block goes through an operator), `canonical` (equal functions share one
+program), `rule`, `checks` (error messages), `estimate`, `printing` and `pooling` (what
+estimators return, how it prints, how several become one), `conversion` and `sparse` (from
+what people have to an operator).
 
 A new thing has one place. Copy one of its kind:
 

@@ -42,8 +42,10 @@ class Canonical(eqx.Module):
 
     def __call__(self, *args: PyTree[Any]) -> PyTree[Array | np.ndarray]:
         run = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))
-        inputs = jax.tree.leaves(eqx.filter(args, eqx.is_array))
-        return jax.tree.unflatten(self.result, run(*self.arrays, *inputs))
+        inputs = [*self.arrays, *jax.tree.leaves(eqx.filter(args, eqx.is_array))]
+        # lineax asks for the result of arguments that vary over no axis.
+        axes = (_axes(variable.aval) for variable in self.jaxpr.invars)
+        return jax.tree.unflatten(self.result, run(*map(varying, inputs, axes)))
 
 
 def strongly_typed(tree: PyTree) -> PyTree:
@@ -58,6 +60,24 @@ def strongly_typed(tree: PyTree) -> PyTree:
         return leaf
 
     return jax.tree.map(strong, tree)
+
+
+def varying_axes(*trees: PyTree) -> frozenset[str]:
+    """Return the axes of a mesh over which arrays vary inside `jax.shard_map`, by their
+    types. There are none elsewhere, and none with `check_vma=False`."""
+    arrays = jax.tree.leaves(eqx.filter(trees, eqx.is_array))
+    return frozenset().union(*(_axes(jax.typeof(array)) for array in arrays))
+
+
+def _axes(kind: Any) -> frozenset[str]:
+    kind = getattr(kind, "manual_axis_type", None)
+    return getattr(kind, "varying", frozenset())
+
+
+def varying(array: Any, axes: frozenset[str]) -> Any:
+    """Return an array whose type says that it varies over these axes, too."""
+    others = tuple(axes - varying_axes(array))
+    return jax.lax.pcast(array, others, to="varying") if others else array
 
 
 def canonical(fn: Callable[..., Any], *args: Any) -> Canonical:

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
 from traceax._core.operator import Operator, canonicalise, is_negative, is_positive
+from traceax._core.questions import class_name
 from traceax._core.vectors import dimension
 
 
@@ -158,7 +159,7 @@ def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> i
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
     if not (is_positive(operator) or is_negative(operator)):
         must = "be tagged positive or negative semidefinite, as its algorithm needs"
-        got = f"a {type(operator).__name__} that is not"
+        got = f"a {class_name(operator)} that is not"
         cure = (
             "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
             " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
@@ -251,7 +252,7 @@ def check_shift(
     """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
     if is_negative(operator):
         must = "not be tagged negative semidefinite, because log det A would not be real"
-        got = f"a {type(operator).__name__} that is"
+        got = f"a {class_name(operator)} that is"
         cure = "Negate it, and estimate log det(-A)."
         raise invalid(ValueError, name, "operator", must, got, cure)
     is_diagonal = isinstance(shift, lx.DiagonalLinearOperator)
@@ -356,16 +357,25 @@ def check_field(name: str, fn: object, x: object) -> None:
     cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
     check_callable(name, "fn", fn, "fn(x, args)", cure)
     _check_takes_args(name, "fn", fn, "fn(x, args)")
-    leaves = jax.tree.leaves(x)
-    wrong = [leaf for leaf in leaves if not _is_real(leaf)]
-    if wrong or not sum(map(jnp.size, leaves)):
-        must = "be a pytree of real arrays" if wrong else "have at least one entry"
-        cure = (
-            "Put what is not differentiated into args (of a module, take its arrays by "
-            "eqx.partition and combine the rest in fn); take complex numbers apart."
+    leaves, _ = jax.tree.flatten_with_path(x)
+    wrong = [at for at in leaves if not _is_differentiable(at[1])]
+    if wrong or not sum(jnp.size(leaf) for _, leaf in leaves):
+        must = (
+            "be a pytree of real arrays of floats" if wrong else "have at least one entry"
         )
-        kind, got = (TypeError, show(wrong[0])) if wrong else (ValueError, repr(x))
+        cure = (
+            "Put what is not differentiated into args. Of a module, take x by "
+            "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
+            "Make integers that are coordinates floats, and take complex numbers apart."
+        )
+        path, leaf = wrong[0] if wrong else ((), x)
+        where = f" at x{jax.tree_util.keystr(path)}" if path else ""
+        kind, got = (TypeError, show(leaf) + where) if wrong else (ValueError, repr(x))
         raise invalid(kind, name, "x", must, got, cure)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return _is_real(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
 def check_same_structure(name: str, x: object, values: object, fn: str = "fn") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, PyTree
 
+from traceax._core.canonical import canonical
 from traceax._core.checks import invalid
 from traceax._core.operator import Operator
 from traceax._core.sparse import SparseOperator, entries_of, is_of_jax, table
@@ -66,7 +68,9 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     if library in ("torch", "networkx", "pandas"):
         raise _no_matrix(matrix, library)
     if callable(matrix):
-        operator = lx.FunctionLinearOperator(matrix, _space(structure), tags)
+        space = _space(structure)
+        code = canonical(matrix, space)
+        operator = lx.FunctionLinearOperator(code, space, tags, closure_convert=False)
         _check_complex(operator)
         return operator
     if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
@@ -175,13 +179,15 @@ def _check_complex(operator: Operator) -> None:
 def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:
     """Return the structure of the vectors that a function takes."""
     if isinstance(structure, int) and not isinstance(structure, bool) and structure > 0:
-        return jax.ShapeDtypeStruct((structure,), jnp.result_type(float))
+        structure = jax.ShapeDtypeStruct((structure,), jnp.result_type(float))
     leaves = jax.tree.leaves(structure)
     if not leaves or not all(hasattr(leaf, "dtype") for leaf in leaves):
         must = "say what vectors the function takes"
         cure = "Pass their number of entries, or an example of one."
         raise invalid(TypeError, NAME, "structure", must, repr(structure), cure)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), structure)
+    # The type of a result: inside `jax.shard_map` it has a mesh, which lineax compares.
+    once = lambda x: x * jnp.ones((), x.dtype)  # noqa: E731
+    return jax.eval_shape(partial(jax.tree.map, once), structure)
 
 
 def _check_square(shape: tuple[int, ...]) -> None:

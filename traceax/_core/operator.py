@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -10,8 +11,15 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, Inexact
 
-from traceax._core.canonical import Canonical, canonical, strongly_typed
+from traceax._core.canonical import (
+    Canonical,
+    canonical,
+    strongly_typed,
+    varying,
+    varying_axes,
+)
 from traceax._core.layout import Layout, through, through_matrix
+from traceax._core.questions import Answering, is_own, missing
 from traceax._core.sparse import SparseOperator, own_pattern
 from traceax._core.vectors import common_dtype, flatten, in_rows, unflatten
 
@@ -39,6 +47,8 @@ def canonicalise(module: Module) -> Module:
             fn = canonical(node.fn, node.in_structure())
         elif isinstance(node, lx.JacobianLinearOperator):
             fn = canonical(node.fn, node.x, node.args)
+        elif is_silent(node):
+            return Answering(node)
         else:
             return node
         return eqx.tree_at(lambda op: op.fn, node, fn)
@@ -47,8 +57,13 @@ def canonicalise(module: Module) -> Module:
     return jax.tree.map(
         with_canonical_function,
         strongly_typed(module),
-        is_leaf=lambda node: isinstance(node, kinds),
+        is_leaf=lambda node: isinstance(node, (*kinds, Answering)) or is_silent(node),
     )
+
+
+def is_silent(node: Any) -> bool:
+    """Return whether it is an operator that does not answer all questions of lineax."""
+    return is_own(node) and bool(missing(node))
 
 
 def jacobian_operator(fn: Any, x: Any, args: Any, tags: Any = ()) -> Operator:
@@ -148,6 +163,9 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
             return bare.times(block.astype(bare.data.dtype)).astype(dtype)
         case lx.AddLinearOperator() as bare if own_pattern(bare) is not None:
             return _apply(bare.operator1, block) + _apply(bare.operator2, block)
+        case lx.JacobianLinearOperator() as bare:  # a tangent has to vary as its point does
+            block = varying(block, varying_axes(bare))
+            return through(apply, block, layout_tag(operator))
         case lx.MatrixLinearOperator():
             return through_matrix(apply, block, layout_tag(operator))
         case _:
@@ -214,7 +232,7 @@ def known_diagonal(operator: Operator) -> tuple[Inexact[Array, " n"], int] | Non
     dtype = working_dtype(operator)
     if _has_tangent(operator):
         return None
-    if stores_matrix(operator):
+    if _consists_of(operator, _stores_diagonal):
         with jax.numpy_dtype_promotion("standard"):  # lineax has I in default precision
             diagonal = lx.diagonal(operator).astype(dtype)
             return in_rows(diagonal, operator.in_structure(), jnp), 0
@@ -240,15 +258,33 @@ def untagged(operator: Operator) -> Operator:
 
 def stores_matrix(operator: Any) -> bool:
     """Return whether the entries of the operator are stored."""
+    return _consists_of(operator, lambda part: isinstance(part, _STORED))
+
+
+_STORED = (
+    lx.MatrixLinearOperator,
+    lx.PyTreeLinearOperator,
+    lx.DiagonalLinearOperator,
+    lx.TridiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    SparseOperator,
+)
+
+
+def _stores_diagonal(part: Any) -> bool:
+    """Return whether lineax knows the diagonal without a matvec: it is stored, or a class
+    from outside lineax has registered it."""
+    part = part.operator if isinstance(part, Answering) else part
+    return isinstance(part, _STORED) or (is_own(part) and lx.diagonal not in missing(part))
+
+
+def _consists_of(operator: Any, holds: Callable[[Any], bool]) -> bool:
+    """Return whether something holds for each operator that is tagged, scaled or added."""
     match operator:
         case lx.AddLinearOperator(operator1=one, operator2=other):
-            return stores_matrix(one) and stores_matrix(other)
+            return _consists_of(one, holds) and _consists_of(other, holds)
         case lx.TaggedLinearOperator(operator=inner) | lx.NegLinearOperator(operator=inner):
-            return stores_matrix(inner)
+            return _consists_of(inner, holds)
         case lx.MulLinearOperator(operator=inner) | lx.DivLinearOperator(operator=inner):
-            return stores_matrix(inner)
-        case lx.MatrixLinearOperator() | lx.PyTreeLinearOperator() | SparseOperator():
-            return True
-        case lx.DiagonalLinearOperator() | lx.TridiagonalLinearOperator():
-            return True
-    return isinstance(operator, lx.IdentityLinearOperator)
+            return _consists_of(inner, holds)
+    return holds(operator)

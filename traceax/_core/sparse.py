@@ -15,7 +15,6 @@ the rows of the block again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
 from typing import Any
 
 import equinox as eqx
@@ -24,6 +23,8 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int
+
+from traceax._core.questions import answer
 
 Places = Int[np.ndarray, " entries"]
 _WIDEST = 64
@@ -164,24 +165,6 @@ class SparseOperator(lx.AbstractLinearOperator):
         own = np.flatnonzero(self.pattern.rows == self.pattern.columns)
         empty = jnp.zeros(self.pattern.shape[0], self.data.dtype)
         return empty.at[self.pattern.rows[own]].add(self.data[own])
-
-
-_QUESTIONS = {
-    lx.is_symmetric: lx.symmetric_tag,
-    lx.is_diagonal: lx.diagonal_tag,
-    lx.is_tridiagonal: lx.tridiagonal_tag,
-    lx.is_lower_triangular: lx.lower_triangular_tag,
-    lx.is_upper_triangular: lx.upper_triangular_tag,
-    lx.is_positive_semidefinite: lx.positive_semidefinite_tag,
-    lx.is_negative_semidefinite: lx.negative_semidefinite_tag,
-    lx.has_unit_diagonal: lx.unit_diagonal_tag,
-}
-
-
-def answer(kind: type, tags: Callable[[Any], Collection[object]]) -> None:
-    """Answer lineax's questions about the operators of a class by their tags."""
-    for question, tag in _QUESTIONS.items():
-        question.register(kind, lambda operator, tag=tag: tag in tags(operator))
 
 
 answer(SparseOperator, lambda operator: operator.tags)

@@ -99,11 +99,11 @@ def off_diagonal(probes: Block, products: Block) -> Float[Array, ""]:
 
 
 def _off(
-    lengths: Float[Array, "n *k"],
-    squares: Float[Array, "n *k"],
-    forms: Inexact[Array, "n *k"],
+    lengths: Float[Array, "n ..."],
+    squares: Float[Array, "n ..."],
+    forms: Inexact[Array, "n ..."],
     count: int,
-) -> Float[Array, "*k"]:
+) -> Float[Array, "..."]:
     """Return the same from the sums M, Q and S of each row. It is at least rounding."""
     whole, eps = lengths * squares, float(jnp.finfo(lengths.dtype).eps)
     off = jnp.sum(whole - squares_of(forms), axis=0)

@@ -183,7 +183,8 @@ def left_out_in_pairs(fit: Fit) -> WithoutPairs:
     first, last = matrices[..., 0, 0].real, matrices[..., 1, 1].real
     corner = matrices[..., 1, 0]
     eps = float(jnp.finfo(first.dtype).eps)
-    above = jnp.where(first > 1e3 * eps, 1 / first, 0)
+    known = first > 1e3 * eps
+    above = jnp.where(known, 1 / jnp.where(known, first, 1), 0)
     ratio = times(above, corner)
     below = 1 / jnp.maximum(last - above * squared_modulus(corner), eps)
     off = -times(below, ratio)

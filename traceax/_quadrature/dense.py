@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.operator import LinearMap, Operator, working_dtype
+from traceax._core.questions import answer
 from traceax._core.rule import with_own_jvp
-from traceax._core.sparse import answer
 from traceax._core.vectors import Structure, flatten, unflatten
 from traceax._linalg import lapack
 from traceax._linalg.columns import dot, einsum, over, promoted, squared_modulus, times
