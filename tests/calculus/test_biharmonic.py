@@ -1,5 +1,6 @@
 """The Laplacian of the Laplacian."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -113,6 +114,25 @@ def test_error_bars_are_honest_where_nested_ones_are_not() -> None:
     assert z < 1.15
     assert held > 0.9
     assert score(nested)[0] > 1.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [10, 20, 40])
+def test_intervals_hold_where_one_direction_dominates(count: int) -> None:
+    """In 0.85 of 500 runs at least (measured: .88 to .91 for 95 %; they held in .77 to .85,
+    which is the sabotage)."""
+    direction = jax.random.normal(KEY, (100,)) / 10
+    fn = lambda x, args: (direction @ x) ** 4 / 24  # noqa: E731
+    truth = jnp.sum(direction**2) ** 2
+
+    def run(key: Any) -> Any:
+        got = tx.biharmonic(fn, jnp.zeros(100), key, count)
+        few = dataclasses.replace(got, degrees_of_freedom=(count - 1) / 3)
+        return contains(got, truth), contains(few, truth)
+
+    held, before = map(jnp.mean, over_keys(run, KEY, 500))
+    assert held > 0.85
+    assert before < held
 
 
 def test_wrong_use_says_the_cure() -> None:

@@ -48,13 +48,17 @@ def trace(
     3. If a `pattern` is given and `num_matvecs` colours are enough to keep three steps
        apart, `hutchinson_trace` with `probing` is used. From 32 colours on, matvecs with 8
        of them decide whether Hutch++ deflates low modes and fewer colours probe the rest.
-    4. If it is tagged positive or negative semidefinite, `xnystrace` is used from 3 matvecs
+    4. If it is tagged positive or negative semidefinite, `xnystrace` is used from 4 matvecs
        on. From 8 matvecs on, a quarter of them are second matvecs A Q, as in `xtrace`. They
        make it accurate for decaying eigenvalues and for a few large ones over a flat rest.
     5. For all others, from 12 matvecs on, `xtrace` is used if singular values decay and
        `hutchinson_trace` if they do not. Half of the budget is spent on this decision,
        which is random if the probes disagree.
     6. With fewer matvecs, `xtrace` is used from 6 on, and `hutchinson_trace` below.
+
+    In choices 4 to 6, an operator that turns out to be nearly diagonal is estimated without
+    a sketch, from the same matvecs. Its diagonal then adds nothing to the error, as if the
+    probes were random signs.
 
     The estimate is unbiased, because the choice for a probe depends on the others only.
 
@@ -103,11 +107,12 @@ def diagonal(
     is exact whenever `trace` is. With a `pattern`, `hutchinson_diagonal` with `probing` is
     used, without deflation. Otherwise the estimator is
 
-    - for operators tagged positive or negative semidefinite, from 6 matvecs on, `xnysdiag`
+    - for operators tagged positive or negative semidefinite, from 3 matvecs on, `xnysdiag`
       if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same matvecs;
     - for all others, from 12 matvecs on, `xdiag` if singular values decay and
       `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
-    - with fewer, `xnysdiag` from 3 on, `xdiag` from 6 on, else `hutchinson_diagonal`.
+    - with fewer, `xdiag` from 6 on (unless the operator turns out to be nearly diagonal),
+      else `hutchinson_diagonal`.
 
     **Arguments** (the others are in the guide's conventions): `num_matvecs`, `pattern`: as
     in `trace`.

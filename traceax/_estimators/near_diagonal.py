@@ -77,7 +77,7 @@ class NearDiagonal(eqx.Module):
         forms = self.probes.conj() * self.products
         lengths = squares_of(self.probes)
         estimated = over(_others(forms), _positive(_others(lengths)))
-        control = jnp.sum(estimated * (lengths - 1), axis=0)
+        control = jnp.sum(times(estimated, lengths - 1), axis=0)
         values = jnp.sum(forms, axis=0) - times(self.theta, control)
         rounding = 4 * eps * jnp.sum(jnp.abs(forms)) / forms.shape[1]
         # The f_i share the probes from which the D_i are estimated.

@@ -129,7 +129,8 @@ class Samples(eqx.Module):
         If there are `weights`, which sum to 1, the mean is a weighted one.
         """
         values, scale = self.values, self.scale
-        error = standard_error(self.sharing**0.5 * values, self.rounding)
+        sharing = jnp.asarray(self.sharing, self.rounding.dtype)
+        error = standard_error(times(jnp.sqrt(sharing), values), self.rounding)
         if weights is None:
             return times(scale, mean(values)), scale * error
         error = root_design_effect(weights) * error

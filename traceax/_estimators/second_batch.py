@@ -5,9 +5,12 @@ variance. If they do not, it is better to apply A to as many fresh probes F. In 
 of `leave_one_out`, there are two unbiased estimates for each probe i of Y = A Omega:
 
     traces:     e_i = tr(P_i A) + c_i mu_i* A mu_i                              from A Q
-                f_i = (w_i* A w_i + mean_j F_j* A F_j) / 2                      from A F
+                f_i = (w_i* (A - D_i) w_i + tr D_i + mean_j F_j* A F_j) / 2     from A F
     diagonals:  e_i = diag A_i + conj(w_i) o B_i w_i                            from A* Q
                 f_i = (conj(w_i) o A w_i + mean_j F_j o conj(A* F_j)) / 2       from A* F
+
+D_i is a multiple of the diagonal that the other probes estimate, so that nearly diagonal
+operators have small errors (`near_diagonal`). For random signs it changes nothing.
 
 A single decision for all probes, computed from Y, would depend on the forms w_i* A w_i that
 it decides about, so the estimate would be biased. Instead each probe i has its own weight
@@ -20,7 +23,9 @@ expectation over u of
     otherwise:     value = sum (1 - a_i) f_i / sum (1 - a_i).
 
 The weight a_i falls from 1 to 0 as t_i, the share of the variance that a sketch leaves,
-grows to about .5. This share is
+grows to about .5. (With fewer than 6 probes only a share above 1.2 counts.) If the operator
+is nearly diagonal, the variance of samples is smaller than that of forms on the sphere, or
+of signs on a dense operator, and t_i is divided by the ratio. This share is
 
     t_i = sum_j |r_ij|^2 / sum_j |A w_j|^2,    r_ij = (I - P_ij) A w_j,    j != i,
 
