@@ -287,7 +287,8 @@ def _sketched(
     readout = Batches(all_at_once(directions), one, along)
     value = readout(subject)
     samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
-    floor = rounding(subject, samples) + rounding(subject, value[:, None])
+    # Columns of Q that are nearly dependent have lengths off by some units of roundoff.
+    floor = rounding(subject, samples) + 8 * rounding(subject, value[:, None])
     factor = jnp.where(takes_signs, (rest / count) ** 0.5, correction**0.5)
     return Outcome(value, standard_error(times(factor, samples), floor), readout)
 

@@ -47,6 +47,10 @@ from traceax._probes.samplers import SamplerLike, rademacher
 
 Blocks = tuple[Inexact[Array, "n _"], ...]
 
+# The rounding error of a trace on the range of Q, in units of roundoff. Columns of Q whose
+# images are nearly dependent have lengths that are off by up to 20 units.
+OF_BASIS = 16
+
 
 def hutchpp_trace(
     operator: Operator,
@@ -168,7 +172,7 @@ def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcom
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
-    error = standard_error(samples, 4 * linear_map.eps * rounding)
+    error = standard_error(samples, OF_BASIS * linear_map.eps * rounding)
     return Outcome(jnp.sum(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
 
 
@@ -191,7 +195,7 @@ def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Out
     missed = products - dot(q, dot(inverse, dot(co_range.conj().T, rest)))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    error = standard_error(samples, 4 * linear_map.eps * rounding)
+    error = standard_error(samples, OF_BASIS * linear_map.eps * rounding)
     weight = _hutchpp_pairs(q, *_project(rest, q, resphere))
     return Outcome(low + mean(samples), error, weight)
 
