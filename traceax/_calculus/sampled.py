@@ -47,7 +47,8 @@ def differentiable_point(name: str, fn: object, x: PyTree, *others: PyTree) -> P
     inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
     def strong(leaf: Any) -> Array:
-        leaf = jax.lax.convert_element_type(leaf, jnp.result_type(leaf))
+        dtype = jnp.result_type(float if isinstance(leaf, int) else leaf)
+        leaf = jax.lax.convert_element_type(leaf, dtype)
         return varying(leaf * 1 if inside else leaf, axes)
 
     return jax.tree.map(strong, x)

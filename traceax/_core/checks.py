@@ -375,6 +375,9 @@ def check_field(name: str, fn: object, x: object) -> None:
 
 
 def _is_differentiable(leaf: Any) -> bool:
+    """Accept arrays of floats, and numbers of Python, which become floats."""
+    if isinstance(leaf, int) and not isinstance(leaf, bool):
+        return True
     return _is_real(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
 
 
