@@ -47,9 +47,9 @@ from traceax._probes.samplers import SamplerLike, rademacher
 
 Blocks = tuple[Inexact[Array, "n _"], ...]
 
-# The rounding error of a trace on the range of Q, in units of roundoff. Columns of Q whose
-# images are nearly dependent have lengths that are off by up to 20 units.
-OF_BASIS = 16
+# Columns of Q whose images are nearly dependent have lengths that are off by up to 20 units
+# of roundoff. These are units of the dtype, even if matvecs have more noise.
+OF_BASIS = 12
 
 
 def hutchpp_trace(
@@ -172,8 +172,14 @@ def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcom
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
     rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
-    error = standard_error(samples, OF_BASIS * linear_map.eps * rounding)
+    error = standard_error(samples, _roundoff(linear_map) * rounding)
     return Outcome(jnp.sum(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
+
+
+def _roundoff(linear_map: LinearMap) -> Float[Array, ""] | float:
+    """Return the relative rounding error of a trace on the range of Q."""
+    of_basis = OF_BASIS * float(jnp.finfo(linear_map.dtype).eps)
+    return 4 * linear_map.eps + of_basis
 
 
 def _sketch_and_rest(num_matvecs: int) -> tuple[int, int]:
@@ -195,7 +201,7 @@ def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Out
     missed = products - dot(q, dot(inverse, dot(co_range.conj().T, rest)))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    error = standard_error(samples, OF_BASIS * linear_map.eps * rounding)
+    error = standard_error(samples, _roundoff(linear_map) * rounding)
     weight = _hutchpp_pairs(q, *_project(rest, q, resphere))
     return Outcome(low + mean(samples), error, weight)
 
