@@ -206,10 +206,8 @@ def test_bars_where_the_rank_is_the_number_of_probes(rest: float, tag: Any) -> N
     apply = lambda v: jnp.split(matrix @ jnp.concatenate(v), (first,))  # noqa: E731
     leaves = lx.FunctionLinearOperator(apply, shapes, tag)
     parts = jnp.split(jnp.diagonal(matrix), (first,))
-    truths = {None: jnp.stack([jnp.sum(part) for part in parts])}
-    together = lambda path: "all"  # noqa: E731
-    truths[together] = jnp.sum(truths[None])[None]
-    for groups, truth in truths.items():
+    each = jnp.stack([jnp.sum(part) for part in parts])
+    for groups, truth in ((None, each), (lambda path: "all", jnp.sum(each)[None])):
 
         def run(key: Any, groups: Any = groups, truth: Any = truth) -> Any:
             got = tx.leaf_traces(leaves, key, 2 * rank, groups=groups)
