@@ -124,11 +124,12 @@ def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
 @pytest.mark.parametrize("kind", [slow("symmetric"), "general"])
 @pytest.mark.parametrize("budget", [slow(8), 20])
 def test_a_leaf_of_one_entry_is_an_entry_of_the_diagonal(kind: str, budget: int) -> None:
-    """Value and error bar, from the same probes."""
+    """From the same probes. The bar may be larger, by what sums have in common."""
     one = operator(matrices(kind) + jnp.eye(N), TAGS[kind])
     leaf, entry = (f(one, KEY, budget) for f in (tx.leaf_traces, tx.diagonal))
     close(leaf.value["b"], entry.value["b"], 1e-12)
-    close(leaf.standard_error["b"], entry.standard_error["b"], 1e-12)
+    ratio = leaf.standard_error["b"] / entry.standard_error["b"]
+    assert 1 - 1e-12 < ratio < 2
     assert leaf.method == entry.method
 
 
@@ -199,7 +200,7 @@ def test_intervals_of_groups_hold(kind: str) -> None:
 @pytest.mark.parametrize("tag", [(), lx.symmetric_tag])
 def test_bars_where_the_rank_is_the_number_of_probes(rest: float, tag: Any) -> None:
     """All samples then have most of their error in common. Intervals for 95 % held in 62 %
-    (both leaves) and 50 % (their sum). The bars are 1.2 to 1.7 times the errors."""
+    (both leaves) and 50 % (their sum). The bars are 1.2 to 2.1 times the errors."""
     n, first, rank = 200, 50, 32
     matrix = hermitian(np.where(np.arange(n) < rank, 1, rest))
     shapes = [jax.ShapeDtypeStruct((size,), float) for size in (first, n - first)]
@@ -217,7 +218,7 @@ def test_bars_where_the_rank_is_the_number_of_probes(rest: float, tag: Any) -> N
 
         error, bar, held = over_keys(run, KEY, 400)
         assert jnp.mean(held) > 0.91
-        assert jnp.sqrt(jnp.mean(bar**2)) < 1.9 * jnp.sqrt(jnp.mean(error**2))
+        assert jnp.sqrt(jnp.mean(bar**2)) < 2.3 * jnp.sqrt(jnp.mean(error**2))
 
 
 def test_of_a_zero_operator_value_and_error_are_zero() -> None:

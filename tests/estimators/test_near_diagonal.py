@@ -18,6 +18,7 @@ from tests.wrappers import PSD, function
 from traceax._core.operator import LinearMap
 from traceax._estimators import krylov_nystrom
 from traceax._estimators.near_diagonal import near_diagonal, off_diagonal
+from traceax._linalg.columns import times
 
 KEY = jax.random.key(11)
 
@@ -54,17 +55,19 @@ def test_forms_against_a_loop_and_as_blocks(dtype: Any) -> None:
     assert jnp.all((near.theta > 0.9) & (near.theta < 1))
 
     def form(i: int) -> Any:
-        others = np.delete(np.asarray(w), i, axis=1)
-        sums = np.sum(others.conj() * np.asarray(matrix @ others), axis=1)
+        dense, every = np.asarray(matrix), np.asarray(w)
+        others, own = np.delete(every, i, axis=1), every[:, i]
+        sums = np.sum(others.conj() * (dense @ others), axis=1)
         estimated = sums / np.sum(abs(others) ** 2, axis=1)
-        control = jnp.sum(estimated * (abs(w[:, i]) ** 2 - 1))
-        return jnp.vdot(w[:, i], matrix @ w[:, i]) - near.theta[i] * control
+        control = np.sum(estimated * (abs(own) ** 2 - 1))
+        return np.vdot(own, dense @ own) - float(near.theta[i]) * control
 
     samples = near.samples(0.0).values
     close(samples, jnp.stack([form(i) for i in range(k)]), 1e-13)
     weights = jnp.arange(5.0) + 1
     block = near.left(weights)
-    close(jnp.sum(block.conj() * (matrix @ w)), jnp.sum(weights * samples), 1e-13)
+    want = jnp.sum(times(weights, samples))
+    close(jnp.sum(block.conj() * (matrix @ w)), want, 1e-13)
     diagonal = jnp.diag(jnp.arange(7.0)).astype(dtype)
     close(
         near_diagonal(w, diagonal @ w).samples(0.0).values, jnp.full(k, 21.0, dtype), 1e-6
