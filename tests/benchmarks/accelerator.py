@@ -1,4 +1,4 @@
-"""Every public function in float32 on an accelerator, and its speed beside matfree there.
+"""Every public function in float32 on an accelerator, and its speed against matfree there.
 
 `python -m tests.benchmarks.accelerator [--small]`, from the root of the repository, on the
 device that JAX finds; six minutes at most (three on a CPU, with `--small` two). What there
