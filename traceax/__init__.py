@@ -31,6 +31,7 @@ from traceax._estimators.krylov_nystrom import xnystrace as xnystrace
 from traceax._estimators.norms import frobenius_norm_squared as frobenius_norm_squared
 from traceax._estimators.norms import row_norms_squared as row_norms_squared
 from traceax._estimators.selected_entries import selected_entries as selected_entries
+from traceax._estimators.tolerance import adaptive as adaptive
 from traceax._estimators.xdiag import xdiag as xdiag
 from traceax._estimators.xdiag import xnysdiag as xnysdiag
 from traceax._estimators.xtrace import xtrace as xtrace

@@ -19,12 +19,17 @@ import lineax as lx
 from jaxtyping import PyTree
 
 from traceax._calculus.sampled import Field, GivenPoint, differentiable_point, hessian
-from traceax._core.checks import check_loss, check_returned
+from traceax._core.checks import check_jac, check_loss, check_returned
 from traceax._core.operator import Operator, jacobian_operator
 
 
 def gauss_newton(
-    fn: Field, loss: Callable[[Any, Any], Any], x: GivenPoint, *, args: PyTree = None
+    fn: Field,
+    loss: Callable[[Any, Any], Any],
+    x: GivenPoint,
+    *,
+    args: PyTree = None,
+    jac: str | None = None,
 ) -> Operator:
     """Make the generalised Gauss-Newton matrix of loss(fn(x, args), args) as an operator.
 
@@ -36,7 +41,9 @@ def gauss_newton(
     **Arguments** (the others are in the guide's conventions): `fn`: a model `fn(x, args)`
     that returns its outputs for all examples, an array or pytree of real numbers. `loss`: a
     function `loss(outputs, args)` that returns one real number. If it is not convex in the
-    outputs, the tag of the result is wrong.
+    outputs, the tag of the result is wrong. `jac`: with `"bwd"` the Jacobian is multiplied
+    by the transpose of reverse mode, as a `jax.custom_vjp` in `fn` or `loss` needs. Default
+    `None`, which is forward mode.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite. Estimates
     of it can be differentiated.
@@ -57,16 +64,19 @@ def gauss_newton(
     **Reference**: Schraudolph (2002), doi:10.1162/08997660260028683; Martens (2020), JMLR
     21(146).
     """
+    check_jac("gauss_newton", jac)
     x = differentiable_point("gauss_newton", fn, x, args)
     check_returned("gauss_newton", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
     outputs = fn(x, args)
     check_loss("gauss_newton", loss, outputs, args)
-    jacobian = jacobian_operator(fn, x, args)
-    product = jacobian.T @ hessian(loss, outputs, args) @ jacobian
+    jacobian = jacobian_operator(fn, x, args, jac=jac)
+    product = jacobian.T @ hessian(loss, outputs, args, jac) @ jacobian
     return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
 
-def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operator:
+def empirical_fisher(
+    fn: Field, x: GivenPoint, *, args: PyTree = None, jac: str | None = None
+) -> Operator:
     """Make the empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
 
     g_i is the gradient in x of the log-likelihood (or loss) of example i. The Fisher
@@ -75,7 +85,8 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
     `fn(x, args)` that returns an array or pytree of real numbers, the log-likelihood or
-    loss of each example. For a mean over N of them, divide by N**0.5.
+    loss of each example. For a mean over N of them, divide by N**0.5. `jac`: as in
+    `gauss_newton`.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite, whose
     rank is at most the number of examples. Estimates of it can be differentiated.
@@ -94,8 +105,9 @@ def empirical_fisher(fn: Field, x: GivenPoint, *, args: PyTree = None) -> Operat
 
     **Reference**: Kunstner, Balles and Hennig (2019), arXiv:1905.12558.
     """
+    check_jac("empirical_fisher", jac)
     x = differentiable_point("empirical_fisher", fn, x, args)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("empirical_fisher", "fn", result, "real numbers")
-    jacobian = jacobian_operator(fn, x, args)
+    jacobian = jacobian_operator(fn, x, args, jac=jac)
     return lx.TaggedLinearOperator(jacobian.T @ jacobian, lx.positive_semidefinite_tag)

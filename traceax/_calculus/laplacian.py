@@ -51,6 +51,7 @@ from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import canonical, strongly_typed
 from traceax._core.checks import (
     check_callable,
+    check_jac,
     check_returned,
     check_same_structure,
     check_scalar,
@@ -65,6 +66,7 @@ from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
 from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out
+from traceax._estimators.second_batch import xtrace_or_hutchinson
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
     column_dots,
@@ -87,6 +89,9 @@ from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at
 # flat (networks before training), and improves it by factors if it is not (after training).
 SKETCHED = 10
 
+# The same for a divergence, whose sketch takes half of the budget to decide.
+SKETCHED_DIVERGENCE = 12
+
 
 def divergence(
     fn: Field,
@@ -103,7 +108,10 @@ def divergence(
 
         value = mean of v_i* (d fn/dx) v_i
 
-    The estimate is unbiased. If you compile it together with `fn(x, args)`, both share the
+    From 12 matvecs on, it is the `trace` of the Jacobian: half of the matvecs decide
+    between a sketch, which is better if singular values decay, and more probes. With fewer,
+    or if `batch_size` or `sampler` is given, it is this mean. The estimate is unbiased. If
+    you compile it together with `fn(x, args)`, both share the
     forward pass. `hutchinson_trace` of a linearised `fn`, for example from `jax.linearize`,
     shares the backward pass as well.
 
@@ -116,8 +124,9 @@ def divergence(
     - `sampler`: by default `rademacher`, which is exact for a diagonal Jacobian, or
       `hadamard` if the number of probes is at least an eighth of the dimension.
 
-    **Derivatives**: the exact derivatives of the value. **Cost**: `num_matvecs` matvecs
-    with the Jacobian (forward mode), in one batch.
+    **Derivatives**: the exact derivatives of the value, or with a sketch those of the rule,
+    which are unbiased. **Cost**: `num_matvecs` matvecs with the Jacobian (forward mode), in
+    one batch, or in two with a sketch.
 
     **Example**
 
@@ -136,6 +145,8 @@ def divergence(
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
         return call.exact(TOTAL)
+    if sampler is None and batch_size is None and num_matvecs >= SKETCHED_DIVERGENCE:
+        return xtrace_or_hutchinson(call)
     call = call.using(for_mean(call.operator, num_matvecs))
     return estimate_by_forms(call, method=name)
 
@@ -300,6 +311,7 @@ def hessian_diagonal(
     num_matvecs: int,
     *,
     args: PyTree = None,
+    jac: str | None = None,
     sampler: SamplerLike | None = None,
     batch_size: int | None = None,
     progress_meter: ProgressMeter | None = None,
@@ -313,7 +325,9 @@ def hessian_diagonal(
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
     `fn(x, args)` that returns one real number. `num_matvecs`: the number of matvecs with
-    the Hessian, at least 1. `sampler`: by default `rademacher`.
+    the Hessian, at least 1. `jac`: with `"bwd"` a matvec is reverse over reverse mode, as a
+    `jax.custom_vjp` in `fn` needs. Default `None`, forward over reverse mode. `sampler`: by
+    default `rademacher`.
 
     **Cost**: `num_matvecs` matvecs with the Hessian (forward over reverse mode, with one
     backward pass), in one batch. Each costs about four times as much as `fn`. About 4
@@ -330,9 +344,11 @@ def hessian_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
     """
     name = "hessian_diagonal"
+    check_jac(name, jac)
     x = differentiable_point(name, fn, x, key, args)
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
-    call = begin(name, hessian(fn, x, args), key, num_matvecs, sampler=sampler, takes="any")
+    operator = hessian(fn, x, args, jac)
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
         return call.exact(by_row(call.operator))

@@ -54,16 +54,17 @@ def differentiable_point(name: str, fn: object, x: PyTree, *others: PyTree) -> P
     return jax.tree.map(strong, x)
 
 
-def hessian(fn: Field, x: Point, args: PyTree) -> Operator:
+def hessian(fn: Field, x: Point, args: PyTree, jac: str | None = None) -> Operator:
     """Make the Hessian of `fn` at x, as an operator.
 
-    A matvec is forward over reverse mode. All matvecs share one backward pass.
+    A matvec is forward over reverse mode, or reverse over reverse mode if `jac` is "bwd".
+    All matvecs share one backward pass.
     """
 
     def gradient(x: Point, args: PyTree) -> Point:
         return jax.grad(fn)(x, args)
 
-    return jacobian_operator(gradient, x, args, lx.symmetric_tag)
+    return jacobian_operator(gradient, x, args, lx.symmetric_tag, jac)
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:

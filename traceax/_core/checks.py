@@ -217,6 +217,12 @@ def check_rtol(name: str, rtol: Any) -> None:
         raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, for example.")
 
 
+def check_jac(name: str, jac: Any) -> None:
+    if jac not in (None, "fwd", "bwd"):
+        must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
+        raise invalid(ValueError, name, "jac", must, repr(jac), cure)
+
+
 def check_grid(name: str, grid: ArrayLike) -> None:
     if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid) or not jnp.size(grid):
         must = "be a vector of real numbers, because the eigenvalues lie on a line"

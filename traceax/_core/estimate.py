@@ -69,12 +69,15 @@ class Estimate(eqx.Module):
     - `num_matvecs`: the number of matvecs spent, including those of the adjoint.
     - `degrees_of_freedom`: how well the probes determine `standard_error`, for Student's t
       in `interval`: at most their number less one, and fewer if samples are skewed.
-    - `converged`: whether `adaptive_trace` met its tolerance. `None` for other functions.
+    - `converged`: whether `adaptive` or `adaptive_trace` met its tolerance, else `None`.
     - `grid`: the points of the value of `spectral_density`. `None` for other functions.
     - `method`: a static string: `"exact"`, or the function that made it, maybe by automatic
       choice: `"hutchinson_trace, 36 colours"`. If estimates of two methods meet, in
       `jnp.where`, `jax.lax.cond` or a loop, the result names one of them. An estimate that
       goes through your own `jax.jit` as an *argument* has the method of the first call.
+    - `quadrature_error`: the part of `standard_error` that comes from quadrature, for
+      functions of an operator, with the structure of `value`. It is about the same in every
+      run: `pool` does not reduce it, and more steps do. 0 for other functions.
 
     **Example**
 
@@ -93,6 +96,7 @@ class Estimate(eqx.Module):
     converged: Bool[Array, ""] | bool | None = None
     grid: Float[Array | np.ndarray, "*batch points"] | None = None
     method: str = eqx.field(converter=Name, default="")
+    quadrature_error: PyTree[float | Float[Array | np.ndarray, "..."]] = 0.0
 
     def __str__(self) -> str:
         return in_words(self)

@@ -5,6 +5,9 @@ seen. The variance is the larger of
 
     sum_j w_j^2 se_j^2    and    sum_j w_j (x_j - mean)^2 / (J - 1).
 
+Here se_j is the error of sampling alone. The quadrature errors b_j of functions of an
+operator have the same sign in every run, so sum_j w_j b_j is added to it.
+
 An infinite se_j is unknown. It is taken from the known ones, as if the variance of one
 matvec were the same in all parts. Then w_j se_j^2 = c is the same in all parts, too, and c
 is the sum of w_i^2 se_i^2 over the known parts, divided by the sum of their w_i. An unknown
@@ -47,8 +50,9 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
 
     **Returns** an `Estimate` like the parts. `standard_error` is the root of the sum of
     their squared errors, or comes from the spread of their values if this is larger or if
-    each part has only one probe. An infinite error among finite ones is replaced by what
-    these suggest. `num_matvecs` is the sum.
+    each part has only one probe. The quadrature errors of functions of an operator do not
+    average out, so the part of `standard_error` that is their mean stays. An infinite error
+    among finite ones is replaced by what these suggest. `num_matvecs` is the sum.
 
     **Derivatives**: those of the weighted mean. **Cost**: no matvecs.
 
@@ -63,25 +67,24 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
 
     **Reference**: Welch (1947), The generalization of Student's problem, Biometrika 34.
     """
-    fields = ("value", "standard_error", "num_matvecs", "degrees_of_freedom")
     if isinstance(estimates, Estimate):
         _check_batch("pool", estimates)
         parts = [estimates]
-        whole = [getattr(estimates, name) for name in fields]
+        whole = _fields(estimates)
     else:
         _check_parts("pool", estimates)
         parts = estimates
-        columns = [[getattr(part, name) for name in fields] for part in parts]
+        columns = map(_fields, parts)
         whole = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *columns)
     values, structure = jax.tree.flatten(whole[0])
-    errors = jax.lax.stop_gradient(jax.tree.leaves(whole[1]))
+    errors, gaps = (jax.lax.stop_gradient(jax.tree.leaves(x)) for x in whole[1:3])
     runs = values[0].shape[:1]
-    counts, degrees = (jnp.broadcast_to(jnp.asarray(x), runs) for x in whole[2:])
+    counts, degrees = (jnp.broadcast_to(jnp.asarray(x), runs) for x in whole[3:])
     shares = jnp.where(jnp.any(counts), counts, 1)
     shares = shares / jnp.sum(shares)
-    leaves = zip(values, errors, strict=True)
-    pooled = [_pooled(value, error, shares, degrees) for value, error in leaves]
-    values, errors, freedoms = zip(*pooled, strict=True)
+    leaves = zip(values, errors, gaps, strict=True)
+    pooled = [_pooled(*leaf, shares, degrees) for leaf in leaves]
+    values, errors, gaps, freedoms = zip(*pooled, strict=True)
     batch = isinstance(estimates, Estimate)
     return Estimate(
         jax.tree.unflatten(structure, values),
@@ -89,22 +92,35 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
         jnp.sum(counts) if batch else sum(part.num_matvecs for part in parts),
         jnp.min(jnp.stack(freedoms)),
         method=" and ".join(dict.fromkeys(part.method for part in parts)),
+        quadrature_error=jax.tree.unflatten(structure, gaps),
     )
+
+
+def _fields(part: Estimate) -> list[Any]:
+    """Return the fields that are pooled. Quadrature errors get the shapes of values."""
+    errors, gaps = part.standard_error, part.quadrature_error
+    if jax.tree.map(jnp.shape, errors) != jax.tree.map(jnp.shape, gaps):
+        gaps = jax.tree.map(jnp.zeros_like, errors)  # the default, one 0 for all
+    return [part.value, errors, gaps, part.num_matvecs, part.degrees_of_freedom]
 
 
 def _pooled(
     values: Inexact[Array, "runs ..."],
     errors: Float[Array, "runs ..."],
+    gaps: Float[Array, "runs ..."],
     shares: Float[Array, " runs"],
     degrees: Float[Array, " runs"],
-) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, ""]]:
-    """Return the value, its standard error, and the least degrees of freedom of any entry.
+) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, "..."], Array]:
+    """Return the value, its standard error, the part of it that comes from quadrature, and
+    the least degrees of freedom of any entry.
 
     Errors are divided by the largest one (`scale`) before they are squared, so that their
     squares neither overflow nor vanish.
     """
     axes = (-1,) + (1,) * (values.ndim - 1)
     share, degree = (x.astype(errors.dtype).reshape(axes) for x in (shares, degrees))
+    ratio = jnp.where(gaps > 0, gaps / errors, 0)  # NaN if both are infinite
+    errors = jnp.where(ratio > 0, errors * jnp.sqrt(jnp.maximum(1 - ratio**2, 0)), errors)
     frozen, weight = jax.lax.stop_gradient(values), share.astype(values.dtype)
     value = jnp.sum(weight * values, axis=0)
     deviations = jnp.abs(frozen - jax.lax.stop_gradient(value)[None])
@@ -130,7 +146,9 @@ def _pooled(
     # The quadratic forms of single probes are skewed (see `_linalg.jackknife`).
     few = jnp.where((within == 0) & (known > 0), 1e4, others / 3)
     freedom = jnp.where(jnp.isfinite(welch), jnp.minimum(welch, 1e4), few)
-    return value, nondifferentiable(error, value), jnp.min(freedom)
+    gap = jnp.sum(share * gaps, axis=0)
+    errors = (nondifferentiable(x, value) for x in (jnp.hypot(error, gap), gap))
+    return value, *errors, jnp.min(freedom)
 
 
 def _check_parts(name: str, estimates: object) -> None:

@@ -32,6 +32,7 @@ reverse mode the rule costs one vector-Jacobian product of the matvec for each m
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -57,6 +58,7 @@ class Outcome(eqx.Module):
     standard_error: Float[Array, "*values"]
     readout: Readout
     report: PyTree = None  # anything else, without a derivative
+    quadrature_error: Float[Array, "*values"] | None = None  # a part of the standard error
 
 
 @eqx.filter_custom_jvp
@@ -89,8 +91,11 @@ def _evaluate_jvp(
     if not jnp.iscomplexobj(outcome.value):
         read = read.real
     read = read.astype(outcome.value.dtype)
-    error = error_tangent(outcome.standard_error, read.real)
-    return outcome, Outcome(read, error, unperturbed.readout, unperturbed.report)
+    error, gap = (
+        None if part is None else error_tangent(part, read.real)
+        for part in (outcome.standard_error, outcome.quadrature_error)
+    )
+    return outcome, Outcome(read, error, unperturbed.readout, unperturbed.report, gap)
 
 
 @eqx.filter_custom_jvp
@@ -132,10 +137,12 @@ def estimate(
 ) -> Estimate:
     """Run an algorithm under the rule, and cut its results into leaves by `structure`."""
     outcome = run(algorithm, subject, probes)
-    value, error = outcome.value, outcome.standard_error
+    value, error, gap = outcome.value, outcome.standard_error, outcome.quadrature_error
     if structure is not None:
         value, error = as_result(value, structure), as_result(error, structure)
-    return Estimate(value, error, spent, float(degrees), method=method)
+        gap = None if gap is None else as_result(gap, structure)
+    made = Estimate(value, error, spent, float(degrees), method=method)
+    return made if gap is None else replace(made, quadrature_error=gap)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

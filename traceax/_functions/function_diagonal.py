@@ -199,6 +199,7 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
         estimate.num_matvecs * steps + on_tests,
         estimate.degrees_of_freedom,
         method=estimate.method,
+        quadrature_error=quadrature,
     )
 
 
@@ -274,7 +275,8 @@ def block_diagonal(
     sketch = dot(run.basis, dot(rest[:, :k], space.starts[:, : tested.shape[1]]))
     sketch = sketch + times(grain, tested)
     weight = two_sided(leave_one_out(sketch, tested, resphere=False))
-    return Outcome(mean(samples), error, Partial(_read_spaces, weight, Static(depth)))
+    readout = Partial(_read_spaces, weight, Static(depth))
+    return Outcome(mean(samples), error, readout, quadrature_error=quadrature)
 
 
 def _read_spaces(

@@ -8,6 +8,7 @@ Hermitian.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_count, check_positive, check_shift
+from traceax._core.checks import check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
@@ -59,7 +60,11 @@ from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.samplers import SamplerLike, rademacher, sphere
 from traceax._probes.stream import ProgressMeter
-from traceax._quadrature.block_arnoldi import block_arnoldi
+from traceax._quadrature.block_arnoldi import (
+    ColouredProbes,
+    block_arnoldi,
+    coloured_arnoldi,
+)
 from traceax._quadrature.block_quadrature import Shape, block_quadrature
 from traceax._quadrature.scalar import MatrixFunction, combination, scalar_function
 
@@ -442,10 +447,12 @@ def arnoldi_trace(
     operator: Operator,
     fn: Function,
     key: PRNGKeyArray,
+    num_matvecs: int = 240,
     *,
-    num_probes: int,
-    num_steps: int,
-    sampler: SamplerLike = rademacher,
+    num_probes: int | None = None,
+    num_steps: int | None = None,
+    pattern: Any = None,
+    sampler: SamplerLike | None = None,
 ) -> Estimate:
     """Estimate tr f(A) of a square operator, Hermitian or not, by Arnoldi's process.
 
@@ -457,14 +464,28 @@ def arnoldi_trace(
 
     The value is the mean of both, weighted by inverse variances that are estimated from
     their spreads. This leaves a bias of a fraction of the standard error. For Hermitian
-    operators `function_trace` is better. The value is exact, from all eigenvalues, if
-    num_probes * num_steps reaches n.
+    operators `function_trace` is better. The value is exact, from all eigenvalues, if the
+    budget reaches n.
 
-    **Arguments** (the others are in the guide's conventions): `fn`: an analytic function of
-    a *complex* scalar, else as in `function_trace`. `num_probes`, `num_steps`: the number
-    of probes, and of matvecs for each probe. `sampler`: a sampler of independent probes.
-    The default `rademacher` is exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2,
-    and 1 for your own samplers.
+    With `fn=lambda x: jnp.log(x + 0j)` it is the logarithm of the determinant: the real
+    part is log |det A|, and the imaginary part is the phase of det A, but for multiples of
+    2 pi. If A is real, the phase says how many eigenvalues are negative, and the sign of
+    det A, which half an eigenvalue more or less would change, is out of reach of random
+    probes.
+
+    **Arguments** (the others are in the guide's conventions)
+
+    - `fn`: an analytic function of a *complex* scalar, else as in `function_trace`.
+    - `num_matvecs`: the budget, at least 6, or n. Default 240.
+    - `num_probes`, `num_steps`: the number of probes, and of matvecs for each probe. By
+      default there are about as many steps as probes.
+    - `pattern`: the places at which A has entries, as in `colouring`, which need not be
+      symmetric. If 2 sqrt(`num_matvecs`) colours (or `num_probes`) keep two steps apart,
+      each probe has a colour and its own Arnoldi process, and four more serve the error
+      bar. For spatial models like log det(I - rho W) this is better by orders of magnitude.
+    - `sampler`: a sampler of independent probes, or `probing`. The default `rademacher` is
+      exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2, and 1 for your own
+      samplers.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. It is real if the
     operator is real and `fn` of a real number is real. Then it is NaN if eigenvalues on a
@@ -472,19 +493,20 @@ def arnoldi_trace(
     `standard_error` also covers the conditioning of eigenvectors.
 
     **Derivatives**: first derivatives in the operator and in whatever `fn` depends on, from
-    about 0.8 num_probes * num_steps matvec-VJPs for each entry of the value. If the value
-    is exact, they are exact too, but have half of the digits if the matrix has no basis of
-    eigenvectors. Second derivatives in the operator raise `NotImplementedError`. **Cost**:
-    m = num_probes * num_steps matvecs, none with the adjoint, and 4 n m^2 flops for an
-    orthonormal basis of m vectors, which must fit in memory. Three decompositions of m x m
-    matrices work on the CPU, and on other devices only if JAX has them there.
+    about 0.8 num_probes * num_steps matvec-VJPs for each entry of the value, or from one
+    for each probe of a colouring. If the value is exact, they are exact too, but have half
+    of the digits if the matrix has no basis of eigenvectors. Second derivatives in the
+    operator raise `NotImplementedError`. **Cost**: m = num_probes * num_steps matvecs, none
+    with the adjoint, and 4 n m^2 flops for an orthonormal basis of m vectors, which must
+    fit in memory. Three decompositions of m x m matrices (of num_steps x num_steps for each
+    probe of a colouring) work on the CPU, and on other devices only if JAX has them there.
 
     **Example**
 
         >>> import jax, jax.numpy as jnp, traceax as tx
         >>> operator = tx.as_operator(jnp.kron(jnp.eye(200), jnp.array([[0, -1], [1, 0]])))
         >>> key = jax.random.key(0)
-        >>> trace = tx.arnoldi_trace(operator, jnp.exp, key, num_probes=20, num_steps=4)
+        >>> trace = tx.arnoldi_trace(operator, jnp.exp, key, 80, num_steps=4)
         >>> bool(abs(trace.value - 400 * jnp.cos(1.0)) < 0.5)
         True
 
@@ -493,28 +515,83 @@ def arnoldi_trace(
     Quarterly of Applied Mathematics 9(1); Saad (1992), doi:10.1137/0729014.
     """
     name = "arnoldi_trace"
-    num_probes = check_count(name, "num_probes", num_probes, 1)
-    num_steps = check_count(name, "num_steps", num_steps, 1)
-    call = begin(name, operator, key, num_probes * num_steps, sampler=sampler)
+    call = begin(
+        name, operator, key, num_matvecs, least=6, sampler=sampler, takes="coloured"
+    )
+    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    call = dataclasses.replace(call, num_matvecs=budget)
     dtype = working_dtype(call.operator)
     _, structure = scalar_function(name, fn, dtype)
     fn, _ = scalar_function(name, fn, np.result_type(dtype, np.complex64))
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
     if call.is_exact:
         return exact_general_trace(call, fn, structure, real=is_real)
+    subject = MatrixFunction(LinearMap(call.operator), fn)
+    if sampler is None:
+        most = num_probes or 2 * math.isqrt(budget)
+        coloured = for_pattern(name, call.operator, most, pattern, 2)
+        call = call if coloured is None else call.using(coloured)
+    if call.group > 1:
+        budgets = num_matvecs, num_probes, num_steps
+        return _coloured_trace(call, subject, structure, budgets, real=is_real)
+    call = call.using(rademacher)
     algorithm = partial(
         block_arnoldi,
-        depth=num_steps,
+        depth=shape.depth,
         resphered=call.resphere or call.sampler is rademacher,
         real=is_real,
     )
     return call.finish(
         algorithm,
-        *call.draw(num_probes),
-        spent=call.num_matvecs,
+        *call.draw(shape.width),
+        spent=shape.num_matvecs,
         # These samples are less skewed than samples of plain quadrature, of which only a
         # third count.
-        degrees=shared_degrees_of_freedom(num_probes),
+        degrees=shared_degrees_of_freedom(shape.width),
         structure=structure,
-        subject=MatrixFunction(LinearMap(call.operator), fn),
+        subject=subject,
+    )
+
+
+# So many colours have a second probe, for the error bar of a single repeat.
+_TESTS = 4
+
+
+def _coloured_trace(
+    call: Call,
+    subject: MatrixFunction,
+    structure: PyTree,
+    budgets: tuple[int, int | None, int | None],
+    *,
+    real: bool,
+) -> Estimate:
+    """Estimate the trace by an Arnoldi process for each probe of a colouring.
+
+    `budgets` are the three arguments of `arnoldi_trace` that set the budget. By default
+    there are up to four times as many probes as steps, because colours far apart matter
+    more than a few digits of the quadrature."""
+    colours, tests = call.group, min(call.group, _TESTS)
+
+    def choose(num_matvecs: int) -> Shape:
+        repeats = max(1, 2 * math.isqrt(num_matvecs) // colours)
+        width = repeats * colours
+        more = tests if repeats == 1 else 0
+        return Shape(width, max(1, num_matvecs // (width + more)))
+
+    shape, _ = checked_run(call.name, *budgets, choose, tests)
+    check_samples(call.name, shape.width, colours, "num_probes")
+    depth, (first_key, *others) = shape.depth, jax.random.split(call.key, 3)
+    streamed = dataclasses.replace(call, num_matvecs=shape.width, key=first_key).stream()
+    first, design = streamed.probes.source, streamed.design
+    chosen = jax.random.permutation(others[0], colours)[:tests]
+    again = dataclasses.replace(call, key=others[1]).draw(colours)[0][:, chosen]
+    if design.num_samples > 1:
+        chosen, again = chosen[:0], again[:, :0]
+    return call.finish(
+        partial(coloured_arnoldi, depth=depth, design=design, real=real),
+        ColouredProbes(first, again, chosen),
+        spent=(first.shape[1] + again.shape[1]) * depth,
+        degrees=design.degrees(has_neighbours=True),
+        structure=structure,
+        subject=subject,
     )

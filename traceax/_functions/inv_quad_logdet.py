@@ -238,7 +238,15 @@ def _estimated(
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
     degrees, method = shared_degrees_of_freedom(width), call.name
-    logdet = Estimate(logs + rest, error, spent, degrees, method=method)
+    assert outcome.quadrature_error is not None
+    logdet = Estimate(
+        logs + rest,
+        error,
+        spent,
+        degrees,
+        method=method,
+        quadrature_error=outcome.quadrature_error[0],
+    )
     checks = 1 if start is None else 2
     form = Estimate(form, bound, spent + t * (report.num_steps + checks), method=method)
     return form, logdet, report.solution(subject)
@@ -325,6 +333,7 @@ def likelihood(
         jnp.append(traced.standard_error, error),
         Partial(_read_both, traced.readout, report),
         report,
+        jnp.append(traced.quadrature_error, 0),
     )
 
 

@@ -331,8 +331,8 @@ class Sampled(eqx.Module):
             sizes: Float[Array, "p N"],
             slopes: Float[Array, "p N"],
             indicator: Float[Array, "p n"] | None = None,
-        ) -> Float[Array, " p"]:
-            """Return the standard error from sampling, quadrature and rounding.
+        ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+            """Return the error of sampling and rounding, and the error of quadrature.
 
             The rounding error includes the change of f at nodes that noise has moved.
             """
@@ -345,13 +345,11 @@ class Sampled(eqx.Module):
             else:
                 error = jackknife.length(indicator, rounding)
             if mixed:
-                return jnp.hypot(
-                    error, jackknife.bracket_error(totals, share, rounding=rounding)
-                )
+                return error, jackknife.bracket_error(totals, share, rounding=rounding)
             gap = jackknife.quadrature_error(
                 totals, unresolved=unresolved, rounding=rounding
             )
-            return jnp.hypot(error, gap)
+            return error, gap
 
         return traces_outcome(subject, traces, error_of)
 

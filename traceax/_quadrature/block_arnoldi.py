@@ -28,6 +28,16 @@ bias of about
 which means over 400 keys did not show. For unknown samplers c_i = 1. (The means did show
 that the weights s are correlated with the samples: up to 0.2 of the error is bias.)
 
+**Colours.** The probes of a colouring measure entries that are near in a graph, which
+projections would mix. So each has its own Arnoldi process, and the value is the mean of the
+p_i. If a colour has the probes z and z' with independent signs s and s', the difference of
+s_a (f(A) z)_a and s'_a (f(A) z')_a has the variance of twice the sum of |f(A)_ab|^2 over
+all b of this colour but a. The variance of z* f(A) z is at most twice the sum of this over
+all a, which is twice the sum of |f(A)_ab|^2, and equal to it if f(A) is Hermitian. (The
+neighbour residuals of `_probes.probing` rely on f(A) being Hermitian.) With C colours, a
+few of which have a second probe, C times the mean over these few gives the error bar. If
+there are several repeats, it comes from their spread.
+
 **The derivative.** With Z_r the first columns of Z, E[Z_r M Z_r*] = I, and
 f(A) Z_r ~ Z f(H)[:, :r],
 
@@ -40,18 +50,22 @@ f(A) Z_r ~ Z f(H)[:, :r],
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, Int
 
 from traceax._core.rule import Outcome, Values, with_own_jvp
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.columns import dot, einsum, largest_modulus, mean, over, times
-from traceax._linalg.krylov import Complements, block_krylov
-from traceax._quadrature.block_quadrature import levels_and_complements, quadrature_matrix
+from traceax._linalg.krylov import Complements, block_krylov, truncated
+from traceax._quadrature.block_quadrature import (
+    Shape,
+    levels_and_complements,
+    quadrature_matrix,
+)
 from traceax._quadrature.nodes import (
     Direction,
     Nodes,
@@ -110,7 +124,8 @@ def block_arnoldi(
     largest = largest_modulus(modes.nodes[0])
     step = (4 * subject.linear_map.eps * largest).reshape(1, 1)
     moves = largest * slopes_at(subject.fn, modes.nodes[:1], step)[0].T
-    samples, sizes, gaps = jax.vmap(partial(_samples, values, moves, real))(weights)
+    of_weights = partial(_samples, values[:, :, None], moves[:, None], real)
+    samples, sizes, gaps = jax.vmap(of_weights)(weights)
     rounding = subject.linear_map.eps * sizes
     error = jackknife.standard_error(samples[0], rounding[0])
     spread = jackknife.shared_error(samples[1], rounding[1])
@@ -132,12 +147,15 @@ def block_arnoldi(
     def mixed(pair: Inexact[Array, "2 ..."], share: Array) -> Array:
         return times(1 - share, pair[0]) + times(share, pair[1])
 
-    value, error = mixed(mean(samples), share), mixed(errors, share)
-    error = jnp.where(share == 0, errors[0], error)
+    value = mixed(mean(samples), share)
+    error, gap = (
+        jnp.where(share == 0, part[0], mixed(part, share)) for part in (errors, gaps)
+    )
     weights = mixed(jnp.mean(weights[:, 0], axis=1)[:, None], share[:, None])
     matrices = mixed(matrices[:, None], share[:, None, None])
     pairs = ArnoldiPairs(space.basis, modes, matrices, real)
-    return Outcome(value, error, Nodes(modes.nodes[None], weights[None], pairs))
+    readout = Nodes(modes.nodes[None], weights[None], pairs)
+    return Outcome(value, error, readout, quadrature_error=gap)
 
 
 def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
@@ -167,16 +185,16 @@ def _mode_weights(
 
 
 def _samples(
-    values: Inexact[Array, "levels p m"],
-    moves: Float[Array, "p m"],
+    values: Inexact[Array, "levels p _ m"],
+    moves: Float[Array, "p _ m"],
     real: bool,
     weights: Inexact[Array, "levels k m"],
 ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"], Float[Array, " p"]]:
     """Return the samples; four times the size of the terms of their mean, which grows with
     the condition of the eigenvectors, and of the `moves` of f over those of its nodes; and
     the quadrature error."""
-    levels = weighted_sum(weights[:, None], values[:, :, None])
-    sizes = weighted_sum(jnp.abs(weights[0])[None], jnp.abs(values[0])[:, None])
+    levels = weighted_sum(weights[:, None], values)
+    sizes = weighted_sum(jnp.abs(weights[0])[None], jnp.abs(values[0]))
     if real:
         # Conjugate eigenvalues have conjugate values, except on a branch cut. A probe that
         # nearly misses all large values says nothing about that.
@@ -187,8 +205,96 @@ def _samples(
     eps = float(jnp.finfo(sizes.dtype).eps)
     rounding = 4 * eps * mean(sizes)
     gap = jackknife.quadrature_error(means, unresolved=True, rounding=rounding)
-    moved = weighted_sum(jnp.abs(weights[0])[None], moves[:, None])
+    moved = weighted_sum(jnp.abs(weights[0])[None], moves)
     return levels[0], 4 * mean(sizes + moved), gap.astype(sizes.dtype)
+
+
+def coloured_arnoldi(
+    subject: MatrixFunction,
+    probes: ColouredProbes,
+    *,
+    depth: int,
+    design: Any,
+    real: bool,
+) -> Outcome:
+    """Estimate tr f(A) by an Arnoldi process of `depth` steps for each coloured probe."""
+    count = design.num_probes
+    block = jnp.hstack([probes.first, probes.again])
+    sizes = Shape(1, depth).levels(mixed=False)
+
+    def run(start: Inexact[Array, " n"]) -> tuple[Array, Array, Array]:
+        space = block_krylov(subject.linear_map, start[:, None], depth, hermitian=False)
+        unused, square = jnp.diag(~space.filled), space.projection
+        square = jnp.where(unused, square[0, 0], square)
+        return space.basis, truncated(square, sizes), space.starts[0, 0]
+
+    basis, levels, lengths = jax.vmap(run)(block.T)
+    modes = jax.vmap(partial(_modes, rank=1))(levels)
+    inverse = lengths[:, None, None] * modes.inverse[..., 0]
+    weights = inverse * lengths.conj()[:, None, None] * modes.vectors[:, :, 0]
+    weights = jnp.where(jnp.any(jnp.isnan(levels)), jnp.nan, weights)
+    values = jax.vmap(partial(at_nodes, subject.fn))(modes.nodes)
+    modes = Modes(modes.nodes[:, 0], modes.vectors[:, 0], inverse[:, 0])
+
+    # The samples, and the error of quadrature.
+    scales = jax.vmap(largest_modulus)(modes.nodes)[:count, None]
+    moves = slopes_at(subject.fn, modes.nodes[:count], 4 * subject.linear_map.eps * scales)
+    moves = jnp.moveaxis(scales[..., None] * moves, -1, 0)
+    by_level = jnp.moveaxis(values[:count], (1, 3), (0, 1))
+    weights = jnp.moveaxis(weights[:count], 1, 0)
+    samples, size, gap = _samples(by_level, moves, real, weights)
+    rounding = subject.linear_map.eps * size
+    if design.num_samples > 1:
+        error = design.mean_and_error(samples, rounding)[1]
+    else:
+        # What f(A) adds to the diagonal along the probes of some colours, and again.
+        known = jnp.where(modes.inverse[..., None] == 0, 0, values[:, 0])
+        chosen = jnp.concatenate([probes.chosen, jnp.arange(count, len(basis))])
+        inner = einsum(
+            "Nam,Nmp,Nm->Npa",
+            modes.vectors[chosen],
+            known[chosen],
+            modes.inverse[chosen],
+        )
+        images = einsum("Nna,Npa->Npn", basis[chosen].astype(inner.dtype), inner)
+        images = images * block.T[chosen].conj()[:, None].astype(images.dtype)
+        once, again = jnp.split(images.real if real else images, 2)
+        apart = jnp.moveaxis(once - again, 1, 0).reshape(images.shape[1], -1)
+        apart = apart / (count * len(probes.chosen)) ** 0.5
+        error = jackknife.length(apart, rounding)
+
+    weights = weights[0].reshape(1, 1, -1) / count
+    modes = Modes(*(x[:count] for x in modes))
+    pairs = ColouredPairs(basis[:count], probes.first, modes, real)
+    readout = Nodes(modes.nodes.reshape(1, -1), weights, pairs)
+    return Outcome(mean(samples), jnp.hypot(error, gap), readout, quadrature_error=gap)
+
+
+class ColouredProbes(NamedTuple):
+    """The probes of all colours, for each repeat; and, if there is one repeat, probes of
+    the `chosen` colours with fresh signs."""
+
+    first: Inexact[Array, "n N"]
+    again: Inexact[Array, "n t"]
+    chosen: Int[Array, " t"]
+
+
+class ColouredPairs(eqx.Module):
+    """The derivative d tr f(A) = mean over probes of w_i* dA f'(A) w_i."""
+
+    basis: Inexact[Array, "N n m"]
+    probes: Inexact[Array, "n N"]
+    modes: Modes
+    real: bool = eqx.field(static=True)
+
+    def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
+        modes = with_own_jvp(self.modes, refuse_second, subject.linear_map)
+        slopes = at_nodes(Slope(subject.fn), modes.nodes).astype(modes.nodes.dtype)
+        inside = einsum("Nam,Nmp,Nm->pNa", modes.vectors, slopes, modes.inverse)
+        inside = inside.real if self.real else inside
+        right = einsum("Nna,pNa->pNn", self.basis.astype(inside.dtype), inside)
+        left = self.probes.T.conj().astype(right.dtype) / len(self.basis)
+        return jnp.sum(left[None] * direction.images(right), axis=(1, 2))
 
 
 class ArnoldiPairs(eqx.Module):

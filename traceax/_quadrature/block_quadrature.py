@@ -342,9 +342,10 @@ class Quadrature(eqx.Module):
 
     def error(
         self, values: Inexact[Array, "rules p w"], *bounds: Float[Array, "p w"]
-    ) -> Float[Array, " p"]:
-        """Return the standard error of the trace of a function, given its values at the
-        nodes and its `bounds` as in `Spectrum`."""
+    ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+        """Return the error of sampling and rounding, and the error of quadrature, of the
+        trace of a function, given its values at the nodes and its `bounds` as in
+        `Spectrum`."""
         totals = mean(self.samples(values))
         samples, share = self.mixture(values)
         weights = jnp.mean(self.weights[0], axis=0)[None, :]
@@ -364,12 +365,10 @@ class Quadrature(eqx.Module):
         if samples.shape[-1] > 1:
             error = jnp.maximum(error, self._least_error(values[0, :, :m]))
         if self.is_mixed:
-            return jnp.hypot(
-                error, jackknife.bracket_error(totals, share, rounding=rounding)
-            )
+            return error, jackknife.bracket_error(totals, share, rounding=rounding)
         # Without a shorter run to compare with, the quadrature error is unknown.
         gap = jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
-        return jnp.hypot(error, gap)
+        return error, gap
 
     def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
         """Return the larger one of half the jackknife and the error by theory. Both are

@@ -225,28 +225,31 @@ class Traces(NamedTuple):
 
 
 def traces_outcome(
-    subject: MatrixFunction, traces: Traces, error_of: Callable[..., Array]
+    subject: MatrixFunction, traces: Traces, error_of: Callable[..., tuple[Array, Array]]
 ) -> Outcome:
     """Return the traces or their combination, with its error bar and its readout.
-    `error_of(values, *bounds)` is the standard error of the trace of any function that has
-    these values and bounds."""
+    `error_of(values, *bounds)` returns the error of sampling and rounding, and the error of
+    quadrature, of the trace of any function that has these values and bounds."""
     total, samples, values, bounds, readout = traces
     if (combine := subject.combine) is None:
-        value, error = total, error_of(values, *bounds)
+        value, (error, gap) = total, error_of(values, *bounds)
     else:
         slope = _slope_of(combine, total)
         copies = slope.shape[1] // len(total)  # two if the traces are complex
         bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
-        error = error_of(_through(slope, _real_parts(values, axis=-2)), *bounds)
+        error, gap = error_of(_through(slope, _real_parts(values, axis=-2)), *bounds)
         shifts = _shifts(combine, total, samples)
         readout = Partial(_read_combination, readout, shifts)
         value = _unbiased(combine, total, shifts)
         eps = float(jnp.finfo(subject.linear_map.dtype).eps)
         error = jnp.hypot(error, 4 * eps * jnp.abs(value))
         error = jnp.hypot(error, jnp.abs(value - combine(total)))
-    # The error is NaN if f or a slope is infinite, but then the value may be known.
-    error = jnp.where(jnp.isnan(error) & ~jnp.isnan(value), jnp.inf, error)
-    return Outcome(value, error, readout)
+    # An error is NaN if f or a slope is infinite, but then the value may be known.
+    error, gap = (
+        jnp.where(jnp.isnan(part) & ~jnp.isnan(value), jnp.inf, part)
+        for part in (jnp.hypot(error, gap), gap)
+    )
+    return Outcome(value, error, readout, quadrature_error=gap)
 
 
 def exact_outcome(

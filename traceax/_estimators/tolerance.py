@@ -1,0 +1,280 @@
+"""`adaptive`: any estimator to a tolerance, by runs whose budget grows.
+
+Two ways of spending more are weighed after every run. Let tau be the standard error that is
+wanted. Let there be R runs of c matvecs each, with the sampling error s in one run and the
+quadrature error b.
+
+- **More runs**, which are pooled: the error is sqrt(s^2/R + b^2), because quadrature errors
+  do not average out. So R = s^2 / (tau^2 - b^2) runs are enough, if b < tau. They need no
+  new program.
+- **A larger run**: the errors of the last two sizes give the order p at which the error
+  falls, so that about c (e / tau)^(1/p) matvecs are enough, where e is the error of one
+  run. Plain probes have p = 1/2, for which both cost the same. Sketches have a larger p if
+  eigenvalues decay. A Krylov run has p = 1/4 where only sampling is left, since it grows in
+  width and in depth, and then more runs are better.
+
+A larger run is preferred if costs are similar, and tried if it costs little against what
+is left to do, because it may meet the end of a plateau, or n, where it is exact. Runs of
+all budgets so far are kept, so that more runs are made of whatever budget promises most.
+The first estimate that looks good enough is one that tends to look better than it is. To
+make up for this, the search stops only if two standard errors are within the tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from traceax._core import checks
+from traceax._core.canonical import is_concrete
+from traceax._core.estimate import Estimate
+from traceax._core.pooling import pool
+from traceax._probes.stream import ProgressMeter, checked_meter
+
+# A run grows by these factors at a time, and by the smaller one while its order is unknown.
+LEAST_GROWTH, MOST_GROWTH = 2, 4
+
+# So many more runs are made rather than a larger one, which would be compiled.
+FEW = 3
+
+# A larger run is tried, whatever it promises, if more runs would cost so many times more.
+EXPLORED = 4
+
+_CURE = "Pass lambda key, m: traceax.logdet(operator, key, m), for example."
+
+
+def adaptive(
+    estimate: Callable[[PRNGKeyArray, int], Estimate],
+    key: PRNGKeyArray,
+    *,
+    rtol: float = 1e-2,
+    atol: float = 0.0,
+    max_matvecs: int = 10_000,
+    max_seconds: float | None = None,
+    first: int = 32,
+    progress_meter: ProgressMeter | None = None,
+) -> Estimate:
+    """Run any estimator to a tolerance, with budgets that grow until its error bar fits.
+
+        2 |standard_error| <= atol + rtol |value|
+
+    For diagonals and pytrees, |.| is the Euclidean norm of all entries. The budget doubles
+    or quadruples, or independent runs of the same budget are pooled, whichever promises to
+    take fewer matvecs. Pooling reduces the error of sampling only. So functions of an
+    operator get deeper runs while quadrature is the larger part of their error, and more
+    runs when sampling is.
+
+    **Arguments**
+
+    - `estimate`: a function `estimate(key, num_matvecs)` that returns an `Estimate`, made
+      by any function of traceax or by your own. `num_matvecs` is a Python int.
+    - `key`: a key made by `jax.random.key(seed)`. Each run has its own key, made from it.
+    - `rtol`, `atol`: the tolerances, at least 0. Default 0.01 and 0.
+    - `max_matvecs`: the most matvecs that all runs together may take. Default 10,000.
+    - `max_seconds`: stop before a further run would end later than this, judged by the time
+      that earlier runs took. The first run is always made. Default `None`: no limit.
+    - `first`: the budget of the first run. Default 32.
+    - `progress_meter`: one of diffrax's, for example `diffrax.TqdmProgressMeter()`. It
+      shows how much of `max_matvecs`, or of `max_seconds`, is spent.
+
+    **Returns** the `Estimate` with the smallest error bar of all that were reached: one
+    run, or the `pool` of several. `converged` says whether the tolerance was met.
+    `num_matvecs` counts all runs. If a value or an error is NaN, the search ends with it.
+
+    **Derivatives**: those of the runs whose estimate is returned. **Cost**: the matvecs of
+    all runs. Runs that are not in the result take about a third of them. Each budget
+    compiles its own program.
+
+    It is a Python loop, which decides by the numbers it has seen. So inside `jax.jit`,
+    `jax.vmap` and `jax.lax.scan` it raises an error: use `adaptive_trace` for traces there,
+    or find a budget first, outside, and use it as a constant.
+
+    **Example**
+
+        >>> import jax, jax.numpy as jnp, traceax as tx
+        >>> x = jnp.linspace(1.0, 3.0, 500)
+        >>> operator = tx.as_operator(lambda v: x * v, 500)
+        >>> run = lambda key, m: tx.logdet(operator, key, m)
+        >>> found = tx.adaptive(run, jax.random.key(0), rtol=1e-2)
+        >>> print(found.converged, bool(abs(found.value / jnp.log(x).sum() - 1) < 1e-2))
+        True True
+
+    **Reference**: derived in `traceax/_estimators/tolerance.py`; for why two standard
+    errors, compare `adaptive_trace`.
+    """
+    name = "adaptive"
+    checks.check_callable(name, "estimate", estimate, "of a key and a budget", _CURE)
+    checks.check_key(name, key)
+    _check_eager(name, "key", key)
+    for argument, number in (("rtol", rtol), ("atol", atol)):
+        _check_eager(name, argument, number)
+        checks.check_tolerance(name, argument, number)
+    max_matvecs = checks.check_count(name, "max_matvecs", max_matvecs, 1)
+    first = checks.check_count(name, "first", first, 1)
+    if max_seconds is not None:
+        checks.check_positive(name, "max_seconds", max_seconds, "Pass 60.0, or None.")
+    meter = checked_meter(name, progress_meter)
+    limit = math.inf if max_seconds is None else float(max_seconds)
+    start, shown = time.monotonic(), meter.init()
+    levels: dict[int, _Level] = {}
+    best, best_error, spent, count, is_met = None, math.inf, 0, 0, False
+    size: int | None = min(first, max_matvecs)
+    while size is not None:
+        level, began = levels.setdefault(size, _Level(size)), time.monotonic()
+        run = _checked(name, estimate(jax.random.fold_in(key, count), size))
+        jax.block_until_ready(jax.lax.stop_gradient((run.value, run.standard_error)))
+        seconds = time.monotonic() - start
+        level.add(run, start + seconds - began)
+        count, spent = count + 1, spent + level.cost
+        wanted = float(atol) + float(rtol) * _norm(level.pooled.value)
+        is_met = 2 * level.error <= wanted
+        shown = meter.step(shown, min(1.0, max(spent / max_matvecs, seconds / limit)))
+        is_nan = math.isnan(level.error) or math.isnan(wanted)
+        if best is None or is_met or is_nan or level.error < best_error:
+            best, best_error = level.pooled, level.error
+        if is_met or is_nan:
+            break
+        left = max_matvecs - spent, limit - seconds
+        size = _next_size(list(levels.values()), wanted / 2, *left)
+    meter.close(meter.step(shown, 1.0))
+    assert best is not None
+    return replace(best, num_matvecs=spent, converged=is_met)
+
+
+def _check_eager(name: str, argument: str, value: Any) -> None:
+    if not is_concrete(value):
+        must = "be known, because a Python loop decides by it how often to run"
+        cure = (
+            "Call it outside of jax.jit, jax.vmap and jax.lax.scan, or use adaptive_trace."
+        )
+        raise checks.invalid(TypeError, name, argument, must, "a traced array", cure)
+
+
+def _checked(name: str, run: object) -> Estimate:
+    """Check what the user's function returned, whose numbers must be known."""
+    if not isinstance(run, Estimate):
+        must, cure = "return an Estimate", _CURE
+        raise checks.invalid(TypeError, name, "estimate", must, type(run).__name__, cure)
+    _check_eager(name, "estimate", jax.lax.stop_gradient((run.value, run.standard_error)))
+    return run
+
+
+def _norm(tree: Any) -> float:
+    """Return the Euclidean norm of all entries, which neither overflows nor vanishes."""
+    leaves = jax.tree.leaves(jax.lax.stop_gradient(tree))
+    return math.hypot(*(abs(x) for leaf in leaves for x in np.ravel(np.asarray(leaf))))
+
+
+@dataclass
+class _Level:
+    """The runs of one budget, `size`, and the seconds that each of them took.
+
+    `cost` is the number of matvecs of one run, as it reports them. `sampling` is the error
+    of sampling in one run, and `gap` the error of quadrature.
+    """
+
+    size: int
+    runs: list[Estimate] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    pooled: Estimate = field(init=False)
+    cost: int = field(init=False)
+    error: float = field(init=False)
+    gap: float = field(init=False)
+
+    def add(self, run: Estimate, seconds: float) -> None:
+        self.runs.append(run)
+        self.seconds.append(seconds)
+        self.pooled = run if len(self.runs) == 1 else pool(self.runs)
+        self.cost = max(int(np.max(jax.lax.stop_gradient(run.num_matvecs))), 1)
+        self.error = _norm(self.pooled.standard_error)
+        self.gap = min(_norm(self.pooled.quadrature_error), self.error)
+
+    @property
+    def sampling(self) -> float:
+        if math.isinf(self.error):
+            return math.inf
+        return math.sqrt((self.error**2 - self.gap**2) * len(self.runs))
+
+    @property
+    def of_one(self) -> float:
+        """The whole error of one run."""
+        return math.hypot(self.sampling, self.gap)
+
+    @property
+    def gains(self) -> bool:
+        """Whether more runs reduce the larger part of the error."""
+        return self.gap < self.sampling / len(self.runs) ** 0.5 < math.inf
+
+    def more(self, wanted: float) -> float:
+        """Return how many more runs make the error as small as is wanted."""
+        if not self.gap < wanted or math.isinf(self.sampling):
+            return math.inf
+        runs = math.ceil(self.sampling**2 / (wanted**2 - self.gap**2))
+        return max(runs - len(self.runs), 1)
+
+
+def _next_size(
+    levels: list[_Level], wanted: float, matvecs: float, seconds: float
+) -> int | None:
+    """Return the budget of the next run: one that was used before, or a larger one.
+
+    Return None if no run fits into the matvecs and seconds that are left. `wanted` is the
+    standard error that is wanted.
+    """
+    last = levels[-1]
+    usable = [
+        level
+        for level in levels
+        if level.cost <= matvecs and min(level.seconds) <= seconds and level.gains
+    ]
+    # What a larger run costs that is good enough by itself, and what is tried of it.
+    larger = math.inf
+    if wanted > 0 and last.of_one < math.inf:
+        steps = math.log(max(last.of_one / wanted, 1.0)) / _order(levels)
+        larger = math.exp(min(steps, 100.0))
+    most = MOST_GROWTH if len(levels) > 1 else LEAST_GROWTH
+    growth = min(max(larger, LEAST_GROWTH), most, matvecs / last.cost)
+    size = int(last.size * growth)
+    can_grow = growth >= (LEAST_GROWTH if usable else 1.25)
+    can_grow = can_grow and _seconds(levels, size) <= seconds
+    if not usable:
+        return size if can_grow else None
+    best = min(usable, key=lambda level: (level.more(wanted) * level.cost, level.error))
+    repeated = best.more(wanted) * best.cost
+    promises = 0.7 * larger * last.cost <= repeated
+    explores = EXPLORED * growth * last.cost <= repeated
+    if can_grow and best.more(wanted) > FEW and (promises or explores):
+        return size
+    return best.size
+
+
+def _order(levels: list[_Level]) -> float:
+    """Return the order p of error ~ matvecs^-p, from the last two budgets. It is 1 if
+    nothing is known."""
+    if len(levels) < 2:
+        return 1.0
+    before, last = levels[-2:]
+    growth = last.cost / before.cost
+    if math.isinf(before.of_one) or growth <= 1 or last.of_one == 0:
+        return 1.0
+    falls = math.log(before.of_one / last.of_one) / math.log(growth)
+    return min(max(falls, 0.1), 4.0)
+
+
+def _seconds(levels: list[_Level], size: int) -> float:
+    """Predict the seconds of the first run of a larger budget, which includes compilation.
+
+    They grow as they grew between the last two budgets, but at least in proportion."""
+    level, power = levels[-1], 1.0
+    if len(levels) > 1:
+        before = levels[-2]
+        grown = math.log(level.size / before.size)
+        power = math.log(level.seconds[0] / before.seconds[0]) / grown
+    return level.seconds[0] * (size / level.size) ** min(max(power, 1.0), 3.0)
