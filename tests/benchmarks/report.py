@@ -69,6 +69,7 @@ SECTIONS = (
     Section("Fits beside GPyTorch's and fastgp's", "fits"),
     Section("Pools of runs", "pooling --pools 100"),
     Section("Tolerances and drifts", "stopping --keys 100"),
+    Section("Any estimator to a tolerance", "tolerances"),
     Section("Speed, compilation and memory beside matfree", "table"),
     Section("Estimators beside their bare matvecs", "overhead"),
     Section("Losses beside loops by hand", "losses"),

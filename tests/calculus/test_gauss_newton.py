@@ -100,3 +100,50 @@ def test_wrong_use_says_the_cure() -> None:
     refused(TypeError, r"newton\(x=.*eqx\.partition", call, model, loss, NET, **how)
     refused(TypeError, rf"fisher\(fn=.*{real}", fisher, whole, p, **how)
     refused(ValueError, r"fisher\(x=.*at least one entry", fisher, losses, (), **how)
+
+
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    """A function whose derivative only reverse mode knows, as of a kernel by hand."""
+    return jnp.tanh(x)
+
+
+clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g / jnp.cosh(x) ** 2,))
+
+
+def by_hand(v: Any, args: Any) -> Any:
+    return clipped(v[:4] * args) ** 2 + v[4:]
+
+
+def without(v: Any, args: Any) -> Any:
+    return jnp.tanh(v[:4] * args) ** 2 + v[4:]
+
+
+def squares(outputs: Any, args: Any) -> Any:
+    return jnp.sum(jnp.log1p(outputs**2))
+
+
+def test_reverse_mode_alone_is_enough() -> None:
+    """With jac="bwd" a custom VJP gives the matrices of plain code, and their slopes."""
+    v, key = jnp.linspace(-1.0, 1.0, 8), jax.random.key(0)
+    whole = lambda fn, v, s: jnp.sum(fn(v, s) ** 3)  # noqa: E731
+    calls = {
+        "gauss_newton": lambda fn, s, **how: tx.trace(
+            tx.gauss_newton(fn, squares, v, args=s, **how), key
+        ),
+        "empirical_fisher": lambda fn, s, **how: tx.trace(
+            tx.empirical_fisher(fn, v, args=s, **how), key
+        ),
+        "hessian_diagonal": lambda fn, s, **how: tx.hessian_diagonal(
+            lambda v, s: whole(fn, v, s), v, key, 8, args=s, **how
+        ),
+    }
+    for name, call in calls.items():
+        total = lambda fn, s, call=call, **how: jnp.sum(call(fn, s, **how).value)  # noqa: E731
+        want = jax.value_and_grad(total, 1)(without, 0.7)
+        got = jax.value_and_grad(lambda s: total(by_hand, s, jac="bwd"))(0.7)  # noqa: B023
+        close(got[0], want[0], 1e-12)
+        close(got[1], want[1], 1e-12)
+        close(total(without, 0.7, jac="fwd"), want[0], 1e-12)
+        with refused(ValueError, rf"{name}\(jac=.*'fwd' or 'bwd'"):
+            call(without, 0.7, jac="rev")

@@ -153,3 +153,51 @@ def test_a_diffusion_returns_what_the_point_is_like() -> None:
         tx.laplacian(low_rank, X, KEY, 5, diffusion=lambda v: v[:3])
     with pytest.raises(TypeError, match=r"diffusion=.*as_operator\(S\)"):
         tx.laplacian(low_rank, X, KEY, 5, diffusion=jnp.eye(24))  # pyright: ignore
+
+
+FIELD = jax.random.normal(jax.random.key(5), (2, 80, 80)) / 9
+POINT = jax.random.normal(jax.random.key(6), (80,))
+
+
+def decaying(x: Any, args: Any) -> Any:
+    """A field whose Jacobian has singular values that decay."""
+    return FIELD[0] @ (args * jnp.arange(1.0, 81) ** -1.5 * jnp.sin(FIELD[1] @ x))
+
+
+def exact_divergence(x: Any, args: Any) -> Any:
+    return jnp.trace(jax.jacobian(decaying)(x, args))
+
+
+def test_a_divergence_is_sketched_from_twelve_products_on() -> None:
+    def both(m: int, **how: Any) -> bool:
+        got = tx.divergence(decaying, POINT, KEY, m, args=1.0, **how).value
+        signs = tx.hadamard if m >= 10 else tx.rademacher
+        plain = tx.divergence(decaying, POINT, KEY, m, args=1.0, sampler=signs)
+        return bool(got == plain.value)
+
+    assert both(11)
+    assert not both(12)
+    assert both(12, batch_size=12)
+    exact = exact_divergence(POINT, 1.0)
+    sketched = tx.divergence(decaying, POINT, KEY, 40, args=1.0)
+    plain = tx.divergence(decaying, POINT, KEY, 40, args=1.0, sampler=tx.rademacher)
+    assert sketched.standard_error < plain.standard_error / 4
+    assert abs(sketched.value - exact) < 4 * sketched.standard_error
+    assert sketched.num_matvecs == 40
+
+
+@pytest.mark.slow
+def test_sketched_divergences_and_their_slopes_are_unbiased() -> None:
+    def both(key: Any) -> Any:
+        def value(args: Any) -> Any:
+            estimate = tx.divergence(decaying, POINT, key, 16, args=args)
+            return estimate.value, estimate
+
+        return jax.value_and_grad(value, has_aux=True)(1.0)
+
+    keys = jax.random.split(KEY, 400)
+    (values, estimates), slopes = jax.vmap(both)(keys)
+    assert is_unbiased(values, exact_divergence(POINT, 1.0))
+    assert is_unbiased(slopes, jax.grad(exact_divergence, 1)(POINT, 1.0))
+    held = jax.vmap(lambda e: contains(e, exact_divergence(POINT, 1.0)))(estimates)
+    assert jnp.mean(held) > 0.92

@@ -202,3 +202,46 @@ def test_estimates_are_pickled_serialised_and_exported(name: str) -> None:
     doubled = export.deserialize(exported.serialize()).call(arrays)
     assert type(doubled) is type(estimate)
     assert eqx.tree_equal(doubled, jax.tree.map(lambda x: x + x, arrays))
+
+
+def test_errors_of_quadrature_do_not_average_out() -> None:
+    """They have one sign in all runs, so their mean stays. Errors of sampling shrink."""
+    runs = [
+        tx.Estimate(jnp.asarray(10.0), jnp.hypot(3.0, gap), 50, quadrature_error=gap)
+        for gap in (4.0, 2.0, 0.0, 2.0)
+    ]
+    pooled = tx.pool(runs)
+    close(pooled.quadrature_error, 2.0, 1e-14)
+    close(pooled.standard_error, np.hypot(1.5, 2.0), 1e-14)
+    stacked = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *runs)
+    close(tx.pool(stacked).standard_error, pooled.standard_error, 1e-14)
+
+
+def test_a_quadrature_that_is_not_resolved_stays_visible() -> None:
+    """A single step has an unknown error, and a pool of such runs, too."""
+    run = lambda key: tx.slq_trace(  # noqa: E731
+        function(MATRIX @ MATRIX.T, PSD), jnp.sqrt, key, num_probes=8, num_steps=1
+    )
+    pooled = tx.pool([run(key) for key in jax.random.split(KEY, 3)])
+    assert jnp.isinf(pooled.standard_error)
+    assert jnp.isinf(pooled.quadrature_error)
+
+
+@pytest.mark.parametrize("name", ["logdet", "function_trace", "slq_trace", "arnoldi_trace"])
+def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> None:
+    """Few steps on a wide spectrum leave most of it, many steps next to nothing."""
+    matrix = jnp.diag(jnp.geomspace(1e-4, 1.0, 200))
+    operator = function(matrix, PSD)
+
+    def run(steps: int) -> tx.Estimate:
+        counts = {"num_probes": 10, "num_steps": steps}
+        if name == "logdet":
+            return tx.logdet(operator, KEY, **counts)
+        return getattr(tx, name)(operator, jnp.log, KEY, **counts)
+
+    few, many = run(3), run(18)
+    assert 0 < many.quadrature_error < few.quadrature_error <= few.standard_error
+    assert many.quadrature_error < many.standard_error
+    assert tx.trace(operator, KEY, 50).quadrature_error == 0
+    with pytest.raises(Exception, match="standard_error"):
+        jax.grad(lambda s: tx.logdet(function(s * matrix, PSD), KEY).quadrature_error)(1.0)

@@ -1,0 +1,236 @@
+"""Any estimator to a tolerance."""
+
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests.helpers import cases, close, refused
+from tests.matrices import hermitian, spectrum
+from tests.wrappers import PSD, function
+
+KEY = jax.random.key(7)
+
+
+class Fake:
+    """An estimator of 100 with a known error, which writes down its budgets."""
+
+    def __init__(self, order: float = 0.5, gap: float = 0.0, seconds: float = 0.0) -> None:
+        self.order, self.gap, self.seconds = order, gap, seconds
+        self.sizes: list[int] = []
+
+    def __call__(self, key: Any, num_matvecs: int) -> tx.Estimate:
+        self.sizes.append(num_matvecs)
+        time.sleep(self.seconds * num_matvecs)
+        error = jnp.asarray(100 * num_matvecs**-self.order)
+        total, gap = jnp.hypot(error, self.gap), jnp.asarray(self.gap)
+        value = 100 + error * jax.random.normal(key, (), error.dtype) / 10
+        return tx.Estimate(value, total, num_matvecs, 50.0, quadrature_error=gap)
+
+
+def test_it_stops_where_two_errors_fit() -> None:
+    fake = Fake(order=1.0)
+    found = tx.adaptive(fake, KEY, rtol=0.02)
+    assert found.converged
+    assert 2 * found.standard_error <= 0.02 * found.value
+    assert found.num_matvecs == sum(fake.sizes)
+    assert fake.sizes[0] == 32
+    assert sum(fake.sizes) < 400  # one run of 100 is enough
+
+
+def test_an_error_that_falls_fast_gets_larger_runs_and_a_slow_one_more_runs() -> None:
+    fast, slow = Fake(order=1.5), Fake(order=0.25)
+    for fake in (fast, slow):
+        assert tx.adaptive(fake, KEY, rtol=0.02, max_matvecs=1_000_000).converged
+    assert len(fast.sizes) == len(set(fast.sizes))
+    assert len(slow.sizes) > 2 * len(set(slow.sizes))
+    # As many runs of 32 as needed would be 1770 of them.
+    needed = 32 * (100 * 32**-0.25) ** 2
+    assert needed / 2 < sum(slow.sizes) < 2 * needed
+
+
+def test_more_runs_do_not_reduce_the_error_of_quadrature() -> None:
+    fake = Fake(order=0.5, gap=3.0)
+    found = tx.adaptive(fake, KEY, rtol=0.02, max_matvecs=5000)
+    assert not found.converged
+    assert found.standard_error >= 3
+    assert float(found.quadrature_error) == 3
+    # Where it is the larger part, more runs of one budget are a waste.
+    assert max(map(fake.sizes.count, set(fake.sizes))) <= 2
+
+
+@pytest.mark.parametrize("limit", [1, 31, 32, 33, 100, 1000])
+def test_the_budget_is_never_passed(limit: int) -> None:
+    fake = Fake()
+    found = tx.adaptive(fake, KEY, rtol=0.0, max_matvecs=limit)
+    assert found.num_matvecs == sum(fake.sizes) <= limit
+    assert sum(fake.sizes) > limit - max(fake.sizes)
+    assert found.converged is False
+
+
+def test_the_time_is_not_passed() -> None:
+    fake = Fake(seconds=1e-4)
+    start = time.monotonic()
+    found = tx.adaptive(fake, KEY, rtol=0.0, max_matvecs=10**6, max_seconds=1.0)
+    assert time.monotonic() - start < 1.6  # 1.0 and what `pool` compiles
+    assert not found.converged
+    assert len(fake.sizes) > 1
+    fake = Fake(seconds=1e-3)
+    tx.adaptive(fake, KEY, rtol=0.0, max_seconds=1e-3)
+    assert fake.sizes == [32]  # the first run is always made
+
+
+def test_the_best_is_returned() -> None:
+    """A larger run with a larger error does not take the place of a better one."""
+
+    def worse(key: Any, num_matvecs: int) -> tx.Estimate:
+        error = 5.0 if num_matvecs == 32 else 50.0
+        return tx.Estimate(jnp.asarray(100.0), jnp.asarray(error), num_matvecs)
+
+    found = tx.adaptive(worse, KEY, rtol=1e-3, max_matvecs=500)
+    assert found.standard_error <= 5.0
+    assert found.num_matvecs <= 500
+
+
+@pytest.mark.parametrize("place", ["value", "error"])
+def test_nan_ends_the_search(place: str) -> None:
+    def broken(key: Any, num_matvecs: int) -> tx.Estimate:
+        value = math.nan if place == "value" and num_matvecs > 32 else 1.0
+        error = math.nan if num_matvecs > 32 else 1.0
+        return tx.Estimate(jnp.asarray(value), jnp.asarray(error), num_matvecs)
+
+    found = tx.adaptive(broken, KEY)
+    assert jnp.isnan(found.standard_error)
+    assert not found.converged
+    assert found.num_matvecs == 32 + 64
+
+
+def test_norms_of_diagonals_and_pytrees() -> None:
+    """The tolerance is for all entries together."""
+    matrix = hermitian(spectrum("poly", 200))
+    run = lambda key, m: tx.diagonal(function(matrix), key, m)  # noqa: E731
+    found = tx.adaptive(run, KEY, rtol=0.05)
+    assert found.converged
+    error = jnp.linalg.norm(found.standard_error)
+    assert 2 * error <= 0.05 * jnp.linalg.norm(found.value)
+    assert jnp.linalg.norm(found.value - jnp.diag(matrix)) < 3 * error
+
+    def tree(key: Any, m: int) -> tx.Estimate:
+        value = {"a": jnp.ones(3), "b": jnp.ones(())}
+        return tx.Estimate(value, {"a": jnp.ones(3) / m, "b": jnp.zeros(())}, m)
+
+    found = tx.adaptive(tree, KEY, rtol=0.0, atol=0.1)
+    assert 2 * jnp.linalg.norm(found.standard_error["a"]) <= 0.1
+
+
+def test_equal_keys_give_equal_numbers_and_runs_have_their_own() -> None:
+    seen = []
+
+    def run(key: Any, num_matvecs: int) -> tx.Estimate:
+        seen.append(tuple(np.asarray(jax.random.key_data(key))))
+        return Fake()(key, num_matvecs)
+
+    first, second = (tx.adaptive(run, KEY, rtol=0.05) for _ in range(2))
+    assert first.value == second.value
+    assert len(set(seen)) == len(seen) / 2
+
+
+def test_it_is_differentiable_and_eager() -> None:
+    matrix = hermitian(0.8 ** np.arange(100))
+
+    def loss(scale: Any) -> Any:
+        run = lambda key, m: tx.logdet(function(scale * matrix, PSD), key, m, shift=0.1)  # noqa: E731
+        return tx.adaptive(run, KEY, rtol=0.05).value
+
+    exact = jnp.trace(jnp.linalg.solve(matrix + 0.1 * jnp.eye(100), matrix))
+    close(jax.grad(loss)(1.0), exact, 0.1)
+    for how in (jax.jit(loss), lambda x: jax.vmap(loss)(jnp.stack([x, x]))):
+        with refused(TypeError, r"adaptive\(estimate=.*adaptive_trace"):
+            how(1.0)
+
+
+def test_it_shows_progress() -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.seen: list[float] = []
+
+        def init(self) -> int:
+            return 0
+
+        def step(self, state: int, progress: Any) -> int:
+            self.seen.append(float(progress))
+            return state + 1
+
+        def close(self, state: int) -> None:
+            self.seen.append(-state)
+
+    meter = Meter()
+    tx.adaptive(Fake(order=1.0), KEY, rtol=0.02, progress_meter=meter)
+    *steps, last = meter.seen
+    assert steps == sorted(steps)
+    assert steps[-1] == 1.0
+    assert last == -len(steps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "how"),
+    [
+        (TypeError, r"adaptive\(estimate=.*function of a key", {"estimate": 3}),
+        (
+            TypeError,
+            r"adaptive\(estimate=.*return an Estimate",
+            {"estimate": lambda k, m: 1.0},
+        ),
+        (ValueError, r"adaptive\(rtol=.*at least 0", {"rtol": -1.0}),
+        (ValueError, r"adaptive\(max_seconds=.*positive", {"max_seconds": 0.0}),
+        (TypeError, r"adaptive\(max_matvecs=.*Python int", {"max_matvecs": 1e3}),
+        (TypeError, r"adaptive\(key=.*JAX random key", {"key": 0}),
+        (TypeError, r"adaptive\(progress_meter=", {"progress_meter": 1}),
+    ],
+)
+def test_errors(kind: type, message: str, how: dict[str, Any]) -> None:
+    how = {"estimate": Fake(), "key": KEY, **how}
+    with refused(kind, message):
+        tx.adaptive(how.pop("estimate"), how.pop("key"), **how)
+
+
+N = 300
+MATRICES = {
+    name: hermitian(np.abs(spectrum(name, N)) + 1e-3) for name in ("flat", "poly", "step")
+}
+FUNCTIONS = {
+    "trace": (lambda a, k, m: tx.trace(function(a, PSD), k, m), jnp.trace),
+    "hutchinson_trace": (lambda a, k, m: tx.hutchinson_trace(function(a), k, m), jnp.trace),
+    "logdet": (
+        lambda a, k, m: tx.logdet(function(a, PSD), k, m, shift=0.1),
+        lambda a: jnp.linalg.slogdet(a + 0.1 * jnp.eye(N))[1],
+    ),
+    "diagonal": (lambda a, k, m: tx.diagonal(function(a), k, m), jnp.diag),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", cases(FUNCTIONS, "trace"))
+def test_how_often_the_tolerance_is_met(name: str, dtype: str) -> None:
+    """In 100 runs, at most 5 % of the answers that claim it are not within it, but for
+    four standard deviations of such a count."""
+    run, truth_of = FUNCTIONS[name]
+    for matrix in MATRICES.values():
+        matrix = matrix.astype(dtype)
+        truth, missed, claimed = truth_of(matrix.astype("float64")), 0, 0
+        for key in jax.random.split(KEY, 34):
+            found = tx.adaptive(
+                lambda k, m, a=matrix: run(a, k, m), key, rtol=0.05, max_matvecs=1200
+            )
+            error = jnp.linalg.norm(found.value - truth) / jnp.linalg.norm(truth)
+            claimed += bool(found.converged)
+            missed += bool(found.converged) and bool(error > 0.05)
+            assert found.num_matvecs <= 1200
+        assert missed <= 1.7 + 5
+        assert claimed == 34
