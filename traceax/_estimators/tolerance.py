@@ -124,7 +124,7 @@ def adaptive(
     limit = math.inf if max_seconds is None else float(max_seconds)
     start, shown = time.monotonic(), meter.init()
     levels: dict[int, _Level] = {}
-    best, best_error, spent, count, is_met = None, math.inf, 0, 0, False
+    best, spent, count, is_met = None, 0, 0, False
     size: int | None = min(first, max_matvecs)
     while size is not None:
         level, began = levels.setdefault(size, _Level(size)), time.monotonic()
@@ -133,19 +133,19 @@ def adaptive(
         seconds = time.monotonic() - start
         level.add(run, start + seconds - began)
         count, spent = count + 1, spent + level.cost
-        wanted = float(atol) + float(rtol) * _norm(level.pooled.value)
+        wanted = float(atol) + float(rtol) * level.length
         is_met = 2 * level.error <= wanted
         shown = meter.step(shown, min(1.0, max(spent / max_matvecs, seconds / limit)))
         is_nan = math.isnan(level.error) or math.isnan(wanted)
-        if best is None or is_met or is_nan or level.error < best_error:
-            best, best_error = level.pooled, level.error
+        if best is None or is_met or is_nan or level.error < best.error:
+            best = level
         if is_met or is_nan:
             break
         left = max_matvecs - spent, limit - seconds
         size = _next_size(list(levels.values()), wanted / 2, *left)
     meter.close(meter.step(shown, 1.0))
     assert best is not None
-    return replace(best, num_matvecs=spent, converged=is_met)
+    return replace(best.pooled(), num_matvecs=spent, converged=is_met)
 
 
 def _check_eager(name: str, argument: str, value: Any) -> None:
@@ -166,41 +166,65 @@ def _checked(name: str, run: object) -> Estimate:
     return run
 
 
-def _norm(tree: Any) -> float:
-    """Return the Euclidean norm of all entries, which neither overflows nor vanishes."""
+def _numbers(tree: Any) -> np.ndarray:
+    """Return all entries as one vector of double precision."""
     leaves = jax.tree.leaves(jax.lax.stop_gradient(tree))
-    return math.hypot(*(abs(x) for leaf in leaves for x in np.ravel(np.asarray(leaf))))
+    vector = np.concatenate([np.ravel(np.asarray(leaf)) for leaf in leaves])
+    return vector.astype(np.result_type(vector.dtype, np.float64))
+
+
+def _norm(vector: np.ndarray) -> float:
+    """Return the Euclidean norm, which neither overflows nor vanishes."""
+    scale = float(np.max(np.abs(vector), initial=0.0))
+    if not 0 < scale < math.inf:
+        return scale
+    return scale * float(np.linalg.norm(vector / scale))
 
 
 @dataclass
 class _Level:
     """The runs of one budget, `size`, and the seconds that each of them took.
 
-    `cost` is the number of matvecs of one run, as it reports them. `sampling` is the error
-    of sampling in one run, and `gap` the error of quadrature.
+    `cost` is the number of matvecs of one run, as it reports them. `error` is the standard
+    error of the pool of all runs, `sampling` the error of sampling in one run, and `gap`
+    the error of quadrature. They are what `pool` computes, but as a pool of every further
+    run would be compiled for its own shapes, they are computed by NumPy.
     """
 
     size: int
     runs: list[Estimate] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    pooled: Estimate = field(init=False)
     cost: int = field(init=False)
+    length: float = field(init=False)
     error: float = field(init=False)
+    sampling: float = field(init=False)
     gap: float = field(init=False)
+    _sums: list[np.ndarray] = field(init=False)
 
     def add(self, run: Estimate, seconds: float) -> None:
         self.runs.append(run)
         self.seconds.append(seconds)
-        self.pooled = run if len(self.runs) == 1 else pool(self.runs)
+        value, error = _numbers(run.value), _numbers(run.standard_error)
+        gap = np.broadcast_to(_numbers(run.quadrature_error), error.shape)
+        known = np.isfinite(error)
+        squares = np.where(known, error**2 - np.where(known, gap, 0) ** 2, error)
+        if len(self.runs) == 1:
+            self._sums = [np.zeros_like(x) for x in (value, error, error, gap)]
+        count = len(self.runs)
+        before, spread, within, gaps = self._sums
+        after = before + (value - before) / count
+        spread = spread + (np.conj(value - before) * (value - after)).real
+        within, gaps = within + np.maximum(squares, 0), gaps + gap
+        self._sums = [after, spread, within, gaps]
+        mean, between = within / count, spread / max(count - 1, 1)
+        one = np.where(np.isinf(mean) & (count > 1), between, np.maximum(mean, between))
         self.cost = max(int(np.max(jax.lax.stop_gradient(run.num_matvecs))), 1)
-        self.error = _norm(self.pooled.standard_error)
-        self.gap = min(_norm(self.pooled.quadrature_error), self.error)
+        self.length, self.gap = _norm(after), _norm(gaps / count)
+        self.sampling = _norm(np.sqrt(one))
+        self.error = math.hypot(self.sampling / count**0.5, self.gap)
 
-    @property
-    def sampling(self) -> float:
-        if math.isinf(self.error):
-            return math.inf
-        return math.sqrt((self.error**2 - self.gap**2) * len(self.runs))
+    def pooled(self) -> Estimate:
+        return self.runs[0] if len(self.runs) == 1 else pool(self.runs)
 
     @property
     def of_one(self) -> float:
