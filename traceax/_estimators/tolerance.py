@@ -274,7 +274,8 @@ def _next_size(
     repeated = best.more(wanted) * best.cost
     promises = 0.7 * larger * last.cost <= repeated
     explores = EXPLORED * growth * last.cost <= repeated
-    if can_grow and best.more(wanted) > FEW and (promises or explores):
+    few = best.more(wanted) <= FEW and repeated <= matvecs
+    if can_grow and not few and (promises or explores):
         return size
     return best.size
 

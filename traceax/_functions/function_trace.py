@@ -469,9 +469,9 @@ def arnoldi_trace(
 
     With `fn=lambda x: jnp.log(x + 0j)` it is the logarithm of the determinant: the real
     part is log |det A|, and the imaginary part is the phase of det A, but for multiples of
-    2 pi. If A is real, the phase says how many eigenvalues are negative, and the sign of
-    det A, which half an eigenvalue more or less would change, is out of reach of random
-    probes.
+    2 pi. If A is real, the phase over pi is the number of negative eigenvalues. So the sign
+    of det A is known only if the error of the phase is much smaller than pi, which random
+    probes reach if few eigenvalues are negative.
 
     **Arguments** (the others are in the guide's conventions)
 
@@ -480,9 +480,10 @@ def arnoldi_trace(
     - `num_probes`, `num_steps`: the number of probes, and of matvecs for each probe. By
       default there are about as many steps as probes.
     - `pattern`: the places at which A has entries, as in `colouring`, which need not be
-      symmetric. If 2 sqrt(`num_matvecs`) colours (or `num_probes`) keep two steps apart,
-      each probe has a colour and its own Arnoldi process, and four more serve the error
-      bar. For spatial models like log det(I - rho W) this is better by orders of magnitude.
+      symmetric. If 2 sqrt(`num_matvecs`) colours, at most a seventh of the budget, keep two
+      steps apart (or `num_probes` do), each probe has a colour and its own Arnoldi process,
+      and four more serve the error bar. For spatial models like log det(I - rho W) this is
+      better by orders of magnitude.
     - `sampler`: a sampler of independent probes, or `probing`. The default `rademacher` is
       exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2, and 1 for your own
       samplers.
@@ -528,7 +529,7 @@ def arnoldi_trace(
         return exact_general_trace(call, fn, structure, real=is_real)
     subject = MatrixFunction(LinearMap(call.operator), fn)
     if sampler is None:
-        most = num_probes or 2 * math.isqrt(budget)
+        most = num_probes or _most_colours(budget)
         coloured = for_pattern(name, call.operator, most, pattern, 2)
         call = call if coloured is None else call.using(coloured)
     if call.group > 1:
@@ -557,6 +558,14 @@ def arnoldi_trace(
 _TESTS = 4
 
 
+def _most_colours(num_matvecs: int) -> int:
+    """Return how many probes a budget pays for, up to four times as many as steps.
+
+    Colours far apart matter more than digits of the quadrature, but at least six or seven
+    steps are needed for these to be fewer than the digits that colours give."""
+    return min(2 * math.isqrt(num_matvecs), max(1, num_matvecs // 7))
+
+
 def _coloured_trace(
     call: Call,
     subject: MatrixFunction,
@@ -567,13 +576,11 @@ def _coloured_trace(
 ) -> Estimate:
     """Estimate the trace by an Arnoldi process for each probe of a colouring.
 
-    `budgets` are the three arguments of `arnoldi_trace` that set the budget. By default
-    there are up to four times as many probes as steps, because colours far apart matter
-    more than a few digits of the quadrature."""
+    `budgets` are the three arguments of `arnoldi_trace` that set the budget."""
     colours, tests = call.group, min(call.group, _TESTS)
 
     def choose(num_matvecs: int) -> Shape:
-        repeats = max(1, 2 * math.isqrt(num_matvecs) // colours)
+        repeats = max(1, _most_colours(num_matvecs) // colours)
         width = repeats * colours
         more = tests if repeats == 1 else 0
         return Shape(width, max(1, num_matvecs // (width + more)))

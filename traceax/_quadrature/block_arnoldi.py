@@ -230,8 +230,9 @@ def coloured_arnoldi(
 
     basis, levels, lengths = jax.vmap(run)(block.T)
     modes = jax.vmap(partial(_modes, rank=1))(levels)
-    inverse = lengths[:, None, None] * modes.inverse[..., 0]
-    weights = inverse * lengths.conj()[:, None, None] * modes.vectors[:, :, 0]
+    lengths = lengths.astype(modes.nodes.dtype)[:, None, None]
+    inverse = lengths * modes.inverse[..., 0]
+    weights = inverse * lengths.conj() * modes.vectors[:, :, 0]
     weights = jnp.where(jnp.any(jnp.isnan(levels)), jnp.nan, weights)
     values = jax.vmap(partial(at_nodes, subject.fn))(modes.nodes)
     modes = Modes(modes.nodes[:, 0], modes.vectors[:, 0], inverse[:, 0])
