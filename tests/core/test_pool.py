@@ -234,7 +234,7 @@ def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> Non
     operator = function(matrix, PSD)
 
     def run(steps: int) -> tx.Estimate:
-        counts = {"num_probes": 10, "num_steps": steps}
+        counts: Any = {"num_probes": 10, "num_steps": steps}
         if name == "logdet":
             return tx.logdet(operator, KEY, **counts)
         return getattr(tx, name)(operator, jnp.log, KEY, **counts)

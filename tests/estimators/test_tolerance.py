@@ -167,7 +167,7 @@ def test_it_shows_progress() -> None:
         def close(self, state: int) -> None:
             self.seen.append(-state)
 
-    meter = Meter()
+    meter: Any = Meter()
     tx.adaptive(Fake(order=1.0), KEY, rtol=0.02, progress_meter=meter)
     *steps, last = meter.seen
     assert steps == sorted(steps)

@@ -147,8 +147,8 @@ def _pooled(
     few = jnp.where((within == 0) & (known > 0), 1e4, others / 3)
     freedom = jnp.where(jnp.isfinite(welch), jnp.minimum(welch, 1e4), few)
     gap = jnp.sum(share * gaps, axis=0)
-    errors = (nondifferentiable(x, value) for x in (jnp.hypot(error, gap), gap))
-    return value, *errors, jnp.min(freedom)
+    error, gap = (nondifferentiable(x, value) for x in (jnp.hypot(error, gap), gap))
+    return value, error, gap, jnp.min(freedom)
 
 
 def _check_parts(name: str, estimates: object) -> None:

@@ -91,10 +91,9 @@ def _evaluate_jvp(
     if not jnp.iscomplexobj(outcome.value):
         read = read.real
     read = read.astype(outcome.value.dtype)
-    error, gap = (
-        None if part is None else error_tangent(part, read.real)
-        for part in (outcome.standard_error, outcome.quadrature_error)
-    )
+    error, gap = error_tangent(outcome.standard_error, read.real), None
+    if outcome.quadrature_error is not None:
+        gap = error_tangent(outcome.quadrature_error, read.real)
     return outcome, Outcome(read, error, unperturbed.readout, unperturbed.report, gap)
 
 

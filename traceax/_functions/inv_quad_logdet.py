@@ -24,6 +24,7 @@ derivative also solves an equation for du.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import equinox as eqx
@@ -238,15 +239,9 @@ def _estimated(
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
     degrees, method = shared_degrees_of_freedom(width), call.name
-    assert outcome.quadrature_error is not None
-    logdet = Estimate(
-        logs + rest,
-        error,
-        spent,
-        degrees,
-        method=method,
-        quadrature_error=outcome.quadrature_error[0],
-    )
+    logdet = Estimate(logs + rest, error, spent, degrees, method=method)
+    if outcome.quadrature_error is not None:
+        logdet = replace(logdet, quadrature_error=outcome.quadrature_error[0])
     checks = 1 if start is None else 2
     form = Estimate(form, bound, spent + t * (report.num_steps + checks), method=method)
     return form, logdet, report.solution(subject)
@@ -328,12 +323,14 @@ def likelihood(
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
+    assert traced.quadrature_error is not None
+    gap = jnp.append(traced.quadrature_error, 0)
     return Outcome(
         jnp.append(traced.value, value),
         jnp.append(traced.standard_error, error),
         Partial(_read_both, traced.readout, report),
         report,
-        jnp.append(traced.quadrature_error, 0),
+        quadrature_error=gap,
     )
 
 
