@@ -171,5 +171,5 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 
 # Public names that are no estimators.
 OTHERS = {"Estimate", "InvQuadLogdet", "Layout", "colouring", "preconditioner", "probing"}
-OTHERS |= {"Sampler", "as_operator", "empirical_fisher", "gauss_newton"}
+OTHERS |= {"Sampler", "adaptive", "as_operator", "empirical_fisher", "gauss_newton"}
 OTHERS |= {"hadamard", "normal", "orthogonal", "rademacher", "sphere"}

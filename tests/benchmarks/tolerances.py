@@ -46,7 +46,6 @@ FUNCTIONS = {
     "trace": Function(tx.trace, jnp.trace),
     "trace, no tag": Function(tx.trace, jnp.trace, ()),
     "hutchinson_trace": Function(tx.hutchinson_trace, jnp.trace),
-    "hutchpp_trace": Function(tx.hutchpp_trace, jnp.trace),
     "frobenius_norm_squared": Function(
         tx.frobenius_norm_squared, lambda a: jnp.sum(a**2), ()
     ),
@@ -61,10 +60,6 @@ FUNCTIONS = {
     "slq_trace, 20 steps": Function(
         lambda a, k, m: tx.slq_trace(a, jnp.sqrt, k, num_probes=m // 20, num_steps=20),
         eigenvalues(jnp.sqrt),
-    ),
-    "function_diagonal": Function(
-        lambda a, k, m: tx.function_diagonal(a, jnp.exp, k, m),
-        lambda a: jnp.diag(jax.scipy.linalg.expm(a)),
     ),
     "arnoldi_trace": Function(
         lambda a, k, m: tx.arnoldi_trace(a, jnp.exp, k, m), eigenvalues(jnp.exp), ()

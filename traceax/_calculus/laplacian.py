@@ -325,8 +325,9 @@ def hessian_diagonal(
 
     **Arguments** (the others are in the guide's conventions): `fn`: a function
     `fn(x, args)` that returns one real number. `num_matvecs`: the number of matvecs with
-    the Hessian, at least 1. `jac`: with `"bwd"` a matvec is reverse over reverse mode, as a
-    `jax.custom_vjp` in `fn` needs. Default `None`, forward over reverse mode. `sampler`: by
+    the Hessian, at least 1. `jac`: with `"bwd"` a matvec is reverse over reverse mode. A
+    `jax.custom_vjp` in `fn` needs it if its rules call the function itself. Default `None`,
+    forward over reverse mode. `sampler`: by
     default `rademacher`.
 
     **Cost**: `num_matvecs` matvecs with the Hessian (forward over reverse mode, with one

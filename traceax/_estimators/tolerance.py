@@ -87,6 +87,7 @@ def adaptive(
     **Returns** the `Estimate` with the smallest error bar of all that were reached: one
     run, or the `pool` of several. `converged` says whether the tolerance was met.
     `num_matvecs` counts all runs. If a value or an error is NaN, the search ends with it.
+    Stopping by the error bar leaves a small bias.
 
     **Derivatives**: those of the runs whose estimate is returned. **Cost**: the matvecs of
     all runs. Runs that are not in the result take about a third of them. Each budget
@@ -263,8 +264,9 @@ def _next_size(
     if wanted > 0 and last.of_one < math.inf:
         steps = math.log(max(last.of_one / wanted, 1.0)) / _order(levels)
         larger = math.exp(min(steps, 100.0))
-    most = MOST_GROWTH if len(levels) > 1 else LEAST_GROWTH
-    growth = min(max(larger, LEAST_GROWTH), most, matvecs / last.cost)
+    # Few budgets, so that programs compiled for one search serve the next.
+    is_far = larger > (LEAST_GROWTH * MOST_GROWTH) ** 0.5 and len(levels) > 1
+    growth = min(MOST_GROWTH if is_far else LEAST_GROWTH, matvecs / last.cost)
     size = int(last.size * growth)
     can_grow = growth >= (LEAST_GROWTH if usable else 1.25)
     can_grow = can_grow and _seconds(levels, size) <= seconds

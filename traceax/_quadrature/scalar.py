@@ -15,7 +15,9 @@ bias by the means of all samples but one, t_{-i} = t - d_i, d_i = (s_i - t)/(k -
 Samples that share probes vary less than their mean does. The jackknife then removes at
 least a half of their bias, and at most all of it. Derivatives take the d_i as constants. So
 the derivative in the parameters of `combine` is that of the value. Everything else changes
-t, whose derivative is given by the split rule.
+t, whose derivative dt is given by the split rule, and the derivative is Dg(t) dt. (That of
+the corrected value would be free of the bias that Dg has because t varies, but not of the
+covariance of t and dt. For logarithms and ratios these two nearly cancel.)
 """
 
 from __future__ import annotations
@@ -305,8 +307,9 @@ def _unbiased(
     value = combine(total)
     if shifts is None:
         return value
-    others = jax.vmap(combine, in_axes=1, out_axes=1)(total[:, None] - shifts)
-    return value + (shifts.shape[1] - 1) * mean(value[:, None] - others)
+    held = jax.lax.stop_gradient(total)
+    others = jax.vmap(combine, in_axes=1, out_axes=1)(held[:, None] - shifts)
+    return value + (shifts.shape[1] - 1) * mean(combine(held)[:, None] - others)
 
 
 def _shifts(
