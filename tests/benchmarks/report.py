@@ -70,6 +70,7 @@ SECTIONS = (
     Section("Pools of runs", "pooling --pools 100"),
     Section("Tolerances and drifts", "stopping --keys 100"),
     Section("Any estimator to a tolerance", "tolerances"),
+    Section("Divergences by a sketch and by plain probes", "divergences"),
     Section("Speed, compilation and memory beside matfree", "table"),
     Section("Estimators beside their bare matvecs", "overhead"),
     Section("Losses beside loops by hand", "losses"),
