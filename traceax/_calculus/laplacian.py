@@ -110,10 +110,11 @@ def divergence(
 
     From 12 matvecs on, it is the `trace` of the Jacobian: half of the matvecs decide
     between a sketch, which is better if singular values decay, and more probes. With fewer,
-    or if `batch_size` or `sampler` is given, it is this mean. The estimate is unbiased. If
-    you compile it together with `fn(x, args)`, both share the
-    forward pass. `hutchinson_trace` of a linearised `fn`, for example from `jax.linearize`,
-    shares the backward pass as well.
+    or if `batch_size` or `sampler` is given, it is this mean, which is up to twice as
+    accurate if the Jacobian is nearly skew-symmetric, as of advection. The estimate is
+    unbiased. If you compile it together with `fn(x, args)`, both share the forward pass.
+    `hutchinson_trace` of a linearised `fn`, for example from `jax.linearize`, shares the
+    backward pass as well.
 
     **Arguments** (the others are in the guide's conventions)
 
