@@ -127,6 +127,34 @@ def test_norms_of_diagonals_and_pytrees() -> None:
     assert 2 * jnp.linalg.norm(found.standard_error["a"]) <= 0.1
 
 
+def test_several_runs_are_what_pool_makes_of_them() -> None:
+    """Value, error and its part by quadrature, also of complex numbers."""
+    runs = []
+
+    def run(key: Any, num_matvecs: int) -> tx.Estimate:
+        value = jax.random.normal(key, (3,), complex)
+        error = 0.5 + jax.random.uniform(key, (3,))
+        gap = jnp.full(3, 0.1)
+        estimate = tx.Estimate(
+            {"a": value, "b": value[0].real},
+            {"a": jnp.hypot(error, gap), "b": error[0]},
+            num_matvecs,
+            7.0,
+            quadrature_error={"a": gap, "b": jnp.zeros(())},
+        )
+        runs.append(estimate)
+        return estimate
+
+    found = tx.adaptive(run, KEY, rtol=0.0, max_matvecs=590, first=200)
+    assert [r.num_matvecs for r in runs] == [200, 200]
+    pooled = tx.pool(runs)
+    for name in ("value", "standard_error", "quadrature_error"):
+        got, want = (jax.tree.leaves(getattr(e, name)) for e in (found, pooled))
+        for one, other in zip(got, want, strict=True):
+            close(one, other, 1e-12)
+    assert found.degrees_of_freedom > 7
+
+
 def test_equal_keys_give_equal_numbers_and_runs_have_their_own() -> None:
     seen = []
 

@@ -29,13 +29,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from traceax._core import checks
 from traceax._core.canonical import is_concrete
-from traceax._core.estimate import Estimate
-from traceax._core.pooling import pool
+from traceax._core.estimate import Estimate, nondifferentiable
 from traceax._probes.stream import ProgressMeter, checked_meter
 
 # A run grows by these factors at a time, and by the smaller one while its order is unknown.
@@ -188,8 +188,8 @@ class _Level:
 
     `cost` is the number of matvecs of one run, as it reports them. `error` is the standard
     error of the pool of all runs, `sampling` the error of sampling in one run, and `gap`
-    the error of quadrature. They are what `pool` computes, but as a pool of every further
-    run would be compiled for its own shapes, they are computed by NumPy.
+    the error of quadrature. They are the numbers of `pool`, computed by NumPy, because
+    `pool` would compile its operations again for every number of runs.
     """
 
     size: int
@@ -200,32 +200,65 @@ class _Level:
     error: float = field(init=False)
     sampling: float = field(init=False)
     gap: float = field(init=False)
-    _sums: list[np.ndarray] = field(init=False)
+    _sums: tuple[np.ndarray, ...] = field(init=False)
+    _entries: tuple[np.ndarray, np.ndarray] = field(init=False)
+    _squares: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, run: Estimate, seconds: float) -> None:
         self.runs.append(run)
         self.seconds.append(seconds)
+        count = len(self.runs)
         value, error = _numbers(run.value), _numbers(run.standard_error)
         gap = np.broadcast_to(_numbers(run.quadrature_error), error.shape)
         known = np.isfinite(error)
         squares = np.where(known, error**2 - np.where(known, gap, 0) ** 2, error)
-        if len(self.runs) == 1:
-            self._sums = [np.zeros_like(x) for x in (value, error, error, gap)]
-        count = len(self.runs)
+        squares = np.maximum(squares, 0)
+        if count == 1:
+            self._sums = tuple(np.zeros_like(x) for x in (value, error, error, gap))
         before, spread, within, gaps = self._sums
         after = before + (value - before) / count
         spread = spread + (np.conj(value - before) * (value - after)).real
-        within, gaps = within + np.maximum(squares, 0), gaps + gap
-        self._sums = [after, spread, within, gaps]
+        within, gaps = within + squares, gaps + gap
+        self._sums = after, spread, within, gaps
         mean, between = within / count, spread / max(count - 1, 1)
         one = np.where(np.isinf(mean) & (count > 1), between, np.maximum(mean, between))
+        self._entries = np.hypot(np.sqrt(one / count), gaps / count), gaps / count
+        degrees = float(np.min(jax.lax.stop_gradient(run.degrees_of_freedom)))
+        self._squares.append((float(np.sum(squares)), degrees))
         self.cost = max(int(np.max(jax.lax.stop_gradient(run.num_matvecs))), 1)
         self.length, self.gap = _norm(after), _norm(gaps / count)
         self.sampling = _norm(np.sqrt(one))
         self.error = math.hypot(self.sampling / count**0.5, self.gap)
 
     def pooled(self) -> Estimate:
-        return self.runs[0] if len(self.runs) == 1 else pool(self.runs)
+        """Return the pool of all runs, which have equal weights."""
+        first, count = self.runs[0], len(self.runs)
+        if count == 1:
+            return first
+        values = zip(*(jax.tree.leaves(run.value) for run in self.runs), strict=True)
+        values = [sum(leaves[1:], leaves[0]) / count for leaves in values]
+        errors, structure = jax.tree.flatten(first.standard_error)
+        ends = np.cumsum([np.size(leaf) for leaf in errors])[:-1]
+
+        def as_leaves(entries: np.ndarray) -> Any:
+            parts = zip(np.split(entries, ends), errors, values, strict=True)
+            leaves = [
+                nondifferentiable(jnp.asarray(part.reshape(e.shape), e.dtype), value)
+                for part, e, value in parts
+            ]
+            return jax.tree.unflatten(structure, leaves)
+
+        total = sum(square for square, _ in self._squares)
+        welch = sum(square**2 / degrees for square, degrees in self._squares)
+        known = 0 < total < math.inf
+        return Estimate(
+            jax.tree.unflatten(jax.tree.structure(first.value), values),
+            as_leaves(self._entries[0]),
+            self.cost * count,
+            min(total**2 / welch, 1e4) if known else (count - 1) / 3,
+            method=first.method,
+            quadrature_error=as_leaves(self._entries[1]),
+        )
 
     @property
     def of_one(self) -> float:
