@@ -91,7 +91,8 @@ def spans(ratios: list[float], digits: int) -> str:
 
 
 def test_the_numbers_of_the_readme_are_in_the_tables_of_the_benchmarks() -> None:
-    text = " ".join(README.split("Beside others")[1].split("## ")[0].split())
+    section = README.split("## Comparison with other libraries")[1]
+    text = " ".join(section.split("\n## ")[0].split())
     for row, digits in (("gradient, matrix, 20 steps", 1), ("value, 20 steps", 2)):
         assert f"{measured(row, 2)[0]:.{digits}f} times" in text
     errors, times = (
@@ -103,6 +104,8 @@ def test_the_numbers_of_the_readme_are_in_the_tables_of_the_benchmarks() -> None
     assert f"{min(less):.1f} to {max(less):.0f} times less" in text
     longer = [ours / other for ours, other in zip(*times, strict=True)]
     assert f"in {spans(longer, 1)} times the time" in text
+    ours, other = (measured("logdet with error", column)[0] / 1000 for column in (0, 1))
+    assert f"takes {ours:.1f} s, matfree {other:.1f} s" in text
     row = r"(?:flat|poly|exp|step) +\d+(?: +[0-9.]+%){3}"
     ours, other = (measured(row, column) for column in (0, 2))
     assert len(ours) == len(other) == 12
@@ -123,6 +126,7 @@ def test_versions_agree() -> None:
     project = PYPROJECT["project"]
     assert f"## {project['version']}" in CHANGELOG
     assert project["version"] == tx.__version__
+    assert f"version = {{{project['version']}}}" in README
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
     for package in ("jax", "equinox", "lineax"):
         (spec,) = (d for d in project["dependencies"] if re.match(rf"{package}>=", d))

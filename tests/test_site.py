@@ -48,6 +48,29 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     assert shown == sorted(public)
 
 
+# What people type into the search, and the page that answers.
+ANSWERS = {
+    "confidence interval": "error_bars",
+    "GPU": "precision",
+    "heteroscedastic": "likelihoods",
+    "Kronecker": "structured",
+    "limits": "limits",
+    "mini-batch": "curvature",
+    "NumPyro": "recipes",
+    "PINN": "losses",
+    "reproducible": "conventions",
+    "save": "recipes",
+    "sign of the determinant": "functions",
+    "TF32": "precision",
+    "tolerance": "recipes",
+}
+
+
+@pytest.mark.parametrize("words", ANSWERS)
+def test_pages_have_the_words_that_people_type(words: str) -> None:
+    assert words.lower() in " ".join(PAGES[ANSWERS[words]].lower().split())
+
+
 # Coming from another library: what its program needs, and how far the two may differ.
 LIBRARIES = {
     "matfree": ("matfree", 0.2),
@@ -113,7 +136,10 @@ def test_the_built_site_fetches_nothing_and_draws_mathematics(built: Path) -> No
 CONVENTIONS = 'href="../../guide/conventions/#conventions"'
 FOUND = ("trace", "logdet", "pool", "divergence", "rademacher")
 SHOWN = {
-    "": ['href="reference/traces/#traceax.xtrace"><code>xtrace</code>'],
+    "": [
+        'href="reference/traces/#traceax.xtrace"><code>xtrace</code>',
+        f"traceax {tx.__version__}",
+    ],
     "guide/choosing": ['href="../../reference/traces/#traceax.xtrace"><code>xtrace'],
     "notebooks/quickstart": ['href="../../reference/traces/#traceax.trace"', "<math"],
     "background/how_it_works": ["<math"],

@@ -54,7 +54,7 @@ from traceax._probes.samplers import orthogonal as orthogonal
 from traceax._probes.samplers import rademacher as rademacher
 from traceax._probes.samplers import sphere as sphere
 
-__version__ = "2.0.0"
+__version__ = "2.1.0"
 
 # In `help`, tracebacks and pickles they go by the names that users write.
 for _thing in list(globals().values()):

@@ -11,6 +11,7 @@ import ast
 import json
 import re
 import tempfile
+import tomllib
 from html import escape
 from pathlib import Path
 
@@ -29,6 +30,14 @@ PAGES = {
     "changelog.md": ROOT / "CHANGELOG.md",
     "benchmarks.md": ROOT / "tests" / "benchmarks" / "README.md",
     "license.md": ROOT / "LICENSE",
+}
+# How much more a page counts in the search than the others.
+BOOSTS = {
+    "guide/": 2.0,
+    "reference/": 2.0,
+    "benchmarks.md": 0.2,
+    "changelog.md": 0.2,
+    "license.md": 0.2,
 }
 LINKS = {
     "](notebooks)": "](notebooks/quickstart.ipynb)",
@@ -130,6 +139,13 @@ def notebook(path: Path, folder: Path) -> None:
     copy.write_text(json.dumps(content))
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version in the header, after the name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.site_name = f"{project['name']} {project['version']}"
+    return config
+
+
 @event_priority(100)  # mkdocs-jupyter looks for notebooks after this
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     folder = tempfile.TemporaryDirectory(prefix="notebooks-")
@@ -149,6 +165,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    for place, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(place):
+            page.meta.setdefault("search", {"boost": boost})
     return mathematics(programs(derivations(markdown)))
 
 
