@@ -83,7 +83,7 @@ def operators(
     - `kinds`: names of lineax's classes without `LinearOperator`, such as `"Matrix"` or
       `"Add"`. Default `None`, which means all but `"Tangent"`, about which lineax cannot
       answer all questions.
-    - `sizes`: the dimensions n. Default `(1, 2, 3, 8)`. Each size is compiled anew.
+    - `sizes`: the dimensions n. Default `(1, 2, 3, 8)`. Each size is compiled separately.
     - `dtypes`: names of dtypes. Default `None`, which means real and complex dtypes of the
       enabled precisions.
     - `spectra`: names of distributions of eigenvalues or singular values. Default `None`,
@@ -197,9 +197,10 @@ def check_sampler(
     """Check that a sampler draws probes z with E[z z*] = I.
 
     It draws 120,000 probes of six dimensions, real and complex, with fixed keys. It checks
-    their shapes and dtypes, for arrays and pytrees, and that the key alone decides. It also
-    checks that E[z z*] = I, that probes are independent, and that they are the same however
-    the space is cut into leaves. Means must be right to six standard errors of the draws.
+    their shapes and dtypes, for arrays and pytrees, and that they depend on the key alone.
+    It also checks that E[z z*] = I, that probes are independent, and that they are the same
+    however the space is cut into leaves. Means must be correct to within six standard
+    errors of the draws.
 
     **Arguments**
 
@@ -207,9 +208,8 @@ def check_sampler(
       probes`, as in the guide's conventions.
     - `independent`: whether probes are independent of each other, as most estimators need.
       Default `True`. Pass `False` for `orthogonal`, `hadamard`, `probing` and the like.
-    - `same_for_any_cut`: whether a probe is the same if the space is cut into leaves or
-      not. Default `True`, as for all samplers of traceax. Pass `False` if you draw leaf by
-      leaf.
+    - `same_for_any_cut`: whether a probe stays the same if the space is cut into leaves.
+      Default `True`, as for all samplers of traceax. Pass `False` if you draw leaf by leaf.
     - `num_probes`: how many probes to draw at a time. Default 3. For `probing`, pass its
       number of colours.
 
@@ -283,8 +283,8 @@ def check_operator(
 
     - `operator`: any lineax operator. This process must have all of its arrays.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `rtol`: the relative error that is taken for rounding. Default `None`, which is
-      eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
+    - `rtol`: the relative error that is still attributed to rounding. Default `None`, which
+      is eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
     **Returns** the functions of lineax that the class, or a class inside a sum or product,
     has not registered. It is a dictionary from their names to the consequences, and is
@@ -440,12 +440,12 @@ def check_estimator(
 ) -> None:
     """Check an estimator of the trace, or of anything else that is linear in the operator.
 
-    It uses semidefinite operators of 20 dimensions. It checks, to six standard errors of
-    the runs, that value and derivative have the truth as their mean, and that
-    `interval(0.95)` misses it in at most 10 % of the runs. It also checks that values whose
-    error is 0 are exact, that both modes of differentiation agree, and that the key alone
-    decides. The value and error of c A must be c times those of A, for c or 1/c the fourth
-    root of the dtype's largest number.
+    It uses semidefinite operators of 20 dimensions. It checks, to within six standard
+    errors of the runs, that value and derivative have the truth as their mean, and that
+    `interval(0.95)` misses the truth in at most 10 % of the runs. It also checks that
+    values with an error of 0 are exact, that both modes of differentiation agree, and that
+    the result depends on the key alone. The value and error of c A must be c times those of
+    A, for c or 1/c the fourth root of the dtype's largest number.
 
     **Arguments**
 

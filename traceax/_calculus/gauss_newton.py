@@ -49,7 +49,7 @@ def gauss_newton(
     - `args`: a value that is passed to `fn` and `loss` as their second argument, for
       example the data. Default `None`.
     - `jac`: with `"bwd"`, J v is computed as the transpose of reverse mode. Use it if `fn`
-      or `loss` contains a `jax.custom_vjp`. Default `None`, which is forward mode.
+      or `loss` contains a `jax.custom_vjp`. Default `None`, which means forward mode.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite. Estimates
     of it can be differentiated.
@@ -100,7 +100,7 @@ def empirical_fisher(
     - `x`: the parameters of the model, a pytree of real arrays of floats.
     - `args`: a value that is passed to `fn` as its second argument, for example the data.
       Default `None`.
-    - `jac`: as in `gauss_newton`. Default `None`, which is forward mode.
+    - `jac`: as in `gauss_newton`. Default `None`, which means forward mode.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite. Its rank
     is at most the number of examples. Estimates of it can be differentiated.

@@ -131,14 +131,14 @@ def divergence(
       a diagonal Jacobian, or `hadamard` if the number of probes is at least an eighth of
       the dimension.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them.
+      `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
     **Returns** an `Estimate` with a real value of shape `()`.
 
     **Derivatives**: without a sketch, they are the exact derivatives of the value. With a
-    sketch, they are unbiased estimates, and the sketch is frozen.
+    sketch, they are unbiased, and the sketch is frozen.
 
     **Cost**: `num_matvecs` matvecs with the Jacobian (forward mode), in one batch, or in
     two with a sketch.
@@ -185,10 +185,10 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    With `diffusion` S, the estimate is tr(S* H S), the second-order term of a Black-Scholes
-    or Hamilton-Jacobi-Bellman equation (twice that term, if the equation has a factor 1/2).
-    S is not differentiated with respect to x, so a Fokker-Planck equation has this term
-    only if S is constant.
+    With `diffusion` S, the function estimates tr(S* H S), the second-order term of a
+    Black-Scholes or Hamilton-Jacobi-Bellman equation (twice that term, if the equation has
+    a factor 1/2). S is not differentiated with respect to x, so a Fokker-Planck equation
+    has this term only if S is constant.
 
     The estimate is unbiased. It is computed forwards in collapsed Taylor mode: one sweep
     carries a first derivative for each probe, and one second derivative, the sum over the
@@ -196,29 +196,29 @@ def laplacian(
     `biharmonic`.
 
     A sketch is used if there are 10 or more directions and `fn` returns one real number. A
-    quarter of the directions then make a sketch of the Hessian, another quarter read it,
-    and the rest are probes. For trained networks in 50 and 100 dimensions the error is 7 to
-    40 times smaller than with probes alone. If no directions dominate, it is up to 1.5
-    times larger. If the sketch shows that the Hessian is nearly diagonal, all other
-    directions are random signs, and the error is at most 1.2 times the error of signs
-    alone. The value takes 2 to 4 times as long as without a sketch, but the value and its
-    gradient together take less time.
+    quarter of the directions then make a sketch of the Hessian, another quarter finds the
+    trace on the range of the sketch, and the rest are probes. For trained networks in 50
+    and 100 dimensions the error is 7 to 40 times smaller than with probes alone. If no
+    directions dominate, it is up to 1.5 times larger. If the sketch shows that the Hessian
+    is nearly diagonal, all other directions are random signs, and the error is at most 1.2
+    times the error of signs alone. The value takes 2 to 4 times as long as without a
+    sketch, but the value and its gradient together take less time.
 
     **Arguments** (details are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
-      numbers, real or complex. Each of them has a Laplacian.
+      numbers, real or complex. Each number has its own Laplacian.
     - `x`: the point, a pytree of real arrays of floats.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the number of directions, one for each probe, at least 1.
     - `args`: a value that is passed to `fn` as its second argument. Default `None`.
-    - `diffusion`: S at the point x, either a function v -> S v of vectors like x, or an
-      operator whose result is like x. The estimate is also differentiable with respect to
-      S. Default `None`, which is the identity.
+    - `diffusion`: S at the point x, either a function v -> S v of vectors with the
+      structure of x, or an operator whose result has this structure. The estimate is also
+      differentiable with respect to S. Default `None`, which means the identity.
     - `sampler`: a sampler for the probes. If you give one, there is no sketch. The default
       is the same as in `divergence`.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them. If you give one, there is no sketch.
+      `None`, which means all of them. If you give one, there is no sketch.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -231,7 +231,7 @@ def laplacian(
 
     **Cost**: about k + 1 forward passes of `fn` for k = `num_matvecs`. (k Hessian-vector
     products would cost 2k and a backward pass.) A sketch costs a quarter more, and two QR
-    decompositions. If you use the standard error, it takes up to 2k passes.
+    decompositions. The standard error costs up to 2k passes if you use it.
 
     **Example**
 
@@ -355,8 +355,8 @@ def hessian_diagonal(
     With 10 matvecs or more, a sketch of the Hessian is used if that helps, as in
     `diagonal`. With fewer matvecs, or if `batch_size` or `sampler` is given, the estimate
     is the `hutchinson_diagonal` of the Hessian, which is exact if the Hessian is diagonal.
-    Either way, the estimate is unbiased. For networks and 100 matvecs the sketch has 5
-    times less error.
+    Either way, the estimate is unbiased. For networks and 100 matvecs, the error with the
+    sketch is 5 times smaller.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -366,12 +366,12 @@ def hessian_diagonal(
     - `num_matvecs`: the number of matvecs with the Hessian, at least 1.
     - `args`: a value that is passed to `fn` as its second argument. Default `None`.
     - `jac`: with `"bwd"`, a matvec uses reverse mode over reverse mode. A `jax.custom_vjp`
-      in `fn` needs this if its rules call the function itself. Default `None`, which is
+      in `fn` needs this if its rules call the function itself. Default `None`, which means
       forward mode over reverse mode.
     - `sampler`: a sampler for the probes. If you give one, there is no sketch. The default
       is `rademacher`.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them. If you give one, there is no sketch.
+      `None`, which means all of them. If you give one, there is no sketch.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -423,10 +423,10 @@ def biharmonic(
         value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
 
     Here v_i and w_i are independent probes of random signs. The estimate is unbiased. It is
-    exact if `num_matvecs` reaches n (n + 1) / 2 for n entries of x. (The error bar of
-    nested `laplacian`s would not include the error of the inner one.) For networks the
-    error is 0.4 to 0.95 times the error of fourth derivatives along normal probes (Hu et
-    al.), at equal time.
+    exact if `num_matvecs` reaches n (n + 1) / 2 if x has n entries. The error bar of nested
+    `laplacian`s would not include the error of the inner one. For networks the error is 0.4
+    to 0.95 times the error of fourth derivatives along normal probes (Hu et al.), in the
+    same time.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -438,7 +438,7 @@ def biharmonic(
       least 1.
     - `args`: a value that is passed to `fn` as its second argument. Default `None`.
     - `batch_size`: how many pairs of probes are in memory at a time, an int of at least 1.
-      Default `None`, which is all of them.
+      Default `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 

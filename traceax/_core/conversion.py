@@ -39,7 +39,8 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
       derivatives. An operator of lineax is returned as it is.
     - `structure`: the space of a function's vectors. It is either an int n, for vectors of
       n floats, or an example of a vector (a complex one if the function returns complex
-      numbers), or a pytree of `jax.ShapeDtypeStruct`s. Default `None`, for matrices.
+      numbers), or a pytree of `jax.ShapeDtypeStruct`s. Matrices do not need it.
+      Default `None`.
     - `tags`: a tag of lineax, for example `lx.positive_semidefinite_tag`, or several. Tags
       are not verified. Default `()`.
 

@@ -54,8 +54,8 @@ class Estimate(eqx.Module):
 
     It is a pytree, so you can return it from `jax.jit`, batch it with `jax.vmap` and stack
     it with `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits
-    of its error, `96.6 ± 3.1 (50 matvecs, xtrace)`, and formats like `f"{estimate:.3f}"`
-    work.
+    of its error, for example `96.6 ± 3.1 (50 matvecs, xtrace)`, and formats like
+    `f"{estimate:.3f}"` work.
 
     **Attributes** (more on error bars is in the guide's conventions)
 
@@ -64,9 +64,9 @@ class Estimate(eqx.Module):
       assumptions of the function. `print` then names the possible reasons, and the
       conventions say what to do.
     - `standard_error`: the estimated standard deviation of `value`, real, with the same
-      structure. It is `inf` for a single probe, 0 if `value` is exact and NaN if `value` is
-      NaN. If a stored matrix is asymmetric beyond rounding, an exact function of it still
-      has an error, which is the change that the asymmetry can cause. Differentiating
+      structure. It is `inf` for a single probe, 0 if `value` is exact and NaN if `value`
+      is NaN. If a stored matrix is asymmetric beyond rounding, an exact function of it
+      still has an error, which is the change that the asymmetry can cause. Differentiating
       `standard_error` raises an error in reverse mode, and gives an infinite result in
       forward mode (0 for stored diagonals).
     - `num_matvecs`: the number of matvecs spent, including matvecs with the adjoint.

@@ -42,14 +42,14 @@ _SCATTERS = {"gather", "scatter", "scatter-add", "scatter_add", "bcoo_dot_genera
 class Layout(enum.Enum):
     """A tag that says how a block of vectors goes through an operator.
 
-    Without such a tag, traceax chooses by the operations of a matvec, its size and the
-    platform. This choice is rarely wrong by much. Values depend on the layout only by
-    rounding errors.
+    Without such a tag, traceax chooses a layout from the operations of a matvec, its size
+    and the platform. This choice is rarely wrong by much. Values depend on the layout only
+    by rounding errors.
 
     - `COLUMNS`: `jax.vmap` over the last axis.
     - `ROWS`: `jax.vmap` over the first axis.
     - `LOOP`: `jax.lax.map`, one vector after the other. Operators without `jax.vmap` need
-      it, for example one that calls `jax.pure_callback` without a `vmap_method`.
+      it, for example operators that call `jax.pure_callback` without a `vmap_method`.
 
     Transposed and composed operators do not inherit the tag. Tag them again with
     `lx.TaggedLinearOperator`.

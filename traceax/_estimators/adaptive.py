@@ -61,14 +61,14 @@ def adaptive_trace(
 ) -> Estimate:
     """Estimate tr A to a tolerance, with as few matvecs as it takes.
 
-    A sketch of 8 probes is doubled until two standard errors are within the tolerance,
+    A sketch of 8 probes is doubled until two standard errors are within the tolerance:
 
-        2 * standard_error <= atol + rtol * |value|,
+        2 * standard_error <= atol + rtol * |value|
 
-    or until `max_matvecs` is spent. All earlier probes and matvecs are used again. The
-    method is `xnystrace` if the operator is tagged positive or negative semidefinite, else
-    `xtrace`. At each size the estimate is unbiased, but stopping by the error bar leaves a
-    small bias.
+    The search also ends when `max_matvecs` is spent. All earlier probes and matvecs are
+    used again. The method is `xnystrace` if the operator is tagged positive or negative
+    semidefinite, else `xtrace`. At each size the estimate is unbiased, but stopping by the
+    error bar leaves a small bias.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -77,9 +77,9 @@ def adaptive_trace(
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `rtol`: the relative tolerance, at least 0. It may be traced. Default 0.01.
     - `atol`: the absolute tolerance, at least 0. It may be traced. Default 0.
-    - `max_matvecs`: the most matvecs that may be spent, a Python int of at least 2, or n.
-      Default 1000. If it is at least n + 8 (n if n <= 64), the last size is n, which is
-      exact.
+    - `max_matvecs`: the most matvecs that may be spent, a Python int of at least min(2, n).
+      Default 1000. If it is at least n + 8 (n if n <= 64), the last size is n, which
+      is exact.
     - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` below
       100,000 dimensions and `rademacher` from there on.
     - `progress_meter`: an object that shows how much of `max_matvecs` is spent, for example

@@ -45,17 +45,18 @@ def trace(
     1. If the operator stores its diagonal (as matrices and their sums do), the trace is
        exact and takes no matvecs. If it is tagged diagonal, one matvec gives it exactly.
     2. If n <= 64 or `num_matvecs` reaches n, the trace is exact and takes n matvecs.
-    3. If a `pattern` is given and `num_matvecs` colours are enough to keep three steps
-       apart, `hutchinson_trace` with `probing` is used. From 32 colours on, matvecs with 8
-       of them decide whether Hutch++ deflates low modes and fewer colours probe the rest.
+    3. If a `pattern` is given and `num_matvecs` colours are enough for a `colouring` of
+       power 3, `hutchinson_trace` with `probing` is used. From 32 colours on, matvecs with
+       8 of them decide whether Hutch++ deflates low modes and fewer colours probe the rest.
     4. If the operator is tagged positive or negative semidefinite, `xnystrace` is used from
        4 matvecs on. From 8 matvecs on, a quarter of them are second matvecs A Q, as in
        `xtrace`. They make the estimate accurate for decaying eigenvalues and for a few
-       large ones over a flat rest.
+       large eigenvalues above a flat rest.
     5. For all others, from 12 matvecs on, `xtrace` is used if singular values decay and
        `hutchinson_trace` if they do not. Half of the budget is spent on this decision,
        which is random if the probes disagree.
-    6. With fewer matvecs, `xtrace` is used from 6 on, and `hutchinson_trace` below.
+    6. With fewer matvecs, `xtrace` is used if there are at least 6, else
+       `hutchinson_trace`.
 
     In choices 4 to 6, an operator that turns out to be nearly diagonal is estimated without
     a sketch, from the same matvecs. Its diagonal then adds nothing to the error, as if the
@@ -124,8 +125,8 @@ def diagonal(
       same matvecs.
     - For all others, from 12 matvecs on, it is `xdiag` if singular values decay and
       `hutchinson_diagonal` if they do not. Half of the budget is spent on this decision.
-    - With fewer matvecs, it is `xdiag` from 6 on (unless the operator turns out to be
-      nearly diagonal), else `hutchinson_diagonal`.
+    - With fewer matvecs, it is `xdiag` if there are at least 6 and the operator does not
+      turn out to be nearly diagonal, else `hutchinson_diagonal`.
 
     **Arguments** (details are in the guide's conventions)
 

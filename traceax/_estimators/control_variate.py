@@ -54,24 +54,24 @@ def control_variate_trace(
 
     b_i is the slope of a_j against c_j over the other probes j. The estimate is unbiased.
     It is exact if C is a multiple of A and there are at least 4 probes, or if `num_matvecs`
-    reaches n. The error is smaller if C is closer to a multiple of A plus a multiple of I.
-    A C that does not resemble A costs little accuracy. C can be, for example, A on a coarse
-    grid, the inverse of a preconditioner, or the Hessian of the last epoch.
+    reaches n. The error is smaller, the closer C is to a multiple of A plus a multiple
+    of I. A C that does not resemble A costs little accuracy. C can be, for example, A on a
+    coarse grid, the inverse of a preconditioner, or the Hessian of the last epoch.
 
     **Arguments** (details are in the guide's conventions)
 
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
-    - `control`: the operator C, on the space of `operator`. It is applied to the same
-      probes.
+    - `control`: the operator C. It acts on the same space as `operator`. It is applied to
+      the same probes.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the number of probes, and of matvecs of `operator`, at least 1. Matvecs
       of `control` are not counted. With fewer than 4 probes the control is not used.
-    - `control_trace`: the number tr C. Default `None`, which is allowed if `control` itself
-      shows its trace, as stored matrices do.
+    - `control_trace`: the number tr C. You can leave it out if `control` stores its
+      diagonal, as matrices do. Default `None`.
     - `sampler`: a sampler of independent probes. Default `rademacher`.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them.
+      `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 

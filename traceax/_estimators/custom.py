@@ -42,7 +42,7 @@ def custom_trace(
 ) -> Estimate:
     """Estimate tr A of any square operator by an algorithm of your own.
 
-    traceax adds the derivative, batches and checks. In addition to its value, the algorithm
+    traceax adds derivatives, batches and checks. In addition to its value, the algorithm
     returns two blocks L, R with E[L R*] = I (a resolution of the identity) from which the
     value is computed as sum conj(L) o (A R). The derivative is sum conj(L) o (dA R). The
     estimate is unbiased if the algorithm is.

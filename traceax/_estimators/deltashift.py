@@ -106,19 +106,20 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
 
     **Arguments** (details are in the guide's conventions)
 
-    - `num_matvecs`: the budget of one update, at least 4, or n. Half of it is spent on the
-      previous operator. From n on, updates are exact. Default 20.
+    - `num_matvecs`: the budget of one update, at least min(4, n). Half of it is spent on
+      the previous operator. If it reaches n, updates are exact. Default 20.
     - `sampler`: a sampler of independent probes. Default `sphere`.
 
     **Returns** the pair `(init, update)`.
 
-    - `init(operator, key)` spends `num_matvecs` on a first estimate by `xtrace` (below 6 by
-      `hutchinson_trace`), which is in `state.value` and `state.standard_error`.
+    - `init(operator, key)` spends `num_matvecs` matvecs on a first estimate by `xtrace` (by
+      `hutchinson_trace` if there are fewer than 6), which is in `state.value`
+      and `state.standard_error`.
     - `update(operator, state, key)` takes the same operator with other arrays in it, and
       returns an `Estimate` and the next state. `standard_error` covers the whole chain of
       estimates, and is too large for operators that are not symmetric. An earlier estimate
-      that is not finite is ignored. You must not pass another operator than before, or one
-      with another Python float in a closure. traceax raises an error if it can see such a
+      that is not finite is ignored. You must not pass a different operator, or one with a
+      different Python float in a closure. traceax raises an error if it can see such a
       change.
 
     **Derivatives**: the `Estimate` can be differentiated with respect to the new operator,

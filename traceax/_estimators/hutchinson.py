@@ -62,7 +62,7 @@ def hutchinson_trace(
       dimensions, so the error bar allows for both.) `orthogonal` helps if the budget is a
       good part of n, and `probing` helps if entries decay with the distance in a graph.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them.
+      `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -144,7 +144,7 @@ def hutchinson_diagonal(
       variance of all samplers that do not use the structure of the operator. `probing` uses
       the structure.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them.
+      `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 

@@ -75,10 +75,10 @@ def hutchpp_trace(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 3, or n.
+    - `num_matvecs`: the budget, at least min(3, n).
     - `sampler`: a sampler for the probes. Default `None`, which is `sphere` below 100,000
-      dimensions and `rademacher` from there on. For `sphere`, c_j = (n - k)/|(I - Q Q*)
-      z_j|^2.
+      dimensions and `rademacher` from there on. The factor c_j is (n - k)/|(I - Q Q*)
+      z_j|^2 if the sampler is invariant under rotations, like `sphere`. Otherwise it is 1.
 
     **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
     is known to be Hermitian.
@@ -137,16 +137,16 @@ def na_hutchpp_trace(
         value = tr(Pi S* A Q) + 1/l sum_j z_j* (A - Q Pi S* A) z_j,      Pi = (S* Q)^+
 
     This is the stable form, in which S is the wider block. The estimate is unbiased. It is
-    exact (to rounding) if the rank of A is at most r, or if `num_matvecs` reaches n. It is
-    meant for operators that are streamed or applied in parallel. If matvecs run one after
-    the other, `xtrace` is better.
+    exact (to rounding) if the rank of A is at most r, or if `num_matvecs` reaches n. Use it
+    for operators that are streamed or applied in parallel. If matvecs run one after the
+    other, `xtrace` is better.
 
     **Arguments** (details are in the guide's conventions)
 
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 4, or n. 2r of them are matvecs of the adjoint.
+    - `num_matvecs`: the budget, at least min(4, n). 2r of them are matvecs of the adjoint.
     - `sampler`: a sampler for the probes. Default `rademacher`.
 
     **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
@@ -279,7 +279,7 @@ def diagpp(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 3, or n.
+    - `num_matvecs`: the budget, at least min(3, n).
     - `sampler`: a sampler for the probes. Default `rademacher`.
 
     **Returns** an `Estimate` with a value of the operator's input structure. The value is

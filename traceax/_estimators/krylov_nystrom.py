@@ -108,13 +108,13 @@ def xnystrace(
     """Estimate tr A of a semidefinite operator by XNysTrace, with one matvec per probe.
 
     k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
-    left out of it, and estimates the remainder of the approximation by the others:
+    left out. It estimates the remainder of the approximation that the others make:
 
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 
     The estimate is unbiased. It is exact (to rounding) if the rank of A is below k, or if A
-    is a multiple of I (and probes are resphered). `trace` adds second matvecs to it, which
-    is usually more accurate still.
+    is a multiple of I (and probes are resphered). `trace` adds second matvecs to this
+    method, which is usually even more accurate.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -123,8 +123,9 @@ def xnystrace(
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the number of probes, at least 1.
     - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` below
-      100,000 dimensions and `rademacher` from there on. The factor c_i rescales the probes
-      of `sphere`.
+      100,000 dimensions and `rademacher` from there on. The factor c_i rescales projected
+      probes (resphering) if the sampler is invariant under rotations, like `sphere`.
+      Otherwise c_i is 1.
 
     **Returns** an `Estimate` with a real value of shape `()`. `standard_error` includes the
     noise of matvecs, because an operator may compute in TF32 or bfloat16 internally. The

@@ -56,8 +56,8 @@ def row_norms_squared(
     - `operator`: a lineax operator, square or not. Squared norms must be in the range of
       its dtype.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 3 (2 if the operator is known to be Hermitian), or
-      n or p. A multiple of this is spent.
+    - `num_matvecs`: the budget, at least min(3, n, p), or min(2, n, p) if the operator is
+      known to be Hermitian. The number of matvecs spent is a multiple of 3 or 2.
     - `sampler`: a sampler of independent probes. Default `rademacher`, which is exact for
       rows of one entry.
 
@@ -119,7 +119,7 @@ def frobenius_norm_squared(
     - `operator`: a lineax operator B, p x n, square or not. B* B w must be in the range of
       its dtype.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 2, or n or p.
+    - `num_matvecs`: the budget, at least min(2, n, p).
     - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` if the
       smaller dimension is below 100,000, else `rademacher`.
 

@@ -39,9 +39,9 @@ def selected_entries(
         value_ab = mean over repeats of (A z_c)_a conj(z_c)_b,    c the colour of b.
 
     For Hermitian operators, the mean of this and the conjugate of value_ba is taken. The
-    estimate is unbiased. It is exact if A has no entries outside the pattern and colours
-    keep two steps apart. If there are too few matvecs for that, the probes are independent
-    signs, and the error is larger.
+    estimate is unbiased. It is exact if A has no entries outside the pattern and
+    `num_matvecs` colours are enough for a `colouring` of power 2. If they are not, the
+    probes are independent signs, and the error is larger.
 
     **Arguments** (details are in the guide's conventions)
 

@@ -67,9 +67,9 @@ def adaptive(
 
     For diagonals and pytrees, |.| is the Euclidean norm of all entries. The budget doubles
     or quadruples, or independent runs of the same budget are pooled, whichever promises to
-    take fewer matvecs. Pooling reduces only the error of sampling. So functions of an
-    operator get deeper runs while quadrature is the larger part of their error, and more
-    runs when sampling is.
+    take fewer matvecs. Pooling reduces only the error of sampling. So for functions of an
+    operator, runs get deeper while quadrature is the larger part of the error, and there
+    are more runs if sampling is the larger part.
 
     **Arguments**
 
@@ -82,7 +82,7 @@ def adaptive(
     - `max_matvecs`: the most matvecs that all runs together may take. Default 10,000.
     - `max_seconds`: the time limit. The search stops before a run that would exceed it,
       judged by the time that earlier runs took. The first run is always made. Default
-      `None`, which is no limit.
+      `None`, which means no limit.
     - `first`: the budget of the first run. Default 32.
     - `progress_meter`: an object that shows how much of `max_matvecs`, or of `max_seconds`,
       is spent, for example `diffrax.TqdmProgressMeter()`. Default `None`, which shows
@@ -90,17 +90,18 @@ def adaptive(
 
     **Returns** the `Estimate` with the smallest error bar that was reached. It is one run,
     or the `pool` of several. `converged` says whether the tolerance was met. `num_matvecs`
-    counts all runs. If a value or an error is NaN, the search ends with it. Stopping by the
-    error bar leaves a small bias.
+    counts all runs. If a value or an error is NaN, the search ends and returns it. Stopping
+    by the error bar leaves a small bias.
 
     **Derivatives**: they are the derivatives of the runs whose estimate is returned.
 
-    **Cost**: the matvecs of all runs. Runs that are not in the result take about a third
-    of them. Each budget compiles its own program.
+    **Cost**: the matvecs of all runs. Runs that are not part of the result take about a
+    third of all matvecs. Each budget compiles its own program.
 
-    The search is a Python loop, which decides by the numbers it has seen. So inside
-    `jax.jit`, `jax.vmap` and `jax.lax.scan` it raises an error. Use `adaptive_trace` for
-    traces there, or find a budget first, outside, and use it as a constant.
+    The search is a Python loop, which decides from the values of earlier runs. So inside
+    `jax.jit`, `jax.vmap` and `jax.lax.scan` it raises an error. For traces, use
+    `adaptive_trace` there. For other quantities, first find a budget outside, and use it as
+    a constant.
 
     **Example**
 

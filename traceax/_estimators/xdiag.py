@@ -99,7 +99,7 @@ def xdiag(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees. With `lx.symmetric_tag` the error is up to 3 times smaller.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 2, or n.
+    - `num_matvecs`: the budget, at least min(2, n).
     - `sampler`: a sampler of independent probes. Default `rademacher`, which is exact for
       the diagonal of the remainder.
 
@@ -266,7 +266,7 @@ def xnysdiag(
     """Estimate diag A of a semidefinite operator by XNysDiag: one matvec for each probe.
 
     k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
-    left out of it, and estimates the remainder of the approximation by the others:
+    left out. It estimates the remainder of the approximation that the others make:
 
         value = 1/k sum_i [ diag A<Omega_-i> + conj(w_i) o (A - A<Omega_-i>) w_i ]
 

@@ -76,10 +76,11 @@ def xtrace(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 2, or n.
+    - `num_matvecs`: the budget, at least min(2, n).
     - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` below
-      100,000 dimensions and `rademacher` from there on. The factor c_i rescales the probes
-      of `sphere`.
+      100,000 dimensions and `rademacher` from there on. The factor c_i rescales projected
+      probes (resphering) if the sampler is invariant under rotations, like `sphere`.
+      Otherwise c_i is 1.
 
     **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
     is known to be Hermitian.
@@ -88,7 +89,7 @@ def xtrace(
     of the value.
 
     **Cost**: 2k matvecs in two batches, without the adjoint, 4 blocks of n x k, and about
-    17 n k^2 flops (12 on up to 2000 dimensions).
+    17 n k^2 flops (12 n k^2 for up to 2000 dimensions).
 
     **Example**
 

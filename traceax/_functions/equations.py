@@ -119,9 +119,9 @@ def preconditioner(
       be positive definite.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the budget, at least 1. Default 100.
-    - `shift`: a real number. nu is the shift if it is positive and A positive semidefinite,
-      else half of the least Ritz value of A + shift I. It may also be an
-      `lx.DiagonalLinearOperator` D with positive entries, for A + D. Default 0.
+    - `shift`: a real number. If it is positive and A is positive semidefinite, nu is the
+      shift. Otherwise nu is half of the least Ritz value of A + shift I. `shift` may also
+      be an `lx.DiagonalLinearOperator` D with positive entries, for A + D. Default 0.
 
     **Returns** a lineax operator, tagged positive semidefinite. Its entries are NaN in the
     same cases in which `logdet` is NaN.
@@ -129,7 +129,7 @@ def preconditioner(
     **Derivatives**: none. The result is a constant, because solutions do not depend on it.
 
     **Cost**: at most `num_matvecs` matvecs, and an orthonormal basis of a few more vectors.
-    To apply the preconditioner takes two multiplications by this basis.
+    Applying the preconditioner takes two multiplications by this basis.
 
     **Example**
 

@@ -107,9 +107,9 @@ def function_diagonal(
 ) -> Estimate:
     """Estimate the diagonal of f(A) of a Hermitian A.
 
-    Use it for subgraph centralities (exp), leverages, Fermi-Dirac densities, or variances
-    (1/x). There is one block Krylov run, as in `function_trace`. With P_i the projector on
-    the space of all probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
+    You can use it for subgraph centralities (exp), leverages, Fermi-Dirac densities, or
+    variances (1/x). There is one block Krylov run, as in `function_trace`. With P_i the
+    projector on the space of all probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
 
         diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
 
@@ -123,7 +123,7 @@ def function_diagonal(
     - `operator`: a Hermitian lineax operator A, as in `function_trace`.
     - `fn`: the function f, a real function of a real scalar, made of JAX operations.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
+    - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
     - `num_probes`: the number of probes, as in `function_trace`. With `probing`, it is a
       multiple of the number of colours. Default `None`, which lets traceax choose.
     - `num_steps`: the number of steps, as in `function_trace`. Default `None`, which lets

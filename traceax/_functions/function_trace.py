@@ -109,7 +109,7 @@ def function_trace(
     - `fn`: the function f of a real scalar, made of JAX operations, that returns an array
       or a pytree of arrays. Each entry is another trace from the same run.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
+    - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
     - `num_probes`: the number k of probes, which is the width of the run. More probes help
       if many eigenvalues contribute alike. Default `None`, which lets traceax choose.
     - `num_steps`: the number of steps, which is the depth of the run. More steps help for
@@ -120,8 +120,8 @@ def function_trace(
       covariances of the traces) and the derivatives then belong to the combination. Default
       `None`, which returns the traces themselves.
     - `pattern`: the places at which A has entries, as in `colouring`. If `num_probes`
-      colours keep two steps apart, this function is `slq_trace` with `probing`, which has 2
-      to 100 times less error on grids. Default `None`.
+      colours are enough for a `colouring` of power 2, this function is `slq_trace` with
+      `probing`, which has 2 to 100 times less error on grids. Default `None`.
     - `progress_meter`: an object that shows the progress of the Krylov run, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -225,7 +225,7 @@ def logdet(
     - `operator`: a Hermitian lineax operator A, real or complex, on arrays or pytrees. It
       needs no tag.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
+    - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
     - `shift`: a real number. An array of shifts gives the log-determinants for all of them
       from one run. An `lx.DiagonalLinearOperator` D with positive entries, for example the
       noise of each observation, gives log det(A + D), which is computed as log det(I +
@@ -238,14 +238,14 @@ def logdet(
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
-    covers sampling, quadrature (with a positive shift as for tagged operators, unless the
-    run finds a negative eigenvalue of A) and rounding. The value is NaN if A + shift I is
-    found to have a negative eigenvalue. If an eigenvalue is 0 to rounding, its true value
-    may be much smaller, and the error bar is wide enough for that. It is infinite if
-    nothing shows how small the eigenvalue is, and the value is then -inf if rounding has
-    made the eigenvalue 0 or negative. So the answer for a singular operator, for example
-    `gauss_newton` with fewer outputs than parameters, is -inf ± inf or has a very wide
-    error bar. Pass a positive `shift` then.
+    covers sampling, quadrature and rounding. With a positive shift, the quadrature error is
+    computed as for tagged operators, unless the run finds a negative eigenvalue of A. The
+    value is NaN if A + shift I is found to have a negative eigenvalue. If an eigenvalue is
+    0 to rounding, its true value may be much smaller, and the error bar is wide enough for
+    that. The error bar is infinite if nothing shows how small the eigenvalue is. The value
+    is then -inf if rounding has made the eigenvalue 0 or negative. So the answer for a
+    singular operator, for example `gauss_newton` with fewer outputs than parameters, is
+    -inf ± inf or has a very wide error bar. Pass a positive `shift` for such operators.
 
     **Derivatives**: the value can be differentiated with respect to the operator and
     `shift`, as in `function_trace`.
@@ -392,13 +392,13 @@ def schatten_norm(
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
     It is computed from tr |B|^p as in `function_trace`. The function is x -> |x|^p of B
-    itself if B is tagged semidefinite, else x -> x^(p/2) of B* B or B B*, whichever is
-    smaller. p = 1 is the nuclear norm, and p = 2 is the Frobenius norm, for which
+    itself if B is tagged semidefinite, else x -> x^(p/2) of B* B or B B*, whichever
+    is smaller. p = 1 is the nuclear norm, and p = 2 is the Frobenius norm, for which
     `frobenius_norm_squared` is better. The value is biased, because the root is not linear.
     It is low by about standard_error^2 (p - 1) / (2 value).
 
     The value is exact if num_probes * num_steps reaches the smaller dimension, if that
-    dimension is at most 64, and up to 1024 for operators that store their matrix.
+    dimension is at most 64, or if it is at most 1024 and the operator stores its matrix.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -406,7 +406,8 @@ def schatten_norm(
       below sqrt(eps) times the largest one, unless the operator is tagged semidefinite.
     - `p`: a positive, finite number, or an array of shape `()`.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 13, or the smaller dimension. Default 240.
+    - `num_matvecs`: the budget, at least 13 or the smaller dimension, whichever is less.
+      Default 240.
     - `num_probes`: the number of probes of the run on B, B* B or B B*, as in
       `function_trace`. Default `None`.
     - `num_steps`: the number of steps of this run, as in `function_trace`. Default `None`.
@@ -507,11 +508,11 @@ def arnoldi_trace(
     operators `function_trace` is better. The value is exact, from all eigenvalues, if the
     budget reaches n.
 
-    With `fn=lambda x: jnp.log(x + 0j)` it is the logarithm of the determinant. The real
-    part is log |det A|, and the imaginary part is the phase of det A, up to multiples of 2
-    pi. If A is real, the phase over pi is the number of negative eigenvalues. So the sign
-    of det A is known only if the error of the phase is much smaller than pi, which random
-    probes reach if few eigenvalues are negative.
+    With `fn=lambda x: jnp.log(x + 0j)` the value estimates the logarithm of the
+    determinant. The real part is log |det A|, and the imaginary part is the phase of det A,
+    up to multiples of 2 pi. If A is real, the phase over pi is the number of negative
+    eigenvalues. So the sign of det A is known only if the error of the phase is much
+    smaller than pi. Random probes reach this if few eigenvalues are negative.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -520,29 +521,33 @@ def arnoldi_trace(
     - `fn`: the function f, an analytic function of a *complex* scalar. Otherwise it is as
       in `function_trace`.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least 6, or n. Default 240.
+    - `num_matvecs`: the budget, at least min(6, n). Default 240.
     - `num_probes`: the number of probes. Default `None`, which lets traceax choose.
     - `num_steps`: the number of matvecs for each probe. Default `None`, which takes about
       as many steps as probes.
     - `pattern`: the places at which A has entries, as in `colouring`. They need not be
-      symmetric. If 2 sqrt(`num_matvecs`) colours, at most a seventh of the budget, keep two
-      steps apart (or `num_probes` do), each probe has a colour and its own Arnoldi process.
-      Four more probes are used for the error bar. For spatial models like log det(I - rho
-      W) this is better by orders of magnitude. Default `None`.
-    - `sampler`: a sampler of independent probes, or `probing`. Default `None`, which is
-      `rademacher`. It is exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2, and 1
-      for your own samplers.
+      symmetric. The pattern is used if 2 sqrt(`num_matvecs`) colours, at most a seventh of
+      the budget (or `num_probes` colours, if given), are enough for a `colouring` of
+      power 2. Each probe then has a colour and its own Arnoldi process. Four more probes
+      are used for the error bar. For spatial models like log det(I - rho W) the error is
+      smaller by orders of magnitude. If `sampler` is given, the pattern is not used.
+      Default `None`.
+    - `sampler`: a sampler of independent probes, or `probing`. Default `None`, which
+      is `rademacher`. `rademacher` is exact for diagonal operators. The factor c_i is (n -
+      dim S_i)/|r_i|^2 for `rademacher` and for samplers that are invariant under rotations.
+      It is 1 for others.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. It is real if the
     operator is real and `fn` of a real number is real. Then it is NaN if eigenvalues on a
-    branch cut of `fn` give the sum an imaginary part of a thousandth of it or more.
+    branch cut of `fn` give the sum an imaginary part of at least a thousandth of its size.
     `standard_error` also covers the conditioning of eigenvectors.
 
     **Derivatives**: first derivatives exist with respect to the operator and everything
-    that `fn` depends on. They take about 0.8 num_probes * num_steps matvec-VJPs for each
+    that `fn` depends on. They cost about 0.8 num_probes * num_steps matvec-VJPs for each
     entry of the value, or one for each probe of a colouring. If the value is exact, they
-    are exact too, but have half of the digits if the matrix has no basis of eigenvectors.
-    Second derivatives with respect to the operator raise `NotImplementedError`.
+    are exact too. They have only half of the digits if the matrix has no basis
+    of eigenvectors. Second derivatives with respect to the operator raise
+    `NotImplementedError`.
 
     **Cost**: m = num_probes * num_steps matvecs, none with the adjoint, and 4 n m^2 flops
     for an orthonormal basis of m vectors, which must fit in memory. Three decompositions of

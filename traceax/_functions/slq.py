@@ -100,12 +100,12 @@ def slq_trace(
     - `num_steps`: the number of Lanczos steps for each probe, an int of at least 1.
     - `sampler`: a sampler of independent probes, or `probing`. Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all earlier steps, which
-      takes 4 n num_steps more flops a step. Without it, converged eigenvalues appear again
-      as copies. This is harmless for few steps or smooth functions, and faster for cheap
-      operators, but log and inverses of ill-conditioned operators lose digits.
+      takes 4 n num_steps more flops for each step. Without it, converged eigenvalues appear
+      again as copies. This is harmless for few steps or smooth functions, and faster for
+      cheap operators, but logarithms and inverses of ill-conditioned operators lose digits.
       Default `True`.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them.
+      `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
     - `combine`: a function of the traces, as in `function_trace`. Default `None`.
@@ -115,8 +115,8 @@ def slq_trace(
 
     **Derivatives**: the value can be differentiated as in `function_trace`, with one
     matvec-VJP for each probe and trace, or three if the operator is tagged semidefinite.
-    Second derivatives differentiate the recurrence (num_steps matvec-JVPs a probe).
-    Gradients need about twice as many steps as make `standard_error` small.
+    Second derivatives differentiate the recurrence (num_steps matvec-JVPs for each probe).
+    Gradients need about twice as many steps as it takes to make `standard_error` small.
 
     **Cost**: num_probes * num_steps matvecs, in num_steps batches, and memory for
     num_probes blocks of n x num_steps. With `reorthogonalise=False`, if you compile the
@@ -533,7 +533,7 @@ def spectral_density(
     - `operator`: a Hermitian lineax operator, as in `function_trace`.
     - `grid`: the points at which to evaluate the density, a vector of real numbers in the
       units of the eigenvalues. `None` means 200 points, from three widths below the least
-      to three widths above the largest eigenvalue that the run sees. These points are
+      eigenvalue that the run sees to three widths above the largest. These points are
       constants, and `batch_size` cannot be given. To `pool` several runs, pass the grid of
       the first to all others.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
@@ -543,14 +543,14 @@ def spectral_density(
     - `num_steps`: the number of steps for each probe. Default `None`, which lets traceax
       choose. The default budget gives 7 steps.
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
-      For smaller widths the error bar grows. By default it is twice the span of the grid
-      (of the eigenvalues seen, if `grid` is `None`) divided by `num_steps`, which half of
-      the steps resolve.
+      For smaller widths the error bar grows. Default `None`, which means twice the span of
+      the grid (or of the eigenvalues seen, if `grid` is `None`) divided by `num_steps`.
+      Half of the steps can resolve this width.
     - `sampler`: a sampler of independent probes, or `probing`, as in `slq_trace`.
       Default `sphere`.
     - `reorthogonalise`: as in `slq_trace`. A density hardly needs it. Default `True`.
     - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which is all of them.
+      `None`, which means all of them.
     - `progress_meter`: an object that shows the progress, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 

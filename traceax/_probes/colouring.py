@@ -326,19 +326,19 @@ def colouring(
     nearly exact for inverses and functions of A whose entries decay within p steps. The
     colouring runs on the host.
 
-    It uses as few colours as it finds, greedily in several orders. It recognises grids of
+    A greedy search in several orders looks for the fewest colours. It recognises grids of
     up to three axes and colours them by lattices, with colours (i + s j + s^2 k) mod c.
-    With `num_colours`, it is the best colouring found with at most that many colours. It
-    has the largest power that fits, or one less if a lattice is better spread. Colours that
-    are left separate more pairs.
+    With `num_colours`, it is the best colouring found with at most that many colours. Its
+    power is the largest that fits, or one less if a lattice is better spread. Colours that
+    are left over separate more pairs.
 
     **Arguments**
 
-    - `pattern`: the places at which the operator may have entries, n x n. It is a sparse
-      `jax.experimental.sparse.BCOO`, or anything that `scipy.sparse.coo_array` takes.
-      Stored zeros count. It need not be symmetric.
-    - `power`: how many steps are kept apart (with `num_colours`, at least), a Python int of
-      at least 1. Default 1.
+    - `pattern`: the places at which the operator may have entries, as an n x n matrix. It
+      is a sparse `jax.experimental.sparse.BCOO`, or anything that `scipy.sparse.coo_array`
+      takes. Stored zeros count. It need not be symmetric.
+    - `power`: the number of steps up to which dimensions get different colours, a Python
+      int of at least 1. With `num_colours`, it is the least power. Default 1.
     - `num_colours`: the largest number of colours, a Python int of at least 1. Default
       `None`, which uses as few as the power needs.
 

@@ -278,7 +278,7 @@ def probing(
     - `pattern_or_colours`: the places at which the operator may have entries, as in
       `colouring`. It may also be colours, which are integers of at least 0, one for each
       dimension, as a one-dimensional array or a pytree with the operator's structure.
-    - `power`: how many steps a pattern keeps apart, as in `colouring`. Default 1.
+    - `power`: the power of the colouring of a pattern, as in `colouring`. Default 1.
     - `num_colours`: the largest number of colours for a pattern, as in `colouring`.
       Default `None`.
 

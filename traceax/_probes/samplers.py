@@ -38,7 +38,7 @@ LARGE = 2**20  # from so many numbers on, each device draws its own part of a bl
 
 
 class Sampler:
-    """A function that draws probes, with the properties that estimators make use of.
+    """A function that draws probes, with the properties that estimators use.
 
     `tx.rademacher`, `tx.normal`, `tx.sphere`, `tx.orthogonal` and `tx.hadamard` are
     samplers. A plain function can be passed as a sampler, too. Then estimators only assume
@@ -52,8 +52,8 @@ class Sampler:
       rotations. Then estimators may rescale projected probes to their expected length
       ("resphering"), which makes `xtrace` exact for multiples of I. Default `False`.
     - `independent`: whether each sample may be drawn with a key of its own. Then `draw` is
-      called for one sample at a time (under `jax.vmap`), estimators may draw samples in
-      batches, and a probe does not depend on how many there are. Default `False`.
+      called for one sample at a time (under `jax.vmap`), and estimators may draw samples in
+      batches. A probe then does not depend on the number of probes. Default `False`.
     - `group`: the number of probes that make one sample. The sum of their z z* has the mean
       `group` times I, as with the colours of `probing`. Default 1.
     - `population`: a function from n to the number of probes that one can draw from, for
@@ -294,8 +294,8 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Draw probes that are sqrt(n) times uniformly distributed (Haar) orthonormal columns.
 
-    Each probe is uniform on the sphere. Because they are orthogonal, the variance of a
-    Hutchinson mean is multiplied by (n - num_probes)/(n - 1). The probes are dependent.
+    Each probe is uniform on the sphere. Because the probes are orthogonal, the variance of
+    a Hutchinson mean is multiplied by (n - num_probes)/(n - 1). The probes are dependent.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -339,9 +339,9 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
 
     If leaves are complex, the signs are replaced by random phases. The order m of the
     matrix is the least power of 2 that is at least n. The variance of a Hutchinson mean is
-    (m - num_probes)/(m - 1) times the variance with `rademacher`, and diagonal operators
-    are exact, too. These probes help if their number is a good part of the dimension. They
-    are dependent.
+    (m - num_probes)/(m - 1) times the variance with `rademacher`, and the trace of a
+    diagonal operator is exact, too. These probes help if their number is a good part of the
+    dimension. They are dependent.
 
     **Arguments** (details are in the guide's conventions)
 
