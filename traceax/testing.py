@@ -80,9 +80,9 @@ def operators(
 
     **Arguments**
 
-    - `kinds`: names of lineax's classes without `LinearOperator`, such as `"Matrix"` or
-      `"Add"`. Default `None`, which means all but `"Tangent"`, about which lineax cannot
-      answer all questions.
+    - `kinds`: names of lineax's classes without the ending `LinearOperator`, such as
+      `"Matrix"` or `"Add"`. Default `None`, which means all but `"Tangent"`, about which
+      lineax cannot answer all questions.
     - `sizes`: the dimensions n. Default `(1, 2, 3, 8)`. Each size is compiled separately.
     - `dtypes`: names of dtypes. Default `None`, which means real and complex dtypes of the
       enabled precisions.
@@ -286,8 +286,8 @@ def check_operator(
     - `rtol`: the relative error that is still attributed to rounding. Default `None`, which
       is eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
-    **Returns** the functions of lineax that the class, or a class inside a sum or product,
-    has not registered. It is a dictionary from their names to the consequences, and is
+    **Returns** a dictionary of the functions of lineax that the class, or a class inside a
+    sum or product, has not registered. It maps their names to the consequences, and is
     empty for lineax's own classes. lineax itself needs `is_symmetric`,
     `is_positive_semidefinite` and `is_negative_semidefinite` to make an operator. traceax
     needs only `lx.conj`, and only if the operator is complex. If `lx.diagonal` is

@@ -95,8 +95,8 @@ def empirical_fisher(
     **Arguments** (details are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns the log-likelihood or loss of each
-      example, an array or pytree of real numbers. For a mean over N examples, divide by
-      N**0.5.
+      example, an array or pytree of real numbers. For a mean over N examples, divide this
+      by N**0.5.
     - `x`: the parameters of the model, a pytree of real arrays of floats.
     - `args`: a value that is passed to `fn` as its second argument, for example the data.
       Default `None`.

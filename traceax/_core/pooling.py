@@ -50,12 +50,12 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
       leading axis of runs, as `jax.vmap` returns it. traceax does not detect if you use the
       *same* key twice.
 
-    **Returns** an `Estimate` like the parts. `standard_error` is the root of the sum of
-    their squared errors, or comes from the spread of their values if this is larger or if
-    each part has only one probe. The quadrature errors of functions of an operator do not
-    average out, so their mean remains a part of `standard_error`. An infinite error among
-    finite ones is replaced by the error that the finite ones suggest. `num_matvecs` is the
-    sum.
+    **Returns** an `Estimate` with the same structure as the given ones. `standard_error` is
+    the root of the sum of their squared errors, or comes from the spread of their values if
+    this is larger or if each part has only one probe. The quadrature errors of functions of
+    an operator do not average out, so their mean remains a part of `standard_error`. An
+    infinite error among finite ones is replaced by the error that the finite ones suggest.
+    `num_matvecs` is the sum.
 
     **Derivatives**: they are the derivatives of the weighted mean.
 
@@ -204,7 +204,7 @@ def unbiased_square(
 
     The square of one estimate is on average too large by its variance, and training on it
     does not minimise t^2. The product of two independent estimates has the mean t^2, and
-    its gradient has the mean of the gradient of t^2.
+    the mean of its gradient is the gradient of t^2.
 
     **Arguments** (details are in the guide's conventions)
 

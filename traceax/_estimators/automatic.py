@@ -46,8 +46,9 @@ def trace(
        exact and takes no matvecs. If it is tagged diagonal, one matvec gives it exactly.
     2. If n <= 64 or `num_matvecs` reaches n, the trace is exact and takes n matvecs.
     3. If a `pattern` is given and `num_matvecs` colours are enough for a `colouring` of
-       power 3, `hutchinson_trace` with `probing` is used. From 32 colours on, matvecs with
-       8 of them decide whether Hutch++ deflates low modes and fewer colours probe the rest.
+       power 3, `hutchinson_trace` with `probing` is used. If there are at least 32 colours,
+       the matvecs with 8 of them decide whether dominant directions are deflated, as in
+       Hutch++, and fewer colours probe the rest.
     4. If the operator is tagged positive or negative semidefinite, `xnystrace` is used from
        4 matvecs on. From 8 matvecs on, a quarter of them are second matvecs A Q, as in
        `xtrace`. They make the estimate accurate for decaying eigenvalues and for a few
@@ -76,7 +77,7 @@ def trace(
       matrix, of that matrix. It is n x n, as in `colouring`, and not traced. Deflation
       helps if entries hardly decay within the steps that colours keep apart, but for
       semidefinite operators sketches without a pattern may be better still. Only choice 3
-      uses the pattern, and `method` then names colours. Default `None`.
+      uses the pattern, and `method` then names the number of colours. Default `None`.
 
     **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
     is known to be Hermitian.

@@ -78,8 +78,8 @@ def control_variate_trace(
     **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
     is known to be Hermitian.
 
-    **Derivatives**: they are unbiased with respect to both operators and `control_trace`,
-    with frozen b_i. A gradient costs one matvec-VJP of each operator per probe.
+    **Derivatives**: they are unbiased with respect to both operators and `control_trace`.
+    b_i is frozen. A gradient costs one matvec-VJP of each operator per probe.
 
     **Cost**: k = `num_matvecs` matvecs of each operator in one batch, and 3 blocks of n x k
     (n x batch_size).

@@ -146,7 +146,7 @@ def na_hutchpp_trace(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget, at least min(4, n). 2r of them are matvecs of the adjoint.
+    - `num_matvecs`: the budget, at least min(4, n). 2r of the matvecs are with the adjoint.
     - `sampler`: a sampler for the probes. Default `rademacher`.
 
     **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
@@ -269,8 +269,8 @@ def diagpp(
 
         value = diag(P A + A P - P A P) + 1/l sum_i conj(g_i) o (I - P) A (I - P) g_i.
 
-    For others, value = diag(P A) + 1/l sum_i conj(g_i) o (I - P) A g_i, the published,
-    one-sided form, which needs the adjoint. The estimate is unbiased. It is exact (to
+    For others, the published one-sided form is used, which needs the adjoint. It is diag(P
+    A) + 1/l sum_i conj(g_i) o (I - P) A g_i. The estimate is unbiased. It is exact (to
     rounding) if the rank of A is at most k, or if `num_matvecs` reaches n. `xdiag` is more
     accurate, but in `diagpp` the samples of the remainder are independent.
 
@@ -286,11 +286,11 @@ def diagpp(
     real if the operator is known to be Hermitian.
 
     **Derivatives**: they use the two-sided form, and the sketch is frozen. A gradient costs
-    k + l matvec-VJPs for Hermitian operators, and 2k + l (k of them of the adjoint) for
+    k + l matvec-VJPs for Hermitian operators, and 2k + l (k of them with the adjoint) for
     others.
 
     **Cost**: 2k + l matvecs in three batches, 5 blocks of n x k, and about 14 n k^2 flops.
-    k of the matvecs are of the adjoint if the operator is not known to be Hermitian.
+    k of the matvecs are with the adjoint if the operator is not known to be Hermitian.
 
     **Example**
 

@@ -65,7 +65,7 @@ def row_norms_squared(
 
     **Derivatives**: the sketch is frozen. A gradient costs 2k matvec-VJPs.
 
-    **Cost**: 2k matvecs and k of the adjoint (none if the operator is known to be
+    **Cost**: 2k matvecs and k with the adjoint (none if the operator is known to be
     Hermitian) in three batches, 4 blocks of n x k, 6 blocks of p x k, and about 10 (n + p)
     k^2 flops.
 
@@ -127,7 +127,7 @@ def frobenius_norm_squared(
 
     **Derivatives**: the sketch is frozen. A gradient costs up to 4m matvec-VJPs.
 
-    **Cost**: m matvecs and m of the adjoint in four batches, 6 blocks of n x m, and 12 n
+    **Cost**: m matvecs and m with the adjoint in four batches, 6 blocks of n x m, and 12 n
     m^2 flops.
 
     **Example**

@@ -88,10 +88,10 @@ def adaptive(
       is spent, for example `diffrax.TqdmProgressMeter()`. Default `None`, which shows
       nothing.
 
-    **Returns** the `Estimate` with the smallest error bar that was reached. It is one run,
-    or the `pool` of several. `converged` says whether the tolerance was met. `num_matvecs`
-    counts all runs. If a value or an error is NaN, the search ends and returns it. Stopping
-    by the error bar leaves a small bias.
+    **Returns** the `Estimate` with the smallest error bar that was reached. It comes from
+    one run, or is the `pool` of several. `converged` says whether the tolerance was met.
+    `num_matvecs` counts all runs. If a value or an error is NaN, the search ends and
+    returns it. Stopping by the error bar leaves a small bias.
 
     **Derivatives**: they are the derivatives of the runs whose estimate is returned.
 

@@ -90,8 +90,8 @@ def xdiag(
         value = 1/k sum_i [ diag(P_i A + A P_i - P_i A P_i)
                             + conj(w_i) o (I - P_i) A (I - P_i) w_i ].
 
-    For others, the terms are diag(P_i A) + conj(w_i) o (I - P_i) A w_i, the published,
-    one-sided form, which needs the adjoint. The estimate is unbiased. It is exact (to
+    For others, the published one-sided form is used, which needs the adjoint. Its terms are
+    diag(P_i A) + conj(w_i) o (I - P_i) A w_i. The estimate is unbiased. It is exact (to
     rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
 
     **Arguments** (details are in the guide's conventions)
@@ -107,11 +107,11 @@ def xdiag(
     real if the operator is known to be Hermitian.
 
     **Derivatives**: they use the two-sided form, and the sketch is frozen. A gradient costs
-    2k matvec-VJPs for operators known to be Hermitian, and 3k (k of them of the adjoint)
+    2k matvec-VJPs for operators known to be Hermitian, and 3k (k of them with the adjoint)
     for others.
 
     **Cost**: 2k matvecs in two batches, 7 blocks of n x k, and about 26 n k^2 flops. k of
-    the matvecs are of the adjoint if the operator is not known to be Hermitian.
+    the matvecs are with the adjoint if the operator is not known to be Hermitian.
 
     **Example**
 

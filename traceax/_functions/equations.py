@@ -124,7 +124,7 @@ def preconditioner(
       be an `lx.DiagonalLinearOperator` D with positive entries, for A + D. Default 0.
 
     **Returns** a lineax operator, tagged positive semidefinite. Its entries are NaN in the
-    same cases in which `logdet` is NaN.
+    same cases as `logdet`.
 
     **Derivatives**: none. The result is a constant, because solutions do not depend on it.
 

@@ -114,9 +114,9 @@ def function_diagonal(
         diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
 
     for each i. The value is the mean over i, and unbiased except for quadrature. With
-    `probing`, for f(A) that decays along a graph, it is `hutchinson_diagonal` of f(A), and
-    Lanczos' process computes the matvecs of f(A). The value is exact whenever
-    `function_trace` is.
+    `probing`, which suits an f(A) that decays along a graph, the estimate is
+    `hutchinson_diagonal` of f(A), and Lanczos' process computes the matvecs of f(A). The
+    value is exact whenever `function_trace` is.
 
     **Arguments** (details are in the guide's conventions)
 

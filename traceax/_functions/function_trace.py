@@ -83,9 +83,9 @@ def function_trace(
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian A, with an automatic choice of probes and steps.
 
-    There is one block Krylov run from k probes w_i. The space S_i of all probes but w_i has
-    the directions that matter most to smooth functions. Its projector P_i is independent of
-    w_i, so
+    There is one block Krylov run from k probes w_i. The space S_i of all probes but w_i
+    contains the directions that matter most to smooth functions. Its projector P_i is
+    independent of w_i, so
 
         tr f(A) = E[tr(P_i f(A) P_i) + c_i r_i* f(A) r_i],    r_i = (I - P_i) w_i,
 
@@ -95,7 +95,7 @@ def function_trace(
     1.6 times larger.
 
     If A is tagged positive or negative semidefinite, 0 bounds its spectrum. The value is
-    then a mixture of two quadratures, which err to different sides of the truth for
+    then a mixture of two quadratures, which err on different sides of the truth for
     logarithms, inverses and roots. The mixture and its error bar matter if small
     eigenvalues are not resolved.
 
@@ -111,7 +111,8 @@ def function_trace(
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
     - `num_probes`: the number k of probes, which is the width of the run. More probes help
-      if many eigenvalues contribute alike. Default `None`, which lets traceax choose.
+      if many eigenvalues contribute similar amounts. Default `None`, which lets traceax
+      choose.
     - `num_steps`: the number of steps, which is the depth of the run. More steps help for
       functions that are not smooth, and for gradients of ill-conditioned logarithms, most
       of all with respect to `shift`. Default `None`, which takes as many steps as probes.
@@ -510,7 +511,7 @@ def arnoldi_trace(
 
     With `fn=lambda x: jnp.log(x + 0j)` the value estimates the logarithm of the
     determinant. The real part is log |det A|, and the imaginary part is the phase of det A,
-    up to multiples of 2 pi. If A is real, the phase over pi is the number of negative
+    up to multiples of 2 pi. If A is real, the phase divided by pi is the number of negative
     eigenvalues. So the sign of det A is known only if the error of the phase is much
     smaller than pi. Random probes reach this if few eigenvalues are negative.
 

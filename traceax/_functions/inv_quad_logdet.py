@@ -141,9 +141,9 @@ def inv_quad_logdet(
     and the shift positive (as far as the run can see), the value is at most
     `inv_quad.standard_error` below the truth. Otherwise the bound uses an estimate of the
     least eigenvalue, and is infinite if that is 0 to rounding. `inv_quad.num_matvecs`
-    counts the matvecs of the run and the solve. Results are NaN as in `logdet`. For a
-    singular operator without a shift, the error bar of `inv_quad` is infinite, or NaN after
-    a factorisation.
+    counts the matvecs of the run and the solve. Results are NaN in the same cases as in
+    `logdet`. For a singular operator without a shift, the error bar of `inv_quad` is
+    infinite, or NaN after a factorisation.
 
     **Derivatives**: both estimates can be differentiated with respect to the operator,
     `vector` and `shift`, without another solve. This takes about 0.8 num_matvecs

@@ -545,7 +545,7 @@ def spectral_density(
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
       For smaller widths the error bar grows. Default `None`, which means twice the span of
       the grid (or of the eigenvalues seen, if `grid` is `None`) divided by `num_steps`.
-      Half of the steps can resolve this width.
+      Half of the steps are enough to resolve this width.
     - `sampler`: a sampler of independent probes, or `probing`, as in `slq_trace`.
       Default `sphere`.
     - `reorthogonalise`: as in `slq_trace`. A density hardly needs it. Default `True`.

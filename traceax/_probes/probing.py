@@ -270,14 +270,14 @@ def probing(
     neighbours in the graph is estimated twice, and the difference shows the error. For
     inverses of Laplacians plus 0.01 to 1, it is 1.0 to 1.7 times the measured error. It is
     larger if entries decay faster or if the operator is not Hermitian. With colours alone,
-    the standard error of one repeat is `inf`, and two repeats may agree by chance. Take
-    three or more for a diagonal.
+    the standard error of one repeat is `inf`, and two repeats may agree by chance. Use
+    three or more repeats for a diagonal.
 
     **Arguments**
 
     - `pattern_or_colours`: the places at which the operator may have entries, as in
-      `colouring`. It may also be colours, which are integers of at least 0, one for each
-      dimension, as a one-dimensional array or a pytree with the operator's structure.
+      `colouring`. It may also be the colours, one integer of at least 0 for each dimension,
+      as a one-dimensional array or a pytree with the operator's structure.
     - `power`: the power of the colouring of a pattern, as in `colouring`. Default 1.
     - `num_colours`: the largest number of colours for a pattern, as in `colouring`.
       Default `None`.

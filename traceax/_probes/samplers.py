@@ -56,8 +56,8 @@ class Sampler:
       batches. A probe then does not depend on the number of probes. Default `False`.
     - `group`: the number of probes that make one sample. The sum of their z z* has the mean
       `group` times I, as with the colours of `probing`. Default 1.
-    - `population`: a function from n to the number of probes that one can draw from, for
-      probes that are drawn without replacement. Default `None`, which means with
+    - `population`: a function that maps n to the size of the population, if probes are
+      drawn without replacement. Default `None`, which means that they are drawn with
       replacement.
 
     **Returns** a sampler. Call it as `sampler(key, structure, num_probes)`. The same key
