@@ -74,7 +74,7 @@ def test_docstrings_lead_on(name: str) -> None:
         assert len(links) == documentation.count(f"{kind}:")
     *_, last = sections(name)
     assert last == "See also"
-    related = re.findall(r"`(?:traceax\.testing\.)?(\w+)`", sections(name)[last])
+    related = re.findall(r"`(\w+)`", sections(name)[last])
     assert related
     assert set(related) <= PUBLIC.keys() - {name}
 

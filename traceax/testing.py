@@ -109,7 +109,7 @@ def operators(
     **Reference**: MacIver and Hatfield-Dodds (2019),
     [doi:10.21105/joss.01891](https://doi.org/10.21105/joss.01891).
 
-    **See also**: `traceax.testing.check_operator`, `traceax.testing.check_estimator`.
+    **See also**: `check_operator`, `check_estimator`.
     """
     import hypothesis.strategies as st  # noqa: PLC0415
 
@@ -227,7 +227,7 @@ def check_sampler(
     **Reference**: Hutchinson (1989),
     [doi:10.1080/03610918908812806](https://doi.org/10.1080/03610918908812806).
 
-    **See also**: `Sampler`, `traceax.testing.check_estimator`.
+    **See also**: `Sampler`, `check_estimator`.
     """
     sampler = as_sampler("testing.check_sampler", sampler)
     why = "because one probe cannot show independence"
@@ -306,7 +306,7 @@ def check_operator(
 
     **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
 
-    **See also**: `as_operator`, `traceax.testing.operators`.
+    **See also**: `as_operator`, `operators`.
     """
     checks.check_operator("testing.check_operator", operator, square=False)
     checks.check_key("testing.check_operator", key)
@@ -469,7 +469,7 @@ def check_estimator(
 
     **Reference**: none. The identities belong to the rule in `traceax/_core/rule.py`.
 
-    **See also**: `custom_trace`, `traceax.testing.check_sampler`.
+    **See also**: `custom_trace`, `check_sampler`.
     """
     if not callable(estimator):
         must, got = "be a function (operator, key) -> Estimate", type(estimator).__name__

@@ -60,7 +60,7 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     Monakov, Lokhmotov and Avetisyan (2010),
     [doi:10.1007/978-3-642-11515-8_10](https://doi.org/10.1007/978-3-642-11515-8_10).
 
-    **See also**: `Layout`, `traceax.testing.check_operator`.
+    **See also**: `Layout`, and `check_operator` in `traceax.testing`.
     """
     tags = _several(tags)
     if isinstance(matrix, Operator):

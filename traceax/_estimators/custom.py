@@ -91,7 +91,7 @@ def custom_trace(
     **Reference**: Meyer et al. (2021), Hutch++,
     [doi:10.1137/1.9781611976496.16](https://doi.org/10.1137/1.9781611976496.16).
 
-    **See also**: `traceax.testing.check_estimator`, `hutchpp_trace`.
+    **See also**: `hutchpp_trace`, and `check_estimator` in `traceax.testing`.
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)

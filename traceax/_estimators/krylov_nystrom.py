@@ -107,8 +107,8 @@ def xnystrace(
 ) -> Estimate:
     """Estimate tr A of a semidefinite operator by XNysTrace, with one matvec per probe.
 
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
-    left out. It estimates the remainder of the approximation that the others make:
+    k = num_matvecs probes make a Nyström approximation `A<Omega>` of A. Each probe in turn
+    is left out. It estimates the remainder of the approximation that the others make:
 
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 

@@ -265,8 +265,8 @@ def xnysdiag(
 ) -> Estimate:
     """Estimate diag A of a semidefinite operator by XNysDiag: one matvec for each probe.
 
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
-    left out. It estimates the remainder of the approximation that the others make:
+    k = num_matvecs probes make a Nyström approximation `A<Omega>` of A. Each probe in turn
+    is left out. It estimates the remainder of the approximation that the others make:
 
         value = 1/k sum_i [ diag A<Omega_-i> + conj(w_i) o (A - A<Omega_-i>) w_i ]
 

@@ -76,7 +76,7 @@ class Sampler:
     **Reference**: Epperly, Tropp and Webber (2024), section 2.3,
     [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
 
-    **See also**: `traceax.testing.check_sampler`, `probing`.
+    **See also**: `probing`, and `check_sampler` in `traceax.testing`.
     """
 
     __name__: str
