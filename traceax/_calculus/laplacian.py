@@ -423,10 +423,10 @@ def biharmonic(
         value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
 
     Here v_i and w_i are independent probes of random signs. The estimate is unbiased. It is
-    exact if `num_matvecs` reaches n (n + 1) / 2 if x has n entries. The error bar of nested
-    `laplacian`s would not include the error of the inner one. For networks the error is 0.4
-    to 0.95 times the error of fourth derivatives along normal probes (Hu et al.), in the
-    same time.
+    exact if `num_matvecs` reaches n (n + 1) / 2, with n the number of entries of x. The
+    error bar of nested `laplacian`s would not include the error of the inner one. For
+    networks the error is 0.4 to 0.95 times the error of fourth derivatives along normal
+    probes (Hu et al.), in the same time.
 
     **Arguments** (details are in the guide's conventions)
 

@@ -38,11 +38,11 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     bars. For a function that makes a sketch or a Krylov space, a single run is better than
     many short ones with the same number of matvecs in total.
 
-    If the estimates are of different things, such as batches of data, the value is the mean
-    over these batches. Most of the spread then does not come from the probes. The error bar
-    says how far this mean may be from the mean over all data, of which the batches are a
-    sample. More matvecs for each batch do not reduce it. The part that the probes cause is
-    the root of the sum of the squares (w_j standard_error_j)^2, w_j = m_j / sum m.
+    If each estimate is for a different batch of data, the value is the mean over these
+    batches. Most of the spread then does not come from the probes. The error bar says how
+    far this mean may be from the mean over all data, of which the batches are a sample.
+    More matvecs for each batch do not reduce it. The part that the probes cause is the root
+    of the sum of the squares (w_j standard_error_j)^2, w_j = m_j / sum m.
 
     **Arguments**
 

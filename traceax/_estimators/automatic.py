@@ -71,7 +71,7 @@ def trace(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
+    - `num_matvecs`: the budget, at least 1. It is ignored if n <= 64. Default 100.
     - `pattern`: a graph in which the entries of the operator decay with the distance, given
       as the sparse pattern of the operator or, if the operator is a function of a sparse
       matrix, of that matrix. It is n x n, as in `colouring`, and not traced. Deflation
@@ -134,7 +134,7 @@ def diagonal(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
+    - `num_matvecs`: the budget, at least 1. It is ignored if n <= 64. Default 100.
     - `pattern`: a graph in which the entries of the operator decay with the distance, as in
       `trace`. Default `None`.
 
@@ -200,7 +200,7 @@ def leaf_traces(
     - `operator`: a square lineax operator, real or complex. It may act on arrays or on
       pytrees.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
+    - `num_matvecs`: the budget, at least 1. It is ignored if n <= 64. Default 100.
     - `groups`: a function that gives a name to each leaf, for sums over several leaves. It
       maps the path of a leaf, a tuple of JAX's keys, to a name, for example the name of its
       layer. Leaves with the same name are summed. Errors of leaves are correlated, so the

@@ -119,9 +119,9 @@ def preconditioner(
       be positive definite.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the budget, at least 1. Default 100.
-    - `shift`: a real number. If it is positive and A is positive semidefinite, nu is the
-      shift. Otherwise nu is half of the least Ritz value of A + shift I. `shift` may also
-      be an `lx.DiagonalLinearOperator` D with positive entries, for A + D. Default 0.
+    - `shift`: a real number. If the shift is positive and A is positive semidefinite, nu is
+      the shift. Otherwise nu is half of the least Ritz value of A + shift I. `shift` may
+      also be an `lx.DiagonalLinearOperator` D with positive entries, for A + D. Default 0.
 
     **Returns** a lineax operator, tagged positive semidefinite. Its entries are NaN in the
     same cases as `logdet`.

@@ -123,7 +123,7 @@ def function_diagonal(
     - `operator`: a Hermitian lineax operator A, as in `function_trace`.
     - `fn`: the function f, a real function of a real scalar, made of JAX operations.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
+    - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `num_probes`: the number of probes, as in `function_trace`. With `probing`, it is a
       multiple of the number of colours. Default `None`, which lets traceax choose.
     - `num_steps`: the number of steps, as in `function_trace`. Default `None`, which lets

@@ -109,7 +109,7 @@ def function_trace(
     - `fn`: the function f of a real scalar, made of JAX operations, that returns an array
       or a pytree of arrays. Each entry is another trace from the same run.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
+    - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `num_probes`: the number k of probes, which is the width of the run. More probes help
       if many eigenvalues contribute similar amounts. Default `None`, which lets traceax
       choose.
@@ -226,7 +226,7 @@ def logdet(
     - `operator`: a Hermitian lineax operator A, real or complex, on arrays or pytrees. It
       needs no tag.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget if n > 64, at least min(6, n). Default 240.
+    - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `shift`: a real number. An array of shifts gives the log-determinants for all of them
       from one run. An `lx.DiagonalLinearOperator` D with positive entries, for example the
       noise of each observation, gives log det(A + D), which is computed as log det(I +
