@@ -80,16 +80,22 @@ def operators(
 
     **Arguments**
 
-    - `kinds`: names of lineax's classes without `LinearOperator`, as `"Matrix"` or `"Add"`.
-      Default `None`: all but `"Tangent"`, about which lineax cannot answer all questions.
-    - `sizes`: dimensions n. Default `(1, 2, 3, 8)`. Each size is compiled anew.
-    - `dtypes`: names of dtypes. Default `None`: real and complex, of enabled precisions.
-    - `spectra`: names of eigenvalues or singular values. Default `None`: all of `"flat"`,
-      `"decaying"`, `"steps"`, `"indefinite"`, `"rank-deficient"`, `"badly scaled"`.
-    - `semidefinite`: whether all are positive semidefinite, and tagged so. Default `False`.
+    - `kinds`: names of lineax's classes without the ending `LinearOperator`, such as
+      `"Matrix"` or `"Add"`. Default `None`, which means all but `"Tangent"`, about which
+      lineax cannot answer all questions.
+    - `sizes`: the dimensions n. Default `(1, 2, 3, 8)`. Each size is compiled separately.
+    - `dtypes`: names of dtypes. Default `None`, which means real and complex dtypes of the
+      enabled precisions.
+    - `spectra`: names of distributions of eigenvalues or singular values. Default `None`,
+      which means all of `"flat"`, `"decaying"`, `"steps"`, `"indefinite"`,
+      `"rank-deficient"`, `"badly scaled"`.
+    - `semidefinite`: whether all operators are positive semidefinite, and tagged so.
+      Default `False`.
     - `depth`: the largest number of wrappers around an operator. Default 2.
 
-    **Returns** a strategy. **Cost**: n matvecs.
+    **Returns** a strategy.
+
+    **Cost**: n matvecs.
 
     **Example**
 
@@ -100,7 +106,10 @@ def operators(
         ...     assert abs(pair[0].T.as_matrix().trace() - pair[1].trace()) < 1e-4
         >>> test_transposing_keeps_the_trace()
 
-    **Reference**: MacIver and Hatfield-Dodds (2019), doi:10.21105/joss.01891.
+    **Reference**: MacIver and Hatfield-Dodds (2019),
+    [doi:10.21105/joss.01891](https://doi.org/10.21105/joss.01891).
+
+    **See also**: `check_operator`, `check_estimator`.
     """
     import hypothesis.strategies as st  # noqa: PLC0415
 
@@ -187,29 +196,38 @@ def check_sampler(
 ) -> None:
     """Check that a sampler draws probes z with E[z z*] = I.
 
-    It draws 120,000 probes of six dimensions, real and complex, with fixed keys, and checks
-    their shapes and dtypes, for arrays and pytrees; that the key alone decides; that
-    E[z z*] = I; that probes are independent; and that they are the same however the space
-    is cut into leaves. Means must be right to six standard errors of the draws.
+    It draws 120,000 probes of six dimensions, real and complex, with fixed keys. It checks
+    their shapes and dtypes, for arrays and pytrees, and that they depend on the key alone.
+    It also checks that E[z z*] = I, that probes are independent, and that they are the same
+    however the space is cut into leaves. Means must be correct to within six standard
+    errors of the draws.
 
     **Arguments**
 
-    - `sampler`: as in the guide's conventions.
+    - `sampler`: a `traceax.Sampler`, or your own function `(key, structure, num_probes) ->
+      probes`, as in the guide's conventions.
     - `independent`: whether probes are independent of each other, as most estimators need.
       Default `True`. Pass `False` for `orthogonal`, `hadamard`, `probing` and the like.
-    - `same_for_any_cut`: whether a probe is the same, cut into leaves or not. Default
-      `True`, as for all samplers of traceax. Pass `False` if you draw leaf by leaf.
-    - `num_probes`: how many to draw at a time. Default 3. For `probing` pass its colours.
+    - `same_for_any_cut`: whether a probe stays the same if the space is cut into leaves.
+      Default `True`, as for all samplers of traceax. Pass `False` if you draw leaf by leaf.
+    - `num_probes`: how many probes to draw at a time. Default 3. For `probing`, pass its
+      number of colours.
 
-    **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: some
-    seconds.
+    **Returns** `None` if the sampler passes.
+
+    **Raises** an `AssertionError` that lists what is wrong, and by how much.
+
+    **Cost**: some seconds.
 
     **Example**
 
         >>> import traceax.testing
         >>> traceax.testing.check_sampler(traceax.orthogonal, independent=False)
 
-    **Reference**: Hutchinson (1989), doi:10.1080/03610918908812806.
+    **Reference**: Hutchinson (1989),
+    [doi:10.1080/03610918908812806](https://doi.org/10.1080/03610918908812806).
+
+    **See also**: `Sampler`, `check_estimator`.
     """
     sampler = as_sampler("testing.check_sampler", sampler)
     why = "because one probe cannot show independence"
@@ -256,23 +274,28 @@ def check_operator(
     """Check that a lineax operator is linear and consistent, and that its tags are true.
 
     With random vectors it checks that `mv` returns `out_structure` and is linear, over the
-    complex numbers if it is complex; that `transpose`, `lx.conj` and `as_matrix` agree with
-    it; that derivatives, forward and reverse, agree with each other and with differences;
-    and that all that lineax says about the operator, by a tag or by its class, is true.
+    complex numbers if it is complex. It checks that `transpose`, `lx.conj` and `as_matrix`
+    agree with `mv`, and that derivatives, forward and reverse, agree with each other and
+    with differences. Finally, it checks that everything that lineax says about the
+    operator, by a tag or by its class, is true.
 
-    **Arguments**: `operator`: any lineax operator, all of whose arrays this process has.
-    `key`: a JAX random key. `rtol`: the relative error that is taken for rounding. Default
-    `None`: eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
+    **Arguments**
 
-    **Returns** the functions of lineax that the class, or a class inside a sum or product,
-    has not registered: a dictionary from their names to what follows. It is empty for
-    lineax's own classes. lineax itself needs `is_symmetric`, `is_positive_semidefinite` and
-    `is_negative_semidefinite` to make an operator. traceax needs only `lx.conj`, and only
-    if the operator is complex. If `lx.diagonal` is registered, `trace` and `diagonal` use
-    it instead of matvecs.
+    - `operator`: any lineax operator. This process must have all of its arrays.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `rtol`: the relative error that is still attributed to rounding. Default `None`, which
+      is eps^0.6 of the operator's dtype, 4e-10 in double and 7e-5 in single precision.
 
-    **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: 110
-    matvecs.
+    **Returns** a dictionary of the functions of lineax that the class, or a class inside a
+    sum or product, has not registered. It maps their names to the consequences, and is
+    empty for lineax's own classes. lineax itself needs `is_symmetric`,
+    `is_positive_semidefinite` and `is_negative_semidefinite` to make an operator. traceax
+    needs only `lx.conj`, and only if the operator is complex. If `lx.diagonal` is
+    registered, `trace` and `diagonal` use it instead of matvecs.
+
+    **Raises** an `AssertionError` that lists what is wrong, and by how much.
+
+    **Cost**: 110 matvecs.
 
     **Example**
 
@@ -282,6 +305,8 @@ def check_operator(
         {}
 
     **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
+
+    **See also**: `as_operator`, `operators`.
     """
     checks.check_operator("testing.check_operator", operator, square=False)
     checks.check_key("testing.check_operator", key)
@@ -415,24 +440,27 @@ def check_estimator(
 ) -> None:
     """Check an estimator of the trace, or of anything else that is linear in the operator.
 
-    With semidefinite operators of 20 dimensions it checks, to six standard errors of the
-    runs, that value and derivative have the truth as their mean, and that `interval(0.95)`
-    misses it in at most 10 % of the runs. It checks that values whose error is 0 are exact,
-    that both modes of differentiation agree, that the key alone decides, and that value and
-    error of c A are c times those of A, for c or 1/c the fourth root of the dtype's largest
-    number.
+    It uses semidefinite operators of 20 dimensions. It checks, to within six standard
+    errors of the runs, that value and derivative have the truth as their mean, and that
+    `interval(0.95)` misses the truth in at most 10 % of the runs. It also checks that
+    values with an error of 0 are exact, that both modes of differentiation agree, and that
+    the result depends on the key alone. The value and error of c A must be c times those of
+    A, for c or 1/c the fourth root of the dtype's largest number.
 
     **Arguments**
 
     - `estimator`: a function `(operator, key)` or `(operator, key, num_matvecs)`.
     - `num_matvecs`: the budget, if the estimator has an argument of this name. Default 12.
-    - `truth`: the quantity as a function of the dense matrix. Default: its trace.
+    - `truth`: the quantity as a function of the dense matrix. The default is its trace.
     - `semidefinite`: whether operators are tagged positive semidefinite. Default `False`.
     - `euler`: whether the derivative along the operator is the value. Default `True`.
     - `num_keys`: the number of runs. Default 400. More runs find smaller biases.
 
-    **Raises** an `AssertionError` that lists what is wrong, and by how much. **Cost**: some
-    seconds.
+    **Returns** `None` if the estimator passes.
+
+    **Raises** an `AssertionError` that lists what is wrong, and by how much.
+
+    **Cost**: some seconds.
 
     **Example**
 
@@ -440,6 +468,8 @@ def check_estimator(
         >>> traceax.testing.check_estimator(traceax.hutchinson_trace, num_keys=100)
 
     **Reference**: none. The identities belong to the rule in `traceax/_core/rule.py`.
+
+    **See also**: `custom_trace`, `check_sampler`.
     """
     if not callable(estimator):
         must, got = "be a function (operator, key) -> Estimate", type(estimator).__name__

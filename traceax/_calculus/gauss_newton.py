@@ -35,15 +35,21 @@ def gauss_newton(
 
         v -> J* H J v
 
-    J is the Jacobian of `fn` at x, and H is the Hessian of `loss` in what `fn` returns. For
-    a Laplace approximation, take `logdet` of it with the precision of the prior as `shift`.
+    J is the Jacobian of `fn` at x, and H is the Hessian of `loss` with respect to the
+    outputs of `fn`. For a Laplace approximation, take the `logdet` of this operator with
+    the precision of the prior as `shift`.
 
-    **Arguments** (the others are in the guide's conventions): `fn`: a model `fn(x, args)`
-    that returns its outputs for all examples, an array or pytree of real numbers. `loss`: a
-    function `loss(outputs, args)` that returns one real number. If it is not convex in the
-    outputs, the tag of the result is wrong. `jac`: with `"bwd"` the Jacobian is multiplied
-    by the transpose of reverse mode, as a `jax.custom_vjp` in `fn` or `loss` needs. Default
-    `None`, which is forward mode.
+    **Arguments** (details are in the guide's conventions)
+
+    - `fn`: a model `fn(x, args)` that returns its outputs for all examples, an array or
+      pytree of real numbers.
+    - `loss`: a function `loss(outputs, args)` that returns one real number. It must be
+      convex in the outputs, or the tag of the result is wrong.
+    - `x`: the parameters of the model, a pytree of real arrays of floats.
+    - `args`: a value that is passed to `fn` and `loss` as their second argument, for
+      example the data. Default `None`.
+    - `jac`: with `"bwd"`, J v is computed as the transpose of reverse mode. Use it if `fn`
+      or `loss` contains a `jax.custom_vjp`. Default `None`, which means forward mode.
 
     **Returns** a lineax operator on the space of x, tagged positive semidefinite. Estimates
     of it can be differentiated.
@@ -61,8 +67,11 @@ def gauss_newton(
         >>> print(tx.trace(operator, jax.random.key(0)).value.round(1))
         17.0
 
-    **Reference**: Schraudolph (2002), doi:10.1162/08997660260028683; Martens (2020), JMLR
-    21(146).
+    **Reference**: Schraudolph (2002),
+    [doi:10.1162/08997660260028683](https://doi.org/10.1162/08997660260028683). Martens
+    (2020), JMLR 21(146).
+
+    **See also**: `empirical_fisher`, `logdet`, `leaf_traces`.
     """
     check_jac("gauss_newton", jac)
     x = differentiable_point("gauss_newton", fn, x, args)
@@ -79,17 +88,22 @@ def empirical_fisher(
 ) -> Operator:
     """Make the empirical Fisher matrix, the sum of g_i g_i* over examples, as an operator.
 
-    g_i is the gradient in x of the log-likelihood (or loss) of example i. The Fisher
-    information matrix averages over the predictions of the model (`gauss_newton`). The
-    empirical one uses the labels of the data instead.
+    g_i is the gradient with respect to x of the log-likelihood (or loss) of example i. The
+    Fisher information matrix averages over the predictions of the model (`gauss_newton`).
+    The empirical one uses the labels of the data instead.
 
-    **Arguments** (the others are in the guide's conventions): `fn`: a function
-    `fn(x, args)` that returns an array or pytree of real numbers, the log-likelihood or
-    loss of each example. For a mean over N of them, divide by N**0.5. `jac`: as in
-    `gauss_newton`.
+    **Arguments** (details are in the guide's conventions)
 
-    **Returns** a lineax operator on the space of x, tagged positive semidefinite, whose
-    rank is at most the number of examples. Estimates of it can be differentiated.
+    - `fn`: a function `fn(x, args)` that returns the log-likelihood or loss of each
+      example, an array or pytree of real numbers. For a mean over N examples, divide this
+      by N**0.5.
+    - `x`: the parameters of the model, a pytree of real arrays of floats.
+    - `args`: a value that is passed to `fn` as its second argument, for example the data.
+      Default `None`.
+    - `jac`: as in `gauss_newton`. Default `None`, which means forward mode.
+
+    **Returns** a lineax operator on the space of x, tagged positive semidefinite. Its rank
+    is at most the number of examples. Estimates of it can be differentiated.
 
     **Cost**: a matvec multiplies once by the Jacobian of `fn` (forward mode), and once by
     its transpose (reverse mode). It costs about four times as much as `fn`.
@@ -103,7 +117,10 @@ def empirical_fisher(
         >>> print(tx.diagonal(operator, jax.random.key(0)).value)
         [10. 37.]
 
-    **Reference**: Kunstner, Balles and Hennig (2019), arXiv:1905.12558.
+    **Reference**: Kunstner, Balles and Hennig (2019),
+    [arXiv:1905.12558](https://arxiv.org/abs/1905.12558).
+
+    **See also**: `gauss_newton`, `leaf_traces`.
     """
     check_jac("empirical_fisher", jac)
     x = differentiable_point("empirical_fisher", fn, x, args)

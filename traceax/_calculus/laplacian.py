@@ -108,26 +108,40 @@ def divergence(
 
         value = mean of v_i* (d fn/dx) v_i
 
-    From 12 matvecs on, it is the `trace` of the Jacobian: half of the matvecs decide
-    between a sketch, which is better if singular values decay, and more probes. With fewer,
-    or if `batch_size` or `sampler` is given, it is this mean, which is up to twice as
-    accurate if the Jacobian is nearly skew-symmetric, as of advection. The estimate is
-    unbiased. If you compile it together with `fn(x, args)`, both share the forward pass.
+    With 12 matvecs or more, the estimate is the `trace` of the Jacobian. Half of the
+    matvecs then decide between a sketch, which is better if singular values decay, and more
+    probes. With fewer matvecs, or if `batch_size` or `sampler` is given, the estimate is
+    the mean above. This mean is up to twice as accurate if the Jacobian is nearly
+    skew-symmetric, as in advection. Either way, the estimate is unbiased.
+
+    If you compile the estimate together with `fn(x, args)`, both share the forward pass.
     `hutchinson_trace` of a linearised `fn`, for example from `jax.linearize`, shares the
     backward pass as well.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `fn`: a function `fn(x, args)` that returns the structure of `x`.
-    - `key`: with diffrax's `BacksolveAdjoint`, it must be in the `args` of the solve, like
-      everything that the vector field depends on.
+    - `fn`: a vector field `fn(x, args)` that returns a value with the structure of `x`.
+    - `x`: the point, a pytree of real arrays of floats.
+    - `key`: one JAX random key, for example `jax.random.key(0)`. With diffrax's
+      `BacksolveAdjoint`, it must be in the `args` of the solve, like everything that the
+      vector field depends on.
     - `num_matvecs`: the number of matvecs with the Jacobian, at least 1.
-    - `sampler`: by default `rademacher`, which is exact for a diagonal Jacobian, or
-      `hadamard` if the number of probes is at least an eighth of the dimension.
+    - `args`: a value that is passed to `fn` as its second argument. Default `None`.
+    - `sampler`: a sampler for the probes. By default it is `rademacher`, which is exact for
+      a diagonal Jacobian, or `hadamard` if the number of probes is at least an eighth of
+      the dimension.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Derivatives**: the exact derivatives of the value, or with a sketch those of the rule,
-    which are unbiased. **Cost**: `num_matvecs` matvecs with the Jacobian (forward mode), in
-    one batch, or in two with a sketch.
+    **Returns** an `Estimate` with a real value of shape `()`.
+
+    **Derivatives**: without a sketch, they are the exact derivatives of the value. With a
+    sketch, they are unbiased, and the sketch is frozen.
+
+    **Cost**: `num_matvecs` matvecs with the Jacobian (forward mode), in one batch, or in
+    two with a sketch.
 
     **Example**
 
@@ -136,8 +150,11 @@ def divergence(
         >>> print(tx.divergence(field, jnp.zeros(5), jax.random.key(0), 5, args=2.0).value)
         10.0
 
-    **Reference**: Hutchinson (1989), Communications in Statistics 18(3); for flows,
-    Grathwohl et al. (2019), FFJORD, arXiv:1810.01367.
+    **Reference**: Hutchinson (1989), Communications in Statistics 18(3),
+    [doi:10.1080/03610918908812806](https://doi.org/10.1080/03610918908812806). For flows,
+    Grathwohl et al. (2019), FFJORD, [arXiv:1810.01367](https://arxiv.org/abs/1810.01367).
+
+    **See also**: `laplacian`, `trace`, `hutchinson_trace`.
     """
     name, x = "divergence", differentiable_point("divergence", fn, x, key, args)
     operator = jacobian_operator(fn, x, args)
@@ -168,41 +185,53 @@ def laplacian(
 
         value = mean of d2/dt2 fn(x + t v_i, args) at t = 0
 
-    With `diffusion` S it is tr(S* H S), the second-order term of a Black-Scholes or
-    Hamilton-Jacobi-Bellman equation (twice that term, if the equation has a factor 1/2). S
-    is not differentiated in x, so a Fokker-Planck equation has this term only if S is
-    constant.
+    With `diffusion` S, the function estimates tr(S* H S), the second-order term of a
+    Black-Scholes or Hamilton-Jacobi-Bellman equation (twice that term, if the equation has
+    a factor 1/2). S is not differentiated with respect to x, so a Fokker-Planck equation
+    has this term only if S is constant.
 
     The estimate is unbiased. It is computed forwards in collapsed Taylor mode: one sweep
     carries a first derivative for each probe, and one second derivative, the sum over the
-    probes. For squares of residuals there is `unbiased_square`, and for the bi-Laplacian
-    there is `biharmonic`.
+    probes. For squares of residuals, use `unbiased_square`. For the bi-Laplacian, use
+    `biharmonic`.
 
-    If there are 10 or more directions, and `fn` returns one real number, a quarter of the
-    directions make a sketch of the Hessian, another quarter read it, and the rest are
-    probes. For trained networks in 50 and 100 dimensions the error is 7 to 40 times smaller
-    than with probes alone. If no directions dominate, it is up to 1.5 times larger. If the
-    sketch shows that the Hessian is nearly diagonal, all other directions are random signs,
-    and the error is at most 1.2 times that of signs alone. The
-    value takes 2 to 4 times as long. Together with its gradient it takes less time than
-    without a sketch.
+    A sketch is used if there are 10 or more directions and `fn` returns one real number. A
+    quarter of the directions then make a sketch of the Hessian, another quarter finds the
+    trace on the range of the sketch, and the rest are probes. For trained networks in 50
+    and 100 dimensions the error is 7 to 40 times smaller than with probes alone. If no
+    directions dominate, it is up to 1.5 times larger. If the sketch shows that the Hessian
+    is nearly diagonal, all other directions are random signs, and the error is at most 1.2
+    times the error of signs alone. The value takes 2 to 4 times as long as without a
+    sketch, but the value and its gradient together take less time.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
     - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
-      numbers, real or complex, each of which has a Laplacian.
+      numbers, real or complex. Each number has its own Laplacian.
+    - `x`: the point, a pytree of real arrays of floats.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the number of directions, one for each probe, at least 1.
-    - `diffusion`: S at the point x, as a function v -> S v of vectors like x, or as an
-      operator whose result is like x. Derivatives in S are taken, too.
-    - `sampler`, `batch_size`: if you give one of them, there is no sketch. The default is
-      as in `divergence`.
+    - `args`: a value that is passed to `fn` as its second argument. Default `None`.
+    - `diffusion`: S at the point x, either a function v -> S v of vectors with the
+      structure of x, or an operator whose result has this structure. The estimate is also
+      differentiable with respect to S. Default `None`, which means the identity.
+    - `sampler`: a sampler for the probes. If you give one, there is no sketch. The default
+      is the same as in `divergence`.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them. If you give one, there is no sketch.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Derivatives**: without a sketch, the exact derivatives of the value. `fn` must be
-    differentiable twice in forward mode. A `jax.custom_vjp` in it raises JAX's error. If it
-    is not differentiable in reverse mode, like a `jax.lax.while_loop`, there is no sketch.
+    **Returns** an `Estimate` with a value of the structure that `fn` returns.
+
+    **Derivatives**: without a sketch, they are the exact derivatives of the value. `fn`
+    must be differentiable twice in forward mode, so a `jax.custom_vjp` in it raises JAX's
+    error. If `fn` cannot be differentiated in reverse mode, for example because of a
+    `jax.lax.while_loop`, there is no sketch.
+
     **Cost**: about k + 1 forward passes of `fn` for k = `num_matvecs`. (k Hessian-vector
     products would cost 2k and a backward pass.) A sketch costs a quarter more, and two QR
-    decompositions. The standard error needs up to 2k passes if it is used.
+    decompositions. The standard error costs up to 2k passes if you use it.
 
     **Example**
 
@@ -211,8 +240,12 @@ def laplacian(
         >>> print(tx.laplacian(fn, jnp.ones(3), jax.random.key(0), 3).value)
         18.0
 
-    **Reference**: Hutchinson (1989), Communications in Statistics 18(3); Dangel et al.
-    (2025), arXiv:2505.13644; for the sketch Meyer et al. (2021), arXiv:2010.09649.
+    **Reference**: Hutchinson (1989), Communications in Statistics 18(3),
+    [doi:10.1080/03610918908812806](https://doi.org/10.1080/03610918908812806). Dangel et
+    al. (2025), [arXiv:2505.13644](https://arxiv.org/abs/2505.13644). For the sketch, Meyer
+    et al. (2021), [arXiv:2010.09649](https://arxiv.org/abs/2010.09649).
+
+    **See also**: `hessian_diagonal`, `biharmonic`, `divergence`, `unbiased_square`.
     """
     x = differentiable_point("laplacian", fn, x, key, args)
     if diffusion is not None:
@@ -319,17 +352,30 @@ def hessian_diagonal(
 ) -> Estimate:
     """Estimate the diagonal of the Hessian of a function at x: d2 fn/dx_a2 for all a.
 
-    From 10 matvecs on, it uses a sketch of the Hessian if that helps, as `diagonal` does.
-    With fewer, or if `batch_size` or `sampler` is given, it is `hutchinson_diagonal` of the
-    Hessian, which is exact if the Hessian is diagonal. The estimate is unbiased. For
-    networks and 100 matvecs the sketch has 5 times less error.
+    With 10 matvecs or more, a sketch of the Hessian is used if that helps, as in
+    `diagonal`. With fewer matvecs, or if `batch_size` or `sampler` is given, the estimate
+    is the `hutchinson_diagonal` of the Hessian, which is exact if the Hessian is diagonal.
+    Either way, the estimate is unbiased. For networks and 100 matvecs, the error with the
+    sketch is 5 times smaller.
 
-    **Arguments** (the others are in the guide's conventions): `fn`: a function
-    `fn(x, args)` that returns one real number. `num_matvecs`: the number of matvecs with
-    the Hessian, at least 1. `jac`: with `"bwd"` a matvec is reverse over reverse mode. A
-    `jax.custom_vjp` in `fn` needs it if its rules call the function itself. Default `None`,
-    forward over reverse mode. `sampler`: by
-    default `rademacher`.
+    **Arguments** (details are in the guide's conventions)
+
+    - `fn`: a function `fn(x, args)` that returns one real number.
+    - `x`: the point, a pytree of real arrays of floats.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the number of matvecs with the Hessian, at least 1.
+    - `args`: a value that is passed to `fn` as its second argument. Default `None`.
+    - `jac`: with `"bwd"`, a matvec uses reverse mode over reverse mode. A `jax.custom_vjp`
+      in `fn` needs this if its rules call the function itself. Default `None`, which means
+      forward mode over reverse mode.
+    - `sampler`: a sampler for the probes. If you give one, there is no sketch. The default
+      is `rademacher`.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them. If you give one, there is no sketch.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
+
+    **Returns** an `Estimate` with a value of the structure of x.
 
     **Cost**: `num_matvecs` matvecs with the Hessian (forward over reverse mode, with one
     backward pass), in one batch. Each costs about four times as much as `fn`. About 4
@@ -343,7 +389,10 @@ def hessian_diagonal(
         >>> print(tx.hessian_diagonal(fn, jnp.arange(3.0), jax.random.key(0), 1).value)
         [ 0.  6. 12.]
 
-    **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
+    **Reference**: Bekas, Kokiopoulou and Saad (2007),
+    [doi:10.1016/j.apnum.2007.01.003](https://doi.org/10.1016/j.apnum.2007.01.003).
+
+    **See also**: `laplacian`, `diagonal`, `hutchinson_diagonal`.
     """
     name = "hessian_diagonal"
     check_jac(name, jac)
@@ -374,18 +423,31 @@ def biharmonic(
         value = mean of D4 fn(x, args)[v_i, v_i, w_i, w_i]
 
     Here v_i and w_i are independent probes of random signs. The estimate is unbiased. It is
-    exact if `num_matvecs` reaches n (n + 1) / 2 for n entries of x. (The error bar of
-    nested `laplacian`s would not include the error of the inner one.) For networks the
-    error is 0.4 to 0.95 times the error of fourth derivatives along normal probes (Hu et
-    al.), at equal time.
+    exact if `num_matvecs` reaches n (n + 1) / 2, with n the number of entries of x. The
+    error bar of nested `laplacian`s would not include the error of the inner one. For
+    networks the error is 0.4 to 0.95 times the error of fourth derivatives along normal
+    probes (Hu et al.), in the same time.
 
-    **Arguments** (the others are in the guide's conventions): `fn`: a function
-    `fn(x, args)` that returns a number, or an array or pytree of numbers, real or complex.
-    `num_matvecs`: the number of fourth derivatives, one for each pair, at least 1.
+    **Arguments** (details are in the guide's conventions)
 
-    **Derivatives**: the exact derivatives of the value. `fn` must be differentiable four
-    times in forward mode. A `jax.custom_vjp` in it raises an error. **Cost**: about nine
-    forward passes for each pair.
+    - `fn`: a function `fn(x, args)` that returns a number, or an array or pytree of
+      numbers, real or complex.
+    - `x`: the point, a pytree of real arrays of floats.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the number of fourth derivatives, one for each pair of probes, at
+      least 1.
+    - `args`: a value that is passed to `fn` as its second argument. Default `None`.
+    - `batch_size`: how many pairs of probes are in memory at a time, an int of at least 1.
+      Default `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
+
+    **Returns** an `Estimate` with a value of the structure that `fn` returns.
+
+    **Derivatives**: they are the exact derivatives of the value. `fn` must be
+    differentiable four times in forward mode. A `jax.custom_vjp` in it raises an error.
+
+    **Cost**: about nine forward passes for each pair.
 
     **Example**
 
@@ -394,7 +456,10 @@ def biharmonic(
         >>> print(tx.biharmonic(fn, jnp.ones(3), jax.random.key(0), 6).value)
         32.0
 
-    **Reference**: Hu et al. (2024), arXiv:2312.14499, section 3.3.
+    **Reference**: Hu et al. (2024), [arXiv:2312.14499](https://arxiv.org/abs/2312.14499),
+    section 3.3.
+
+    **See also**: `laplacian`, `unbiased_square`.
     """
     x = differentiable_point("biharmonic", fn, x, key, args)
     result = eqx.filter_eval_shape(fn, x, args)

@@ -52,32 +52,39 @@ export.register_pytree_node_serialization(
 class Estimate(eqx.Module):
     """An estimate, its standard error, and its cost.
 
-    It is a pytree: return it from `jax.jit`, batch it with `jax.vmap`, stack it with
-    `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits of its
-    error, `96.6 ± 3.1 (50 matvecs, xtrace)`, and formats like `f"{estimate:.3f}"` work.
+    It is a pytree, so you can return it from `jax.jit`, batch it with `jax.vmap` and stack
+    it with `jax.lax.scan`. Only `value` is differentiable. `print` shows it to two digits
+    of its error, for example `96.6 ± 3.1 (50 matvecs, xtrace)`, and formats like
+    `f"{estimate:.3f}"` work.
 
     **Attributes** (more on error bars is in the guide's conventions)
 
-    - `value`: an array of shape `()` for a trace; for a diagonal, a pytree with the
+    - `value`: an array of shape `()` for a trace. For a diagonal, it is a pytree with the
       operator's input structure. It is NaN if the operator turns out not to satisfy the
-      assumptions of the function: `print` says which, and the conventions the way out.
+      assumptions of the function. `print` then names the possible reasons, and the
+      conventions say what to do.
     - `standard_error`: the estimated standard deviation of `value`, real, with the same
-      structure. It is `inf` for a single probe, 0 if `value` is exact and NaN if `value` is
-      NaN. An exact function of a stored matrix has an error if the matrix is asymmetric
-      beyond rounding: what the asymmetry can change. Differentiating
-      it is an error in reverse mode, and infinite in forward mode (stored diagonals: 0).
-    - `num_matvecs`: the number of matvecs spent, including those of the adjoint.
-    - `degrees_of_freedom`: how well the probes determine `standard_error`, for Student's t
-      in `interval`: at most their number less one, and fewer if samples are skewed.
-    - `converged`: whether `adaptive` or `adaptive_trace` met its tolerance, else `None`.
-    - `grid`: the points of the value of `spectral_density`. `None` for other functions.
-    - `method`: a static string: `"exact"`, or the function that made it, maybe by automatic
-      choice: `"hutchinson_trace, 36 colours"`. If estimates of two methods meet, in
+      structure. It is `inf` for a single probe, 0 if `value` is exact and NaN if `value`
+      is NaN. If a stored matrix is asymmetric beyond rounding, an exact function of it
+      still has an error, which is the change that the asymmetry can cause. Differentiating
+      `standard_error` raises an error in reverse mode, and gives an infinite result in
+      forward mode (0 for stored diagonals).
+    - `num_matvecs`: the number of matvecs spent, including matvecs with the adjoint.
+    - `degrees_of_freedom`: how well the probes determine `standard_error`, used for
+      Student's t in `interval`. It is at most the number of probes less one, and smaller if
+      samples are skewed.
+    - `converged`: whether `adaptive` or `adaptive_trace` met its tolerance. It is `None`
+      for other functions.
+    - `grid`: the points at which `spectral_density` was evaluated. It is `None` for other
+      functions.
+    - `method`: a static string that says how the value was computed. It is `"exact"` or
+      names the function that made the estimate, which may be an automatic choice, for
+      example `"hutchinson_trace, 36 colours"`. If estimates of two methods meet in
       `jnp.where`, `jax.lax.cond` or a loop, the result names one of them. An estimate that
       goes through your own `jax.jit` as an *argument* has the method of the first call.
     - `quadrature_error`: the part of `standard_error` that comes from quadrature, for
       functions of an operator, with the structure of `value`. It is about the same in every
-      run: `pool` does not reduce it, and more steps do. 0 for other functions.
+      run, so `pool` does not reduce it, but more steps do. It is 0 for other functions.
 
     **Example**
 
@@ -87,6 +94,8 @@ class Estimate(eqx.Module):
         >>> low, high = estimate.interval(0.95)
         >>> bool(low < 5050.0 < high)
         True
+
+    **See also**: `pool`, `adaptive`, `unbiased_square`.
     """
 
     value: PyTree[Inexact[Array | np.ndarray, "..."]]
@@ -112,11 +121,14 @@ class Estimate(eqx.Module):
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """Return a two-sided Student-t confidence interval for the exact value.
 
-        **Arguments**: `level`: the probability, strictly between 0 and 1, that the interval
-        contains the exact value. Default 0.95.
+        **Arguments**
 
-        **Returns** `(low, high)`, each with the structure and shape of `value`; they cannot
-        be differentiated. If values are complex, take an `Estimate` of the real part.
+        - `level`: the probability, strictly between 0 and 1, that the interval contains the
+          exact value. Default 0.95.
+
+        **Returns** `(low, high)`, each with the structure and shape of `value`. They cannot
+        be differentiated. Complex values have no interval, so take an `Estimate` of the
+        real part.
         """
         name, cure = "Estimate.interval", "Pass 0.95, for example."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):

@@ -40,17 +40,18 @@ _SCATTERS = {"gather", "scatter", "scatter-add", "scatter_add", "bcoo_dot_genera
 
 
 class Layout(enum.Enum):
-    """The way in which a block of vectors goes through an operator, one of its tags.
+    """A tag that says how a block of vectors goes through an operator.
 
-    Without a tag traceax chooses by the operations of a matvec, its size and the platform,
-    and the choice is rarely wrong by much. Values depend on it only by rounding errors.
+    Without such a tag, traceax chooses a layout from the operations of a matvec, its size
+    and the platform. This choice is rarely wrong by much. Values depend on the layout only
+    by rounding errors.
 
     - `COLUMNS`: `jax.vmap` over the last axis.
     - `ROWS`: `jax.vmap` over the first axis.
-    - `LOOP`: `jax.lax.map`, one vector after the other, as an operator without `jax.vmap`
-      needs it, for example one that calls `jax.pure_callback` without a `vmap_method`.
+    - `LOOP`: `jax.lax.map`, one vector after the other. Operators without `jax.vmap` need
+      it, for example operators that call `jax.pure_callback` without a `vmap_method`.
 
-    Transposed and composed operators do not inherit it: tag them again with
+    Transposed and composed operators do not inherit the tag. Tag them again with
     `lx.TaggedLinearOperator`.
 
     **Example**
@@ -62,6 +63,8 @@ class Layout(enum.Enum):
         >>> estimate = tx.hutchinson_trace(operator, jax.random.key(0), 30)
         >>> bool(abs(estimate.value - 1000) < 60)
         True
+
+    **See also**: `as_operator`.
     """
 
     COLUMNS = "columns"

@@ -34,27 +34,32 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
 
         value = sum_j m_j value_j / sum_j m_j,    m_j the matvecs spent on estimate j
 
-    It is unbiased if the estimates are. Weights are costs, not error bars. A single run of
-    a function that makes a sketch or a Krylov space is better than many short ones with the
-    same number of matvecs in total.
+    The result is unbiased if the estimates are. The weights are the costs, not the error
+    bars. For a function that makes a sketch or a Krylov space, a single run is better than
+    many short ones with the same number of matvecs in total.
 
-    If the estimates are of different things, such as batches of data, the value is the
-    mean over these batches. Most of the spread is then no noise of the probes. The error
-    bar says how far this mean may be from the mean over all data, of which the batches are
-    a sample, and more matvecs for each batch do not reduce it. The part that the probes
-    cause is the root of the sum of the squares (w_j standard_error_j)^2, w_j = m_j / sum m.
+    If each estimate is for a different batch of data, the value is the mean over these
+    batches. Most of the spread then does not come from the probes. The error bar says how
+    far this mean may be from the mean over all data, of which the batches are a sample.
+    More matvecs for each batch do not reduce it. The part that the probes cause is the root
+    of the sum of the squares (w_j standard_error_j)^2, w_j = m_j / sum m.
 
-    **Arguments**: `estimates`: a sequence, or one `Estimate` whose leaves all have a
-    leading axis of runs, as `jax.vmap` returns it. Using the *same* key twice is not
-    detected.
+    **Arguments**
 
-    **Returns** an `Estimate` like the parts. `standard_error` is the root of the sum of
-    their squared errors, or comes from the spread of their values if this is larger or if
-    each part has only one probe. The quadrature errors of functions of an operator do not
-    average out, so the part of `standard_error` that is their mean stays. An infinite error
-    among finite ones is replaced by what these suggest. `num_matvecs` is the sum.
+    - `estimates`: a sequence of `Estimate`s, or one `Estimate` whose leaves all have a
+      leading axis of runs, as `jax.vmap` returns it. traceax does not detect if you use the
+      *same* key twice.
 
-    **Derivatives**: those of the weighted mean. **Cost**: no matvecs.
+    **Returns** an `Estimate` with the same structure as the given ones. `standard_error` is
+    the root of the sum of their squared errors, or comes from the spread of their values if
+    this is larger or if each part has only one probe. The quadrature errors of functions of
+    an operator do not average out, so their mean remains a part of `standard_error`. An
+    infinite error among finite ones is replaced by the error that the finite ones suggest.
+    `num_matvecs` is the sum.
+
+    **Derivatives**: they are the derivatives of the weighted mean.
+
+    **Cost**: no matvecs.
 
     **Example**
 
@@ -66,6 +71,8 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
         200
 
     **Reference**: Welch (1947), The generalization of Student's problem, Biometrika 34.
+
+    **See also**: `Estimate`, `adaptive`.
     """
     if isinstance(estimates, Estimate):
         _check_batch("pool", estimates)
@@ -197,19 +204,23 @@ def unbiased_square(
 
     The square of one estimate is on average too large by its variance, and training on it
     does not minimise t^2. The product of two independent estimates has the mean t^2, and
-    its gradient has the mean of the gradient of t^2.
+    the mean of its gradient is the gradient of t^2.
 
-    **Arguments** (`key` and errors are in the guide's conventions): `estimate_fn`: a
-    function of a key that returns an `Estimate`, or an array or pytree of arrays made from
-    one, such as the residual `lambda key: tx.laplacian(u, x, key, 1).value - f(x)`. It is
-    called once, on a batch of two keys.
+    **Arguments** (details are in the guide's conventions)
 
-    **Returns** the real square of each entry: an `Estimate` if `estimate_fn` returns one,
-    else arrays. It may be negative. `standard_error` is the error of a product. If each of
-    the two estimates has only one probe, it is computed from their difference.
+    - `estimate_fn`: a function of a key that returns an `Estimate`, or an array or pytree
+      of arrays made from one, such as the residual `lambda key: tx.laplacian(u, x, key,
+      1).value - f(x)`. It is called once, on a batch of two keys.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
 
-    **Derivatives**: those of `estimate_fn`, unbiased if it has unbiased ones. **Cost**:
-    twice the cost of `estimate_fn`.
+    **Returns** the real square of each entry, as an `Estimate` if `estimate_fn` returns
+    one, else as arrays. It may be negative. `standard_error` is the error of a product. If
+    each of the two estimates has only one probe, it is computed from their difference.
+
+    **Derivatives**: they come from the derivatives of `estimate_fn`, and are unbiased if
+    these are.
+
+    **Cost**: twice the cost of `estimate_fn`.
 
     **Example**
 
@@ -221,8 +232,10 @@ def unbiased_square(
         >>> bool(abs(squares.mean() - 4.0**2) < 1.0)  # the mean of once(key)**2 is 32
         True
 
-    **Reference**: Baird (1995), Residual algorithms, ICML; Hu et al. (2024),
-    arXiv:2312.14499.
+    **Reference**: Baird (1995), Residual algorithms, ICML. Hu et al. (2024),
+    [arXiv:2312.14499](https://arxiv.org/abs/2312.14499).
+
+    **See also**: `laplacian`, `biharmonic`, `divergence`.
     """
     cure = "Pass lambda key: traceax.trace(operator, key), for example."
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)

@@ -61,33 +61,40 @@ def adaptive_trace(
 ) -> Estimate:
     """Estimate tr A to a tolerance, with as few matvecs as it takes.
 
-    A sketch of 8 probes is doubled until two standard errors are within the tolerance,
+    A sketch of 8 probes is doubled until two standard errors are within the tolerance:
 
-        2 * standard_error <= atol + rtol * |value|,
+        2 * standard_error <= atol + rtol * |value|
 
-    or until `max_matvecs` is spent. All earlier probes and matvecs are used again. The
-    method is `xnystrace` if the operator is tagged positive or negative semidefinite, else
-    `xtrace`. At each size the estimate is unbiased, but stopping by the error bar leaves a
-    small bias.
+    The search also ends when `max_matvecs` is spent. All earlier probes and matvecs are
+    used again. The method is `xnystrace` if the operator is tagged positive or negative
+    semidefinite, else `xtrace`. At each size the estimate is unbiased, but stopping by the
+    error bar leaves a small bias.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `rtol`, `atol`: the tolerances, at least 0. They may be traced. Default 0.01 and 0.
-    - `max_matvecs`: the most matvecs that may be spent, a Python int of at least 2, or n.
-      Default 1000. If it is at least n + 8 (n if n <= 64), the last size is n, which is
-      exact.
-    - `sampler`: independent probes. The default is the sphere, or signs.
-    - `progress_meter`: shows how much of `max_matvecs` is spent.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `rtol`: the relative tolerance, at least 0. It may be traced. Default 0.01.
+    - `atol`: the absolute tolerance, at least 0. It may be traced. Default 0.
+    - `max_matvecs`: the most matvecs that may be spent, a Python int of at least min(2, n).
+      Default 1000. If it is at least n + 8 (n if n <= 64), the last size is n, which
+      is exact.
+    - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` below
+      100,000 dimensions and `rademacher` from there on.
+    - `progress_meter`: an object that shows how much of `max_matvecs` is spent, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
     **Returns** an `Estimate`. Its `converged` says whether the tolerance was met.
-    `num_matvecs` is an array, which is decided at run time. If value or error is NaN, the
-    search ends at once and has not converged. With a tolerance of 0 all of `max_matvecs` is
-    spent.
+    `num_matvecs` is an array, because it is decided at run time. If the value or the error
+    is NaN, the search ends at once and has not converged. With a tolerance of 0, all of
+    `max_matvecs` is spent.
 
-    **Derivatives**: the same as for the estimator at the size that was reached. **Cost**:
-    `num_matvecs` of the result; about 12 n k^2 flops for k probes. In a traced program
-    every size is compiled, and the largest size determines the memory: 6 blocks of n x k,
-    or of n x n if it is exact. Under `jax.vmap` every size is run.
+    **Derivatives**: the same as for the estimator at the size that was reached.
+
+    **Cost**: the `num_matvecs` of the result, and about 12 n k^2 flops for k probes. In a
+    traced program every size is compiled. The largest size determines the memory, which is
+    6 blocks of n x k, or of n x n if it is exact. Under `jax.vmap` every size is run.
 
     **Example**
 
@@ -97,7 +104,10 @@ def adaptive_trace(
         >>> print(estimate.converged, estimate.num_matvecs, abs(estimate.value - 10) < 0.1)
         True 128 True
 
-    **Reference**: Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024),
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `adaptive`, `xtrace`, `xnystrace`.
     """
     name = "adaptive_trace"
     call = begin(

@@ -45,32 +45,42 @@ def trace(
     1. If the operator stores its diagonal (as matrices and their sums do), the trace is
        exact and takes no matvecs. If it is tagged diagonal, one matvec gives it exactly.
     2. If n <= 64 or `num_matvecs` reaches n, the trace is exact and takes n matvecs.
-    3. If a `pattern` is given and `num_matvecs` colours are enough to keep three steps
-       apart, `hutchinson_trace` with `probing` is used. From 32 colours on, matvecs with 8
-       of them decide whether Hutch++ deflates low modes and fewer colours probe the rest.
-    4. If it is tagged positive or negative semidefinite, `xnystrace` is used from 4 matvecs
-       on. From 8 matvecs on, a quarter of them are second matvecs A Q, as in `xtrace`. They
-       make it accurate for decaying eigenvalues and for a few large ones over a flat rest.
+    3. If a `pattern` is given and `num_matvecs` colours are enough for a `colouring` of
+       power 3, `hutchinson_trace` with `probing` is used. If there are at least 32 colours,
+       the matvecs with 8 of them decide whether dominant directions are deflated, as in
+       Hutch++, and fewer colours probe the rest.
+    4. If the operator is tagged positive or negative semidefinite, `xnystrace` is used from
+       4 matvecs on. From 8 matvecs on, a quarter of them are second matvecs A Q, as in
+       `xtrace`. They make the estimate accurate for decaying eigenvalues and for a few
+       large eigenvalues above a flat rest.
     5. For all others, from 12 matvecs on, `xtrace` is used if singular values decay and
        `hutchinson_trace` if they do not. Half of the budget is spent on this decision,
        which is random if the probes disagree.
-    6. With fewer matvecs, `xtrace` is used from 6 on, and `hutchinson_trace` below.
+    6. With fewer matvecs, `xtrace` is used if there are at least 6, else
+       `hutchinson_trace`.
 
     In choices 4 to 6, an operator that turns out to be nearly diagonal is estimated without
     a sketch, from the same matvecs. Its diagonal then adds nothing to the error, as if the
     probes were random signs.
 
-    The estimate is unbiased, because the choice for a probe depends on the others only.
+    The estimate is unbiased, because the choice for each probe depends only on the other
+    probes.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `num_matvecs`: the budget if n > 64, at least 1. Default 100.
-    - `pattern`: a graph in which the entries of the operator decay with the distance. It
-      has an entry for each entry of the operator or, if the operator is a function of a
-      sparse matrix, for each entry of that matrix. It is n x n, as in `colouring`, and not
-      traced. If entries hardly decay within the steps that colours keep apart, deflation
-      helps, but for semidefinite operators sketches without a pattern may be better still.
-      Only choice 3 uses it, and `method` then names colours.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least 1. It is ignored if n <= 64. Default 100.
+    - `pattern`: a graph in which the entries of the operator decay with the distance, given
+      as the sparse pattern of the operator or, if the operator is a function of a sparse
+      matrix, of that matrix. It is n x n, as in `colouring`, and not traced. Deflation
+      helps if entries hardly decay within the steps that colours keep apart, but for
+      semidefinite operators sketches without a pattern may be better still. Only choice 3
+      uses the pattern, and `method` then names the number of colours. Default `None`.
+
+    **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
+    is known to be Hermitian.
 
     **Cost**: the cost of the chosen estimator. A pattern is coloured on the host, once for
     all calls with entries at the same places. The latest few colourings are kept.
@@ -82,7 +92,10 @@ def trace(
         >>> print(tx.trace(operator, jax.random.key(0)).value.round())
         2000.0
 
-    **Reference**: Epperly, Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), XTrace,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `adaptive`, `diagonal`, `leaf_traces`, `function_trace`.
     """
     call = begin("trace", operator, key, num_matvecs)
     pattern = check_pattern(call.name, call.operator, pattern)
@@ -103,19 +116,30 @@ def diagonal(
 ) -> Estimate:
     """Estimate the diagonal of any square operator by an automatic choice of estimator.
 
-    The choice is made as in `trace`, with other estimators, and is as unbiased. The result
-    is exact whenever `trace` is. With a `pattern`, `hutchinson_diagonal` with `probing` is
-    used, without deflation. Otherwise the estimator is
+    The choice is made as in `trace`, but among other estimators. Like `trace`, the estimate
+    is unbiased, and it is exact whenever `trace` is. With a `pattern`,
+    `hutchinson_diagonal` with `probing` is used, without deflation. Otherwise the estimator
+    is chosen as follows.
 
-    - for operators tagged positive or negative semidefinite, from 3 matvecs on, `xnysdiag`
-      if eigenvalues decay and `hutchinson_diagonal` if they do not, from the same matvecs;
-    - for all others, from 12 matvecs on, `xdiag` if singular values decay and
-      `hutchinson_diagonal` if they do not; half of the budget is spent on this decision;
-    - with fewer, `xdiag` from 6 on (unless the operator turns out to be nearly diagonal),
-      else `hutchinson_diagonal`.
+    - For operators tagged positive or negative semidefinite, from 3 matvecs on, it is
+      `xnysdiag` if eigenvalues decay and `hutchinson_diagonal` if they do not. Both use the
+      same matvecs.
+    - For all others, from 12 matvecs on, it is `xdiag` if singular values decay and
+      `hutchinson_diagonal` if they do not. Half of the budget is spent on this decision.
+    - With fewer matvecs, it is `xdiag` if there are at least 6 and the operator does not
+      turn out to be nearly diagonal, else `hutchinson_diagonal`.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`, `pattern`: as
-    in `trace`.
+    **Arguments** (details are in the guide's conventions)
+
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least 1. It is ignored if n <= 64. Default 100.
+    - `pattern`: a graph in which the entries of the operator decay with the distance, as in
+      `trace`. Default `None`.
+
+    **Returns** an `Estimate` with a value of the operator's input structure. The value is
+    real if the operator is known to be Hermitian.
 
     **Cost**: the cost of the chosen estimator.
 
@@ -130,7 +154,10 @@ def diagonal(
         >>> bool(jnp.mean(error < 2 * estimate.standard_error) > 0.9)
         True
 
-    **Reference**: Epperly, Tropp and Webber (2024), section 6.1, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), section 6.1,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `trace`, `xdiag`, `xnysdiag`, `function_diagonal`, `selected_entries`.
     """
     call = begin("diagonal", operator, key, num_matvecs)
     pattern = check_pattern(call.name, call.operator, pattern)
@@ -163,20 +190,28 @@ def leaf_traces(
         value[leaf] = sum of diag A over the entries of the leaf
 
     An example is the curvature of each layer of a network. All leaves share one sketch: the
-    one that `trace` uses for operators tagged semidefinite (with signs instead of points
-    on the sphere), and the one that `diagonal` uses for others. Small budgets use plain
+    one that `trace` uses for operators tagged semidefinite (with signs instead of points on
+    the sphere), and the one that `diagonal` uses for others. Small budgets use plain
     probes. The estimate is unbiased, and exact whenever `trace` is. For the error bar of
     the sum over all leaves, use `trace`.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: as in `trace`.
-    `groups`: for sums over several leaves, a function from the path of a leaf, a tuple of
-    JAX's keys, to a name, for example the name of its layer. Errors of leaves are
-    correlated, so the error of a sum cannot be computed from their error bars.
+    **Arguments** (details are in the guide's conventions)
+
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least 1. It is ignored if n <= 64. Default 100.
+    - `groups`: a function that gives a name to each leaf, for sums over several leaves. It
+      maps the path of a leaf, a tuple of JAX's keys, to a name, for example the name of its
+      layer. Leaves with the same name are summed. Errors of leaves are correlated, so the
+      error of a sum cannot be computed from their error bars. Default `None`, which means
+      one trace for each leaf.
 
     **Returns** an `Estimate` with the operator's input structure, one number for each leaf.
     With `groups` its structure is a dict, with one number for each name.
 
     **Derivatives**: they follow the rule of the diagonal, and are exact if the value is.
+
     **Cost**: the cost of `diagonal`, or of `trace` for semidefinite operators.
 
     **Example**
@@ -189,7 +224,10 @@ def leaf_traces(
         >>> bool(abs(value["weight"] / value["bias"] - 20) < 1e-3)
         True
 
-    **Reference**: Epperly, Tropp and Webber (2024), section 6.1, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), section 6.1,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `trace`, `gauss_newton`, `empirical_fisher`.
     """
     call = begin("leaf_traces", operator, key, num_matvecs)
     names: tuple[str, ...] = ()

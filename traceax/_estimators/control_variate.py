@@ -53,24 +53,36 @@ def control_variate_trace(
         value = mean of a_i - b_i (c_i - tr C),    a_i = z_i* A z_i,  c_i = z_i* C z_i
 
     b_i is the slope of a_j against c_j over the other probes j. The estimate is unbiased.
-    It is exact if C is a multiple of A and there are at least 4 probes, or if
-    `num_matvecs` reaches n. The better C resembles a multiple of A plus a multiple of I,
-    the smaller is the error. A C that does not resemble A costs little accuracy. C can be,
-    for example, A on a coarse grid, the inverse of a preconditioner, or the Hessian of the
-    last epoch.
+    It is exact if C is a multiple of A and there are at least 4 probes, or if `num_matvecs`
+    reaches n. The error is smaller, the closer C is to a multiple of A plus a multiple
+    of I. A C that does not resemble A costs little accuracy. C can be, for example, A on a
+    coarse grid, the inverse of a preconditioner, or the Hessian of the last epoch.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `control`: C, on the space of `operator`. It is applied to the same probes.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `control`: the operator C. It acts on the same space as `operator`. It is applied to
+      the same probes.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the number of probes, and of matvecs of `operator`, at least 1. Matvecs
       of `control` are not counted. With fewer than 4 probes the control is not used.
-    - `control_trace`: tr C. It may be `None`, the default, if `control` itself shows its
-      trace, as stored matrices do.
-    - `sampler`: independent probes. Default `rademacher`.
+    - `control_trace`: the number tr C. You can leave it out if `control` stores its
+      diagonal, as matrices do. Default `None`.
+    - `sampler`: a sampler of independent probes. Default `rademacher`.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Derivatives**: unbiased in both operators and in `control_trace`, with frozen b_i. A
-    gradient costs one matvec-VJP of each operator per probe. **Cost**: `num_matvecs`
-    matvecs of each operator in one batch; 3 blocks n x k (n x batch_size).
+    **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
+    is known to be Hermitian.
+
+    **Derivatives**: they are unbiased with respect to both operators and `control_trace`.
+    b_i is frozen. A gradient costs one matvec-VJP of each operator per probe.
+
+    **Cost**: k = `num_matvecs` matvecs of each operator in one batch, and 3 blocks of n x k
+    (n x batch_size).
 
     **Example**
 
@@ -83,7 +95,10 @@ def control_variate_trace(
         True
 
     **Reference**: Lavenberg and Welch (1981), A perspective on the use of control
-    variables, doi:10.1287/mnsc.27.3.322, on slopes and their bias.
+    variables, [doi:10.1287/mnsc.27.3.322](https://doi.org/10.1287/mnsc.27.3.322), on slopes
+    and their bias.
+
+    **See also**: `hutchinson_trace`, `deltashift`.
     """
     name = "control_variate_trace"
     call = begin(name, operator, key, num_matvecs, sampler=sampler)

@@ -42,32 +42,38 @@ def custom_trace(
 ) -> Estimate:
     """Estimate tr A of any square operator by an algorithm of your own.
 
-    traceax adds the derivative, batches and checks. In addition to its value, the algorithm
+    traceax adds derivatives, batches and checks. In addition to its value, the algorithm
     returns two blocks L, R with E[L R*] = I (a resolution of the identity) from which the
     value is computed as sum conj(L) o (A R). The derivative is sum conj(L) o (dA R). The
     estimate is unbiased if the algorithm is.
 
     Hutchinson's estimator is the mean of k forms z* A z, with L = Z/k and R = Z. Hutch++
-    makes a sketch A S from half of the probes. With its orthonormal basis Q and P = I - Q
-    Q*, the identity is I = Q Q* + P, and E[P z z* P] = P for z independent of Q. So
-    L = [Q, P Z/l] and R = [Q, P Z].
+    makes a sketch A S from half of the probes. Let Q be its orthonormal basis, P = I - Q
+    Q*, and z independent of Q. Then I = Q Q* + P and E[P z z* P] = P, so L = [Q, P Z/l] and
+    R = [Q, P Z].
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
     - `algorithm`: a function `algorithm(apply, probes)` that returns `(value,
       standard_error, (left, right))`. `probes` is n x num_probes. `apply` maps an n x k
-      block of the flattened space, whose rows have an order of its own, to the block of
-      its images. The algorithm is traced.
+      block to A times this block. The rows of a block are the entries of the flattened
+      space, in an order that traceax chooses. The algorithm is traced.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_probes`: the number of probes, a Python int of at least 1.
-    - `sampler`: default `sphere`. Your own may draw groups that the algorithm splits.
+    - `sampler`: a sampler for the probes. Default `sphere`. Your own sampler may draw
+      groups that the algorithm splits.
 
     **Returns** an `Estimate` of shape `()`. `num_matvecs` counts the columns to which the
     operator is applied. If there are branches, the most expensive one counts, and complex
     blocks of real operators count twice. Do not call `apply` in a loop of unknown length.
 
-    **Derivatives**: unbiased if E[L R*] = I for every operator from which the blocks could
-    be computed. Values that the algorithm closes over are frozen too. A gradient costs r
-    matvec-VJPs, with r the number of columns of L. **Cost**: the cost of the algorithm.
+    **Derivatives**: they are unbiased if E[L R*] = I for every operator from which the
+    blocks could be computed. Values that the algorithm closes over are frozen too. A
+    gradient costs r matvec-VJPs, with r the number of columns of L.
+
+    **Cost**: the cost of the algorithm.
 
     **Example**
 
@@ -82,7 +88,10 @@ def custom_trace(
         >>> print(estimate.value, estimate.num_matvecs)
         44850.0 10
 
-    **Reference**: Meyer et al. (2021), Hutch++, doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Hutch++,
+    [doi:10.1137/1.9781611976496.16](https://doi.org/10.1137/1.9781611976496.16).
+
+    **See also**: `hutchpp_trace`, and `check_estimator` in `traceax.testing`.
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)

@@ -104,25 +104,30 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
     corrects the previous estimate by the difference. The weight of the previous estimate is
     small after a jump.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the budget of
-    one update, at least 4, or n. Half of it is spent on the previous operator. From n on,
-    updates are exact. `sampler`: independent probes. Default `sphere`.
+    **Arguments** (details are in the guide's conventions)
+
+    - `num_matvecs`: the budget of one update, at least min(4, n). Half of it is spent on
+      the previous operator. If it reaches n, updates are exact. Default 20.
+    - `sampler`: a sampler of independent probes. Default `sphere`.
 
     **Returns** the pair `(init, update)`.
 
-    - `init(operator, key)` spends `num_matvecs` on a first estimate by `xtrace` (below 6 by
-      `hutchinson_trace`), which is in `state.value` and `state.standard_error`.
+    - `init(operator, key)` spends `num_matvecs` matvecs on a first estimate by `xtrace` (by
+      `hutchinson_trace` if there are fewer than 6), which is in `state.value`
+      and `state.standard_error`.
     - `update(operator, state, key)` takes the same operator with other arrays in it, and
       returns an `Estimate` and the next state. `standard_error` covers the whole chain of
       estimates, and is too large for operators that are not symmetric. An earlier estimate
-      that is not finite is ignored. It is an error to pass another operator than before, or
-      one with another Python float in a closure, if the change can be seen.
+      that is not finite is ignored. You must not pass a different operator, or one with a
+      different Python float in a closure. traceax raises an error if it can see such a
+      change.
 
-    **Derivatives**: the `Estimate` can be differentiated in the new operator, without bias,
-    as `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen. **Cost**:
-    num_matvecs // 2 matvecs of each operator, no adjoints, in two batches. The state holds
-    copies of all arrays of the operator, including data. From the third update on, only
-    lineax's solves and, in loops, your own derivative rules are compiled.
+    **Derivatives**: the `Estimate` can be differentiated with respect to the new operator,
+    without bias, as `hutchinson_trace` with num_matvecs // 2 probes. The state is frozen.
+
+    **Cost**: num_matvecs // 2 matvecs of each operator in two batches, without the adjoint.
+    The state holds copies of all arrays of the operator, including data. From the third
+    update on, only lineax's solves and, in loops, your own derivative rules are compiled.
 
     **Example**
 
@@ -136,7 +141,10 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
         >>> bool(abs(estimate.value - jnp.trace(base + 0.19)) < 3 * estimate.standard_error)
         True
 
-    **Reference**: Dharangutte and Musco (2021), arXiv:2110.13752.
+    **Reference**: Dharangutte and Musco (2021),
+    [arXiv:2110.13752](https://arxiv.org/abs/2110.13752).
+
+    **See also**: `trace`, `control_variate_trace`.
     """
     check_dependence("deltashift", as_sampler("deltashift", sampler))
     num_matvecs = check_count("deltashift", "num_matvecs", num_matvecs)

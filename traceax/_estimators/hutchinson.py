@@ -51,15 +51,29 @@ def hutchinson_trace(
     multiples of I with `sphere`. Use it for flat spectra and nearly diagonal operators. The
     error falls only as num_matvecs^(-1/2), so `xtrace` is better on decaying spectra.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
-    probes, at least 1. `sampler`: default `rademacher`, which is exact for diagonal
-    operators. (Two to four real signs cannot tell these from operators that couple two
-    dimensions, so the error bar allows for both.) `orthogonal` helps if the budget is a
-    good part of n, and `probing` helps if entries decay with the distance in a graph.
+    **Arguments** (details are in the guide's conventions)
 
-    **Derivatives**: the exact derivatives of the value. A gradient costs one matvec-VJP for
-    each probe. **Cost**: `num_matvecs` matvecs in one batch; 2 blocks n x k
-    (n x batch_size); 2 n k flops.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the number of probes, at least 1.
+    - `sampler`: a sampler for the probes. Default `rademacher`, which is exact for diagonal
+      operators. (Two to four real signs cannot tell these from operators that couple two
+      dimensions, so the error bar allows for both.) `orthogonal` helps if the budget is a
+      good part of n, and `probing` helps if entries decay with the distance in a graph.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
+
+    **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
+    is known to be Hermitian.
+
+    **Derivatives**: they are the exact derivatives of the value. A gradient costs one
+    matvec-VJP for each probe.
+
+    **Cost**: k = `num_matvecs` matvecs in one batch, 2 blocks of n x k (n x batch_size),
+    and 2 n k flops.
 
     **Example**
 
@@ -68,8 +82,11 @@ def hutchinson_trace(
         >>> print(tx.hutchinson_trace(operator, jax.random.key(0), 10).value)
         44850.0
 
-    **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
-    Communications in Statistics 18(3), doi:10.1080/03610918908812806.
+    **Reference**: Girard (1989), Numerische Mathematik 56. Hutchinson (1989),
+    Communications in Statistics 18(3),
+    [doi:10.1080/03610918908812806](https://doi.org/10.1080/03610918908812806).
+
+    **See also**: `trace`, `xtrace`, `hutchinson_diagonal`, `probing`.
     """
     call = begin(
         "hutchinson_trace", operator, key, num_matvecs, sampler=sampler, takes="any"
@@ -117,13 +134,28 @@ def hutchinson_diagonal(
     it for diagonally dominant operators and, with `probing`, for sparse operators and their
     functions. For other operators `xdiag` and `xnysdiag` remove most of this error.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: the number of
-    probes, at least 1. `sampler`: default `rademacher`, which has the least variance of all
-    samplers that do not use the structure of the operator. `probing` uses the structure.
+    **Arguments** (details are in the guide's conventions)
 
-    **Derivatives**: the exact derivatives of the value. A gradient costs one matvec-VJP for
-    each probe. **Cost**: `num_matvecs` matvecs in one batch; 2 blocks n x k
-    (n x batch_size); 4 n k flops.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the number of probes, at least 1.
+    - `sampler`: a sampler for the probes. Default `rademacher`, which has the least
+      variance of all samplers that do not use the structure of the operator. `probing` uses
+      the structure.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
+
+    **Returns** an `Estimate` with a value of the operator's input structure. The value is
+    real if the operator is known to be Hermitian.
+
+    **Derivatives**: they are the exact derivatives of the value. A gradient costs one
+    matvec-VJP for each probe.
+
+    **Cost**: k = `num_matvecs` matvecs in one batch, 2 blocks of n x k (n x batch_size),
+    and 4 n k flops.
 
     **Example**
 
@@ -132,7 +164,10 @@ def hutchinson_diagonal(
         >>> print(tx.hutchinson_diagonal(operator, jax.random.key(0), 10).value[:3])
         [0. 1. 2.]
 
-    **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
+    **Reference**: Bekas, Kokiopoulou and Saad (2007),
+    [doi:10.1016/j.apnum.2007.01.003](https://doi.org/10.1016/j.apnum.2007.01.003).
+
+    **See also**: `diagonal`, `xdiag`, `xnysdiag`, `selected_entries`, `probing`.
     """
     call = begin(
         "hutchinson_diagonal", operator, key, num_matvecs, sampler=sampler, takes="any"

@@ -70,11 +70,23 @@ def hutchpp_trace(
     A is a multiple of I (and probes are resphered). `xtrace` is more accurate at equal
     cost.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
-    n. `sampler`: default: the sphere, with c_j = (n - k)/|(I - Q Q*) z_j|^2, or signs.
+    **Arguments** (details are in the guide's conventions)
 
-    **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs. **Cost**:
-    `num_matvecs` matvecs in three batches; 2k + 2l vectors; about 8 n k^2 flops.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(3, n).
+    - `sampler`: a sampler for the probes. Default `None`, which is `sphere` below 100,000
+      dimensions and `rademacher` from there on. The factor c_j is (n - k)/|(I - Q Q*)
+      z_j|^2 if the sampler is invariant under rotations, like `sphere`. Otherwise it is 1.
+
+    **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
+    is known to be Hermitian.
+
+    **Derivatives**: the sketch is frozen. A gradient costs k + l matvec-VJPs.
+
+    **Cost**: `num_matvecs` matvecs in three batches, memory for 2k + 2l vectors, and about
+    8 n k^2 flops.
 
     **Example**
 
@@ -83,7 +95,10 @@ def hutchpp_trace(
         >>> print(tx.hutchpp_trace(operator, jax.random.key(1), 40).value.round())
         19900.0
 
-    **Reference**: Meyer et al. (2021), Algorithm 1, doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Algorithm 1,
+    [doi:10.1137/1.9781611976496.16](https://doi.org/10.1137/1.9781611976496.16).
+
+    **See also**: `xtrace`, `na_hutchpp_trace`, `diagpp`.
     """
     call = begin(
         "hutchpp_trace",
@@ -122,17 +137,27 @@ def na_hutchpp_trace(
         value = tr(Pi S* A Q) + 1/l sum_j z_j* (A - Q Pi S* A) z_j,      Pi = (S* Q)^+
 
     This is the stable form, in which S is the wider block. The estimate is unbiased. It is
-    exact (to rounding) if the rank of A is at most r, or if `num_matvecs` reaches n. It is
-    meant for operators that are streamed or applied in parallel. If matvecs run one after
-    the other, `xtrace` is better.
+    exact (to rounding) if the rank of A is at most r, or if `num_matvecs` reaches n. Use it
+    for operators that are streamed or applied in parallel. If matvecs run one after the
+    other, `xtrace` is better.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 4, or
-    n. 2r of them are matvecs of the adjoint. `sampler`: default `rademacher`.
+    **Arguments** (details are in the guide's conventions)
+
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(4, n). 2r of the matvecs are with the adjoint.
+    - `sampler`: a sampler for the probes. Default `rademacher`.
+
+    **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
+    is known to be Hermitian.
 
     **Derivatives**: they follow Hutch++'s rule on the same sketch, which is frozen. This is
     more accurate than the oblique projection of the value. A gradient costs r + l
-    matvec-VJPs. **Cost**: `num_matvecs` matvecs in one batch for each of R, S and z;
-    3r + 2l columns of length n; about 16 n r^2 flops.
+    matvec-VJPs.
+
+    **Cost**: `num_matvecs` matvecs in one batch for each of R, S and z, memory for 3r + 2l
+    columns of length n, and about 16 n r^2 flops.
 
     **Example**
 
@@ -141,7 +166,10 @@ def na_hutchpp_trace(
         >>> print(tx.na_hutchpp_trace(operator, jax.random.key(1), 48).value.round())
         19900.0
 
-    **Reference**: Meyer et al. (2021), Algorithm 2, doi:10.1137/1.9781611976496.16.
+    **Reference**: Meyer et al. (2021), Algorithm 2,
+    [doi:10.1137/1.9781611976496.16](https://doi.org/10.1137/1.9781611976496.16).
+
+    **See also**: `hutchpp_trace`, `xtrace`.
     """
     call = begin(
         "na_hutchpp_trace",
@@ -241,18 +269,28 @@ def diagpp(
 
         value = diag(P A + A P - P A P) + 1/l sum_i conj(g_i) o (I - P) A (I - P) g_i.
 
-    For others, value = diag(P A) + 1/l sum_i conj(g_i) o (I - P) A g_i, the published,
-    one-sided form, which needs the adjoint. The estimate is unbiased. It is exact (to
+    For others, the published one-sided form is used, which needs the adjoint. It is diag(P
+    A) + 1/l sum_i conj(g_i) o (I - P) A g_i. The estimate is unbiased. It is exact (to
     rounding) if the rank of A is at most k, or if `num_matvecs` reaches n. `xdiag` is more
     accurate, but in `diagpp` the samples of the remainder are independent.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 3, or
-    n. `sampler`: default `rademacher`.
+    **Arguments** (details are in the guide's conventions)
+
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(3, n).
+    - `sampler`: a sampler for the probes. Default `rademacher`.
+
+    **Returns** an `Estimate` with a value of the operator's input structure. The value is
+    real if the operator is known to be Hermitian.
 
     **Derivatives**: they use the two-sided form, and the sketch is frozen. A gradient costs
-    k + l matvec-VJPs for Hermitian operators, 2k + l (k of them of the adjoint) for others.
-    **Cost**: 2k + l matvecs in three batches, k of them of the adjoint if the operator is
-    not known to be Hermitian; 5 blocks of n x k; about 14 n k^2 flops.
+    k + l matvec-VJPs for Hermitian operators, and 2k + l (k of them with the adjoint) for
+    others.
+
+    **Cost**: 2k + l matvecs in three batches, 5 blocks of n x k, and about 14 n k^2 flops.
+    k of the matvecs are with the adjoint if the operator is not known to be Hermitian.
 
     **Example**
 
@@ -261,7 +299,10 @@ def diagpp(
         >>> print(tx.diagpp(operator, jax.random.key(1), 45).value[:3].round(3))
         [1. 2. 3.]
 
-    **Reference**: Baston and Nakatsukasa (2022), arXiv:2201.10684, for the one-sided form.
+    **Reference**: Baston and Nakatsukasa (2022),
+    [arXiv:2201.10684](https://arxiv.org/abs/2201.10684), for the one-sided form.
+
+    **See also**: `xdiag`, `hutchpp_trace`, `diagonal`.
     """
     call = begin(
         "diagpp", operator, key, num_matvecs, least=3, sampler=sampler, takes="dependent"

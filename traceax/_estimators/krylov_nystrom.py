@@ -107,28 +107,38 @@ def xnystrace(
 ) -> Estimate:
     """Estimate tr A of a semidefinite operator by XNysTrace, with one matvec per probe.
 
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
-    left out of it, and estimates the remainder of the approximation by the others:
+    k = num_matvecs probes make a Nyström approximation `A<Omega>` of A. Each probe in turn
+    is left out. It estimates the remainder of the approximation that the others make:
 
         value = 1/k sum_i [ tr A<Omega_-i> + c_i w_i* (A - A<Omega_-i>) w_i ]
 
     The estimate is unbiased. It is exact (to rounding) if the rank of A is below k, or if A
-    is a multiple of I (and probes are resphered). `trace` adds second matvecs to it, which
-    is usually more accurate still.
+    is a multiple of I (and probes are resphered). `trace` adds second matvecs to this
+    method, which is usually even more accurate.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
-    `sampler`: independent probes. The default is the sphere, resphered by c_i, or signs.
+    **Arguments** (details are in the guide's conventions)
 
-    **Returns** an `Estimate`. `standard_error` includes the noise of matvecs, because an
-    operator may compute in TF32 or bfloat16 internally. The asymmetry of Omega* A Omega
-    shows this noise. An operator that is semidefinite only up to rounding of its entries is
-    estimated without bias. If its most negative eigenvalue is larger in modulus than a
-    hundredth of the largest one, and noise does not explain this, the tag was wrong, and
-    value and error are NaN.
+    - `operator`: a lineax operator tagged positive or negative semidefinite, real or
+      complex, on arrays or pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the number of probes, at least 1.
+    - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` below
+      100,000 dimensions and `rademacher` from there on. The factor c_i rescales projected
+      probes (resphering) if the sampler is invariant under rotations, like `sphere`.
+      Otherwise c_i is 1.
 
-    **Derivatives**: XTrace's rule on the same sketch, which is frozen. It is exact for a
-    multiple of I, and holds for indefinite tangents, too. A gradient costs 2k matvec-VJPs.
-    **Cost**: k matvecs in one batch; 4 blocks of n x k; about 16 n k^2 flops.
+    **Returns** an `Estimate` with a real value of shape `()`. `standard_error` includes the
+    noise of matvecs, because an operator may compute in TF32 or bfloat16 internally. The
+    asymmetry of Omega* A Omega shows this noise. An operator that is semidefinite only up
+    to rounding of its entries is estimated without bias. The tag is taken to be wrong if
+    the most negative eigenvalue is larger in modulus than a hundredth of the largest one,
+    and noise does not explain this. The value and the error are then NaN.
+
+    **Derivatives**: they follow XTrace's rule on the same sketch, which is frozen. The rule
+    is exact for a multiple of I, and also holds for indefinite tangents. A gradient costs
+    2k matvec-VJPs.
+
+    **Cost**: k matvecs in one batch, 4 blocks of n x k, and about 16 n k^2 flops.
 
     **Example**
 
@@ -137,7 +147,10 @@ def xnystrace(
         >>> print(tx.xnystrace(operator, jax.random.key(1), 20).value.round())
         99.0
 
-    **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `trace`, `xtrace`, `xnysdiag`.
     """
     call = begin("xnystrace", operator, key, num_matvecs, sampler=sampler)
     check_semidefinite("xnystrace", call.operator, "xtrace")

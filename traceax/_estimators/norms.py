@@ -51,17 +51,23 @@ def row_norms_squared(
     The estimate is unbiased. It is exact (to rounding) if the rank of B is below k, or if
     `num_matvecs` reaches n or p. For column norms, transpose the operator.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: square or not.
-    Squared norms must be in the range of its dtype. `num_matvecs`: at least 3 (2
-    if the operator is known to be Hermitian), or n or p. A multiple of this is spent.
-    `sampler`: independent probes. Default `rademacher`, which is exact for rows of one
-    entry.
+    **Arguments** (details are in the guide's conventions)
 
-    **Returns** an `Estimate` with the operator's output structure, real.
+    - `operator`: a lineax operator, square or not. Squared norms must be in the range of
+      its dtype.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(3, n, p), or min(2, n, p) if the operator is
+      known to be Hermitian. The number of matvecs spent is a multiple of 3 or 2.
+    - `sampler`: a sampler of independent probes. Default `rademacher`, which is exact for
+      rows of one entry.
 
-    **Derivatives**: the sketch is frozen. A gradient costs 2k matvec-VJPs. **Cost**: 2k
-    matvecs and k of the adjoint (none if the operator is known to be Hermitian), in three
-    batches; 4 blocks of n x k, 6 of p x k; about 10 (n + p) k^2 flops.
+    **Returns** an `Estimate` with a real value of the operator's output structure.
+
+    **Derivatives**: the sketch is frozen. A gradient costs 2k matvec-VJPs.
+
+    **Cost**: 2k matvecs and k with the adjoint (none if the operator is known to be
+    Hermitian) in three batches, 4 blocks of n x k, 6 blocks of p x k, and about 10 (n + p)
+    k^2 flops.
 
     **Example**
 
@@ -70,7 +76,10 @@ def row_norms_squared(
         >>> print(tx.row_norms_squared(operator, jax.random.key(1), 60).value[:3].round(3))
         [200. 200. 200.]
 
-    **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
+    **Reference**: Epperly (2025), PhD thesis, Caltech,
+    [arXiv:2512.15929](https://arxiv.org/abs/2512.15929).
+
+    **See also**: `frobenius_norm_squared`, `schatten_norm`, `diagonal`.
     """
     name = "row_norms_squared"
     call = begin(name, operator, key, num_matvecs, square=False, sampler=sampler)
@@ -98,19 +107,28 @@ def frobenius_norm_squared(
 ) -> Estimate:
     """Estimate ||B||_F^2, the sum of the squared moduli of the entries of an operator.
 
-    It is tr B* B, or tr B B* if B has fewer rows than columns. It is estimated from
-    m = num_matvecs // 2 matvecs of B* B, as `trace` does for semidefinite operators. The
+    It is tr B* B, or tr B B* if B has fewer rows than columns. It is estimated from m =
+    num_matvecs // 2 matvecs of B* B, as `trace` does for semidefinite operators. The
     estimate is unbiased. It is exact (to rounding) if the rank of B is below 3m/4, if B* B
     is a multiple of I (and probes are resphered), or if `num_matvecs` reaches the smaller
     dimension of B. On flat spectra, the mean of |B w|^2, which takes one matvec for each
     probe, has up to 1.7 times less error.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: B, p x n, square
-    or not. B* B w must be in the range of its dtype. `num_matvecs`: at least 2, or n or p.
-    `sampler`: independent probes. Default: the sphere, or signs, by the smaller dimension.
+    **Arguments** (details are in the guide's conventions)
 
-    **Derivatives**: the sketch is frozen. A gradient costs up to 4m matvec-VJPs. **Cost**:
-    m matvecs and m of the adjoint in four batches; 6 blocks of n x m; 12 n m^2 flops.
+    - `operator`: a lineax operator B, p x n, square or not. B* B w must be in the range of
+      its dtype.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(2, n, p).
+    - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` if the
+      smaller dimension is below 100,000, else `rademacher`.
+
+    **Returns** an `Estimate` with a real value of shape `()`.
+
+    **Derivatives**: the sketch is frozen. A gradient costs up to 4m matvec-VJPs.
+
+    **Cost**: m matvecs and m with the adjoint in four batches, 6 blocks of n x m, and 12 n
+    m^2 flops.
 
     **Example**
 
@@ -119,7 +137,10 @@ def frobenius_norm_squared(
         >>> print(tx.frobenius_norm_squared(operator, jax.random.key(1), 60).value.round())
         60000.0
 
-    **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), Algorithm 2.2,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `row_norms_squared`, `schatten_norm`.
     """
     name = "frobenius_norm_squared"
     call = begin(name, operator, key, num_matvecs, least=2, square=False, sampler=sampler)

@@ -39,19 +39,27 @@ def selected_entries(
         value_ab = mean over repeats of (A z_c)_a conj(z_c)_b,    c the colour of b.
 
     For Hermitian operators, the mean of this and the conjugate of value_ba is taken. The
-    estimate is unbiased. It is exact if A has no entries outside the pattern and colours
-    keep two steps apart. If there are too few matvecs for that, the probes are independent
-    signs, and the error is larger.
+    estimate is unbiased. It is exact if A has no entries outside the pattern and
+    `num_matvecs` colours are enough for a `colouring` of power 2. If they are not, the
+    probes are independent signs, and the error is larger.
 
-    **Arguments** (the others are in the guide's conventions): `pattern`: n x n, as in
-    `colouring`. The operator's entries should decay with the distance in its graph.
-    `num_matvecs`: at least 1. More colours are more accurate than more repeats.
+    **Arguments** (details are in the guide's conventions)
 
-    **Returns** an `Estimate` of one array, in the order of the entries of the pattern
-    (of `scipy.sparse.coo_array(pattern)`, or of the indices of a BCOO without padding).
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `pattern`: the sparse pattern, n x n, as in `colouring`. The operator's entries should
+      decay with the distance in its graph.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least 1. More colours are more accurate than more
+      repeats.
 
-    **Derivatives**: the exact derivatives of the value. **Cost**: `num_matvecs` matvecs in
-    one batch; a block of k numbers for each entry of the pattern.
+    **Returns** an `Estimate` of one array, in the order of the entries of the pattern (of
+    `scipy.sparse.coo_array(pattern)`, or of the indices of a BCOO without padding).
+
+    **Derivatives**: they are the exact derivatives of the value.
+
+    **Cost**: k = `num_matvecs` matvecs in one batch, and a block of k numbers for each
+    entry of the pattern.
 
     **Example**
 
@@ -63,8 +71,11 @@ def selected_entries(
         >>> bool(np.allclose(estimate.value, np.linalg.inv(band)[band != 0], atol=1e-3))
         True
 
-    **Reference**: Tang and Saad (2012), doi:10.1002/nla.779; Rue, Martino and Chopin
-    (2009), doi:10.1111/j.1467-9868.2008.00700.x.
+    **Reference**: Tang and Saad (2012),
+    [doi:10.1002/nla.779](https://doi.org/10.1002/nla.779). Rue, Martino and Chopin (2009),
+    [doi:10.1111/j.1467-9868.2008.00700.x](https://doi.org/10.1111/j.1467-9868.2008.00700.x).
+
+    **See also**: `diagonal`, `probing`, `colouring`.
     """
     name = "selected_entries"
     call = begin(name, operator, key, num_matvecs)

@@ -67,35 +67,41 @@ def adaptive(
 
     For diagonals and pytrees, |.| is the Euclidean norm of all entries. The budget doubles
     or quadruples, or independent runs of the same budget are pooled, whichever promises to
-    take fewer matvecs. Pooling reduces the error of sampling only. So functions of an
-    operator get deeper runs while quadrature is the larger part of their error, and more
-    runs when sampling is.
+    take fewer matvecs. Pooling reduces only the error of sampling. So for functions of an
+    operator, runs get deeper while quadrature is the larger part of the error, and there
+    are more runs if sampling is the larger part.
 
     **Arguments**
 
     - `estimate`: a function `estimate(key, num_matvecs)` that returns an `Estimate`, made
       by any function of traceax or by your own. `num_matvecs` is a Python int.
-    - `key`: a key made by `jax.random.key(seed)`. Each run has its own key, made from it.
-    - `rtol`, `atol`: the tolerances, at least 0. Default 0.01 and 0.
+    - `key`: one JAX random key, for example `jax.random.key(0)`. Each run has its own key,
+      made from it.
+    - `rtol`: the relative tolerance, at least 0. Default 0.01.
+    - `atol`: the absolute tolerance, at least 0. Default 0.
     - `max_matvecs`: the most matvecs that all runs together may take. Default 10,000.
-    - `max_seconds`: stop before a further run would end later than this, judged by the time
-      that earlier runs took. The first run is always made. Default `None`: no limit.
+    - `max_seconds`: the time limit. The search stops before a run that would exceed it,
+      judged by the time that earlier runs took. The first run is always made. Default
+      `None`, which means no limit.
     - `first`: the budget of the first run. Default 32.
-    - `progress_meter`: one of diffrax's, for example `diffrax.TqdmProgressMeter()`. It
-      shows how much of `max_matvecs`, or of `max_seconds`, is spent.
+    - `progress_meter`: an object that shows how much of `max_matvecs`, or of `max_seconds`,
+      is spent, for example `diffrax.TqdmProgressMeter()`. Default `None`, which shows
+      nothing.
 
-    **Returns** the `Estimate` with the smallest error bar of all that were reached: one
-    run, or the `pool` of several. `converged` says whether the tolerance was met.
-    `num_matvecs` counts all runs. If a value or an error is NaN, the search ends with it.
-    Stopping by the error bar leaves a small bias.
+    **Returns** the `Estimate` with the smallest error bar that was reached. It comes from
+    one run, or is the `pool` of several. `converged` says whether the tolerance was met.
+    `num_matvecs` counts all runs. If a value or an error is NaN, the search ends and
+    returns it. Stopping by the error bar leaves a small bias.
 
-    **Derivatives**: those of the runs whose estimate is returned. **Cost**: the matvecs of
-    all runs. Runs that are not in the result take about a third of them. Each budget
-    compiles its own program.
+    **Derivatives**: they are the derivatives of the runs whose estimate is returned.
 
-    It is a Python loop, which decides by the numbers it has seen. So inside `jax.jit`,
-    `jax.vmap` and `jax.lax.scan` it raises an error: use `adaptive_trace` for traces there,
-    or find a budget first, outside, and use it as a constant.
+    **Cost**: the matvecs of all runs. Runs that are not part of the result take about a
+    third of all matvecs. Each budget compiles its own program.
+
+    The search is a Python loop, which decides from the values of earlier runs. So inside
+    `jax.jit`, `jax.vmap` and `jax.lax.scan` it raises an error. For traces, use
+    `adaptive_trace` there. For other quantities, first find a budget outside, and use it as
+    a constant.
 
     **Example**
 
@@ -107,8 +113,10 @@ def adaptive(
         >>> print(found.converged, bool(abs(found.value / jnp.log(x).sum() - 1) < 1e-2))
         True True
 
-    **Reference**: derived in `traceax/_estimators/tolerance.py`; for why two standard
-    errors, compare `adaptive_trace`.
+    **Reference**: derived in `traceax/_estimators/tolerance.py`. For why two standard
+    errors are used, compare `adaptive_trace`.
+
+    **See also**: `adaptive_trace`, `pool`.
     """
     name = "adaptive"
     checks.check_callable(name, "estimate", estimate, "of a key and a budget", _CURE)

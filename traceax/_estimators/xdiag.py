@@ -90,18 +90,28 @@ def xdiag(
         value = 1/k sum_i [ diag(P_i A + A P_i - P_i A P_i)
                             + conj(w_i) o (I - P_i) A (I - P_i) w_i ].
 
-    For others, the terms are diag(P_i A) + conj(w_i) o (I - P_i) A w_i, the published,
-    one-sided form, which needs the adjoint. The estimate is unbiased. It is exact (to
+    For others, the published one-sided form is used, which needs the adjoint. Its terms are
+    diag(P_i A) + conj(w_i) o (I - P_i) A w_i. The estimate is unbiased. It is exact (to
     rounding) if the rank of A is below k, or if `num_matvecs` reaches n.
 
-    **Arguments** (the others are in the guide's conventions): `operator`: with
-    `lx.symmetric_tag` the error is up to 3 times smaller. `num_matvecs`: at least 2, or n.
-    `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
+    **Arguments** (details are in the guide's conventions)
+
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees. With `lx.symmetric_tag` the error is up to 3 times smaller.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(2, n).
+    - `sampler`: a sampler of independent probes. Default `rademacher`, which is exact for
+      the diagonal of the remainder.
+
+    **Returns** an `Estimate` with a value of the operator's input structure. The value is
+    real if the operator is known to be Hermitian.
 
     **Derivatives**: they use the two-sided form, and the sketch is frozen. A gradient costs
-    2k matvec-VJPs for operators known to be Hermitian, 3k (k of them of the adjoint) for
-    others. **Cost**: 2k matvecs in two batches, k of them of the adjoint if the operator is
-    not known to be Hermitian; 7 blocks of n x k; about 26 n k^2 flops.
+    2k matvec-VJPs for operators known to be Hermitian, and 3k (k of them with the adjoint)
+    for others.
+
+    **Cost**: 2k matvecs in two batches, 7 blocks of n x k, and about 26 n k^2 flops. k of
+    the matvecs are with the adjoint if the operator is not known to be Hermitian.
 
     **Example**
 
@@ -111,7 +121,9 @@ def xdiag(
         [1. 1. 1.]
 
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, section 6.1,
-    doi:10.1137/23M1548323, for the one-sided form.
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323), for the one-sided form.
+
+    **See also**: `diagonal`, `xnysdiag`, `hutchinson_diagonal`.
     """
     call = begin("xdiag", operator, key, num_matvecs, least=2, sampler=sampler)
     if call.is_exact:
@@ -253,8 +265,8 @@ def xnysdiag(
 ) -> Estimate:
     """Estimate diag A of a semidefinite operator by XNysDiag: one matvec for each probe.
 
-    k = num_matvecs probes make a Nyström approximation A<Omega> of A. Each probe in turn is
-    left out of it, and estimates what the approximation from the others leaves:
+    k = num_matvecs probes make a Nyström approximation `A<Omega>` of A. Each probe in turn
+    is left out. It estimates the remainder of the approximation that the others make:
 
         value = 1/k sum_i [ diag A<Omega_-i> + conj(w_i) o (A - A<Omega_-i>) w_i ]
 
@@ -262,15 +274,23 @@ def xnysdiag(
     a pattern, it is the most accurate estimator if eigenvalues decay, and
     `hutchinson_diagonal` is the most accurate on flat spectra.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 1.
-    `sampler`: independent probes. Default `rademacher`, exact for the remainder's diagonal.
+    **Arguments** (details are in the guide's conventions)
 
-    **Returns** an `Estimate`. As in `xnystrace`, `standard_error` includes the noise of
-    matvecs.
+    - `operator`: a lineax operator tagged positive or negative semidefinite, real or
+      complex, on arrays or pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the number of probes, at least 1.
+    - `sampler`: a sampler of independent probes. Default `rademacher`, which is exact for
+      the diagonal of the remainder.
+
+    **Returns** an `Estimate` with a real value of the operator's input structure. As in
+    `xnystrace`, `standard_error` includes the noise of matvecs.
 
     **Derivatives**: they follow XDiag's rule on the same sketch, which is frozen. Tangents
-    need not be semidefinite. A gradient costs 2k matvec-VJPs. **Cost**: k matvecs, no
-    adjoints, in one batch; 5 blocks of n x k; about 6 n k^2 flops.
+    need not be semidefinite. A gradient costs 2k matvec-VJPs.
+
+    **Cost**: k matvecs in one batch, without the adjoint, 5 blocks of n x k, and about 6 n
+    k^2 flops.
 
     **Example**
 
@@ -279,7 +299,10 @@ def xnysdiag(
         >>> print(tx.xnysdiag(operator, jax.random.key(1), 20).value[:3].round(3))
         [1. 1. 1.]
 
-    **Reference**: Epperly (2025), PhD thesis, Caltech, arXiv:2512.15929.
+    **Reference**: Epperly (2025), PhD thesis, Caltech,
+    [arXiv:2512.15929](https://arxiv.org/abs/2512.15929).
+
+    **See also**: `diagonal`, `xdiag`, `xnystrace`.
     """
     call = begin("xnysdiag", operator, key, num_matvecs, sampler=sampler)
     check_semidefinite("xnysdiag", call.operator, "xdiag")

@@ -71,12 +71,25 @@ def xtrace(
     much worse than `hutchinson_trace`, and better by orders of magnitude if singular values
     decay.
 
-    **Arguments** (the others are in the guide's conventions): `num_matvecs`: at least 2, or
-    n. `sampler`: independent probes. Default: the sphere, resphered by c_i, or signs.
+    **Arguments** (details are in the guide's conventions)
+
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(2, n).
+    - `sampler`: a sampler of independent probes. Default `None`, which is `sphere` below
+      100,000 dimensions and `rademacher` from there on. The factor c_i rescales projected
+      probes (resphering) if the sampler is invariant under rotations, like `sphere`.
+      Otherwise c_i is 1.
+
+    **Returns** an `Estimate` with a value of shape `()`. The value is real if the operator
+    is known to be Hermitian.
 
     **Derivatives**: the sketch is frozen. A gradient costs one matvec-VJP for each matvec
-    of the value. **Cost**: 2k matvecs, no adjoints, in two batches; 4 blocks of n x k;
-    about 17 n k^2 flops (12 on up to 2000 dimensions).
+    of the value.
+
+    **Cost**: 2k matvecs in two batches, without the adjoint, 4 blocks of n x k, and about
+    17 n k^2 flops (12 n k^2 for up to 2000 dimensions).
 
     **Example**
 
@@ -86,7 +99,10 @@ def xtrace(
         19900.0
 
     **Reference**: Epperly, Tropp and Webber (2024), XTrace, Algorithm 2.1,
-    doi:10.1137/23M1548323; compare Hallman (2025), arXiv:2512.02316.
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323). Compare Hallman (2025),
+    [arXiv:2512.02316](https://arxiv.org/abs/2512.02316).
+
+    **See also**: `trace`, `xnystrace`, `hutchpp_trace`, `adaptive_trace`.
     """
     call = begin("xtrace", operator, key, num_matvecs, least=2, sampler=sampler)
     return call.exact(TOTAL) if call.is_exact else estimate_by_xtrace(call)

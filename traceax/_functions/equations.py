@@ -107,25 +107,29 @@ def preconditioner(
 ) -> Operator:
     """Approximate (A + shift I)^-1, for the `options` of lineax's solvers.
 
-    It is the inverse of P = nu I + N, with N the Nyström approximation of
-    A + (shift - nu) I from a block Krylov space. On that space P equals A + shift I. The
-    number of steps of conjugate gradients then depends on the size of the rest of the
-    spectrum relative to nu, which is small for kernels with noise. Pass the result as
+    The result is the inverse of P = nu I + N, with N the Nyström approximation of A +
+    (shift - nu) I from a block Krylov space. On that space P equals A + shift I. The number
+    of steps of conjugate gradients then depends on the size of the rest of the spectrum
+    relative to nu, which is small for kernels with noise. Pass the result as
     `options={"preconditioner": ...}`.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `operator`: Hermitian, positive definite together with `shift`.
+    - `operator`: a Hermitian lineax operator A, given without its shift. A + shift I must
+      be positive definite.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the budget, at least 1. Default 100.
-    - `shift`: a real number. nu is the shift if it is positive and A positive semidefinite,
-      else half of the least Ritz value of A + shift I. Or an `lx.DiagonalLinearOperator` D
-      with positive entries, for A + D. The operator itself is given without its shift.
+    - `shift`: a real number. If the shift is positive and A is positive semidefinite, nu is
+      the shift. Otherwise nu is half of the least Ritz value of A + shift I. `shift` may
+      also be an `lx.DiagonalLinearOperator` D with positive entries, for A + D. Default 0.
 
-    **Returns** a lineax operator, tagged positive semidefinite. It is NaN as in `logdet`.
+    **Returns** a lineax operator, tagged positive semidefinite. Its entries are NaN in the
+    same cases as `logdet`.
 
-    **Derivatives**: none. It is a constant, because solutions do not depend on it.
+    **Derivatives**: none. The result is a constant, because solutions do not depend on it.
+
     **Cost**: at most `num_matvecs` matvecs, and an orthonormal basis of a few more vectors.
-    To apply the preconditioner takes two multiplications by this basis.
+    Applying the preconditioner takes two multiplications by this basis.
 
     **Example**
 
@@ -142,7 +146,10 @@ def preconditioner(
         True
 
     **Reference**: derived in `traceax/_linalg/conjugate_gradients.py`. Compare Frangella,
-    Tropp and Udell (2023), Randomized Nyström preconditioning, doi:10.1137/21M1466244.
+    Tropp and Udell (2023), Randomized Nyström preconditioning,
+    [doi:10.1137/21M1466244](https://doi.org/10.1137/21M1466244).
+
+    **See also**: `inv_quad_logdet`, `logdet`.
     """
     name = "preconditioner"
     call = begin(name, operator, key, num_matvecs)

@@ -107,30 +107,42 @@ def function_diagonal(
 ) -> Estimate:
     """Estimate the diagonal of f(A) of a Hermitian A.
 
-    Use it for subgraph centralities (exp), leverages, Fermi-Dirac densities, or variances
-    (1/x). There is one block Krylov run, as in `function_trace`. With P_i the projector on
-    the space of all probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
+    You can use it for subgraph centralities (exp), leverages, Fermi-Dirac densities, or
+    variances (1/x). There is one block Krylov run, as in `function_trace`. With P_i the
+    projector on the space of all probes but w_i, and B_i = (I - P_i) f(A) (I - P_i),
 
         diag f(A) = E[diag(f(A) - B_i) + conj(w_i) o B_i w_i]
 
     for each i. The value is the mean over i, and unbiased except for quadrature. With
-    `probing`, for f(A) that decays along a graph, it is `hutchinson_diagonal` of f(A),
-    which Lanczos' process applies.
+    `probing`, which suits an f(A) that decays along a graph, the estimate is
+    `hutchinson_diagonal` of f(A), and Lanczos' process computes the matvecs of f(A). The
+    value is exact whenever `function_trace` is.
 
-    The value is exact whenever `function_trace` is.
+    **Arguments** (details are in the guide's conventions)
 
-    **Arguments** (the others are in the guide's conventions): `operator`, `num_matvecs`,
-    `num_probes`, `num_steps`: as in `function_trace`. With `probing`, `num_probes` is a
-    multiple of its colours. `fn`: a real function of a real scalar. `sampler`: a sampler of
-    independent probes, or `probing`. Default `rademacher`.
+    - `operator`: a Hermitian lineax operator A, as in `function_trace`.
+    - `fn`: the function f, a real function of a real scalar, made of JAX operations.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
+    - `num_probes`: the number of probes, as in `function_trace`. With `probing`, it is a
+      multiple of the number of colours. Default `None`, which lets traceax choose.
+    - `num_steps`: the number of steps, as in `function_trace`. Default `None`, which lets
+      traceax choose.
+    - `sampler`: a sampler of independent probes, or `probing`. Default `rademacher`.
+    - `progress_meter`: an object that shows the progress of the Krylov run, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Derivatives**: unbiased except for quadrature, as for `xdiag` of f(A) in its two-sided
-    form, from half of the probes and a sketch of the same run. Lanczos' process applies
-    f(A) to num_probes vectors, which takes num_steps matvecs and as many matvec-VJPs for
-    each of them. **Cost**: m <= `num_matvecs` matvecs, in blocks of num_probes. The
-    orthonormal basis of m vectors, which must fit in memory, takes 8 n m^2 flops to
-    compute, and about (8 + num_probes / num_steps) n m^2 flops to read. With `probing`,
-    (num_probes + 6) * num_steps matvecs, and num_probes blocks of n x num_steps.
+    **Returns** an `Estimate` with a real value of the operator's input structure.
+
+    **Derivatives**: they are unbiased except for quadrature, as for `xdiag` of f(A) in its
+    two-sided form, from half of the probes and a sketch of the same run. Lanczos' process
+    applies f(A) to num_probes vectors, which takes num_steps matvecs and as many
+    matvec-VJPs for each of them.
+
+    **Cost**: m <= `num_matvecs` matvecs, in blocks of num_probes. The orthonormal basis of
+    m vectors, which must fit in memory, takes 8 n m^2 flops to compute, and about (8 +
+    num_probes / num_steps) n m^2 flops to read. With `probing`, the cost is (num_probes +
+    6) * num_steps matvecs, and num_probes blocks of n x num_steps.
 
     **Example**
 
@@ -142,7 +154,10 @@ def function_diagonal(
         [2.28 2.28 2.28]
 
     **Reference**: Estrada and Rodríguez-Velázquez (2005), Physical Review E 71, 056103, for
-    its uses. Compare Epperly, Tropp and Webber (2024), doi:10.1137/23M1548323.
+    its uses. Compare Epperly, Tropp and Webber (2024),
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `function_trace`, `diagonal`, `probing`.
     """
     name = "function_diagonal"
     call = begin(

@@ -83,9 +83,9 @@ def function_trace(
 ) -> Estimate:
     """Estimate tr f(A) of a Hermitian A, with an automatic choice of probes and steps.
 
-    There is one block Krylov run from k probes w_i. The space S_i of all probes but w_i has
-    the directions that matter most to smooth functions. Its projector P_i is independent of
-    w_i, so
+    There is one block Krylov run from k probes w_i. The space S_i of all probes but w_i
+    contains the directions that matter most to smooth functions. Its projector P_i is
+    independent of w_i, so
 
         tr f(A) = E[tr(P_i f(A) P_i) + c_i r_i* f(A) r_i],    r_i = (I - P_i) w_i,
 
@@ -94,36 +94,48 @@ def function_trace(
     it is better than `slq_trace` by orders of magnitude. On flat spectra its error is up to
     1.6 times larger.
 
-    If A is tagged positive or negative semidefinite, 0 bounds its spectrum, and the value
-    is a mixture of two quadratures, which err to different sides of the truth for
-    logarithms, inverses and roots. This and the error bar matter if small eigenvalues are
-    not resolved.
+    If A is tagged positive or negative semidefinite, 0 bounds its spectrum. The value is
+    then a mixture of two quadratures, which err on different sides of the truth for
+    logarithms, inverses and roots. The mixture and its error bar matter if small
+    eigenvalues are not resolved.
 
     The value is exact, from an eigendecomposition, if `num_matvecs` reaches n, for n <= 64,
     and for stored matrices up to n = 1024. Diagonal operators need one matvec or none.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `fn`: a function of a real scalar, made of JAX operations, that returns an array or a
-      pytree of arrays. Each entry is another trace from the same run.
-    - `num_matvecs`: the budget if n > 64, at least 6, or n. Default 240.
-    - `num_probes`, `num_steps`: the width k and the depth of the run. More steps help for
-      functions that are not smooth, and for gradients of ill-conditioned logarithms, in
-      `shift` most of all. More probes help if many eigenvalues contribute alike. By default
-      there are as many steps as probes.
+    - `operator`: a Hermitian lineax operator A, real or complex, on arrays or pytrees. It
+      needs no tag.
+    - `fn`: the function f of a real scalar, made of JAX operations, that returns an array
+      or a pytree of arrays. Each entry is another trace from the same run.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
+    - `num_probes`: the number k of probes, which is the width of the run. More probes help
+      if many eigenvalues contribute similar amounts. Default `None`, which lets traceax
+      choose.
+    - `num_steps`: the number of steps, which is the depth of the run. More steps help for
+      functions that are not smooth, and for gradients of ill-conditioned logarithms, most
+      of all with respect to `shift`. Default `None`, which takes as many steps as probes.
     - `combine`: a function of the traces that returns an array or a pytree of arrays, for
       example an energy tr(A e^-bA) / tr(e^-bA). The value, the error bar (with the
       covariances of the traces) and the derivatives then belong to the combination. Default
-      `None`: the traces themselves.
+      `None`, which returns the traces themselves.
     - `pattern`: the places at which A has entries, as in `colouring`. If `num_probes`
-      colours keep two steps apart, this function is `slq_trace` with `probing`, which has 2
-      to 100 times less error on grids.
+      colours are enough for a `colouring` of power 2, this function is `slq_trace` with
+      `probing`, which has 2 to 100 times less error on grids. Default `None`.
+    - `progress_meter`: an object that shows the progress of the Krylov run, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Derivatives**: in the operator and in whatever `fn` and `combine` depend on, unbiased
-    except for quadrature (and the second order of `combine`). They use the same spaces, and
-    take about 0.8 num_matvecs matvec-VJPs for each trace, or 1.1 num_matvecs for all traces
-    of tagged operators. Second derivatives differentiate a Lanczos recurrence for each
-    start, and are NaN if it does not resolve the spectrum.
+    **Returns** an `Estimate` with the structure of what `fn` returns, or of what `combine`
+    returns if it is given.
+
+    **Derivatives**: the value can be differentiated with respect to the operator and
+    everything that `fn` and `combine` depend on. The derivatives are unbiased except for
+    quadrature (and the second order of `combine`). They use the same spaces, and take about
+    0.8 num_matvecs matvec-VJPs for each trace, or 1.1 num_matvecs for all traces of tagged
+    operators. Second derivatives differentiate a Lanczos recurrence for each start, and are
+    NaN if it does not resolve the spectrum.
+
     **Cost**: at most `num_matvecs` matvecs, in blocks of k, and 8 n num_matvecs^2 flops for
     an orthonormal basis of `num_matvecs` vectors, which must fit in memory.
 
@@ -137,9 +149,15 @@ def function_trace(
         True
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
-    Tropp and Webber (2024), XTrace, doi:10.1137/23M1548323; Chen and Hallman (2023),
-    Krylov-aware stochastic trace estimation, doi:10.1137/22M1494257;
-    FlexTrace (2026), arXiv:2603.05721; Singh, Barros and Li (2026), arXiv:2605.12801.
+    Tropp and Webber (2024), XTrace,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323). Chen and Hallman (2023),
+    Krylov-aware stochastic trace estimation,
+    [doi:10.1137/22M1494257](https://doi.org/10.1137/22M1494257). FlexTrace (2026),
+    [arXiv:2603.05721](https://arxiv.org/abs/2603.05721). Singh, Barros and Li (2026),
+    [arXiv:2605.12801](https://arxiv.org/abs/2605.12801).
+
+    **See also**: `logdet`, `slq_trace`, `arnoldi_trace`, `function_diagonal`,
+    `schatten_norm`.
     """
     name = "function_trace"
     call = begin(name, operator, key, num_matvecs, least=6)
@@ -203,27 +221,37 @@ def logdet(
     The value is exact, from a Cholesky factorisation, for stored matrices up to n = 2048,
     if `num_matvecs` reaches n, and for n <= 64. Diagonal operators need one matvec or none.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
+    - `operator`: a Hermitian lineax operator A, real or complex, on arrays or pytrees. It
+      needs no tag.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `shift`: a real number. An array of shifts gives the log-determinants for all of them
       from one run. An `lx.DiagonalLinearOperator` D with positive entries, for example the
-      noise of each observation, gives log det(A + D), which is computed as
-      log det(I + D^{-1/2} A D^{-1/2}) + log det D.
-    - `num_matvecs`, `num_probes`, `num_steps`, `pattern`: as in `function_trace`. A pattern
-      helps most for the log-determinant of a sparse precision matrix.
+      noise of each observation, gives log det(A + D), which is computed as log det(I +
+      D^{-1/2} A D^{-1/2}) + log det D. Default 0.
+    - `num_probes`: the number of probes, as in `function_trace`. Default `None`.
+    - `num_steps`: the number of steps, as in `function_trace`. Default `None`.
+    - `pattern`: the places at which A has entries, as in `function_trace`. It helps most
+      for the log-determinant of a sparse precision matrix. Default `None`.
+    - `progress_meter`: an object that shows the progress of the Krylov run, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
     **Returns** an `Estimate` with a real value of the shape of `shift`. `standard_error`
-    covers sampling, quadrature (with a positive shift as for tagged operators, unless the
-    run finds a negative eigenvalue of A) and rounding. The value is NaN if A + shift I is
-    found to have a negative eigenvalue. If an eigenvalue is 0 to rounding, its true value
-    may be much smaller, and the error bar is wide enough for that. It is infinite if
-    nothing shows how small the eigenvalue is, and the value is then -inf if rounding has
-    made the eigenvalue 0 or negative. So the answer for a singular operator, for example
-    `gauss_newton` with fewer outputs than parameters, is -inf ± inf or has a very wide
-    error bar: pass a positive `shift`.
+    covers sampling, quadrature and rounding. With a positive shift, the quadrature error is
+    computed as for tagged operators, unless the run finds a negative eigenvalue of A. The
+    value is NaN if A + shift I is found to have a negative eigenvalue. If an eigenvalue is
+    0 to rounding, its true value may be much smaller, and the error bar is wide enough for
+    that. The error bar is infinite if nothing shows how small the eigenvalue is. The value
+    is then -inf if rounding has made the eigenvalue 0 or negative. So the answer for a
+    singular operator, for example `gauss_newton` with fewer outputs than parameters, is
+    -inf ± inf or has a very wide error bar. Pass a positive `shift` for such operators.
 
-    **Derivatives**: in the operator and in `shift`, as for `function_trace`. **Cost**: at
-    most `num_matvecs` matvecs, as for `function_trace`.
+    **Derivatives**: the value can be differentiated with respect to the operator and
+    `shift`, as in `function_trace`.
+
+    **Cost**: at most `num_matvecs` matvecs, as for `function_trace`.
 
     **Example**
 
@@ -235,8 +263,11 @@ def logdet(
         True
 
     **Reference**: derived in `traceax/_quadrature/block_quadrature.py`. Compare Epperly,
-    Tropp and Webber (2024), doi:10.1137/23M1548323; Chen and Hallman (2023),
-    doi:10.1137/22M1494257; Cortinovis and Toni (2026), arXiv:2601.05778.
+    Tropp and Webber (2024), [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+    Chen and Hallman (2023), [doi:10.1137/22M1494257](https://doi.org/10.1137/22M1494257).
+    Cortinovis and Toni (2026), [arXiv:2601.05778](https://arxiv.org/abs/2601.05778).
+
+    **See also**: `inv_quad_logdet`, `function_trace`, `arnoldi_trace`.
     """
     name = "logdet"
     call = begin(name, operator, key, num_matvecs, least=6)
@@ -362,24 +393,32 @@ def schatten_norm(
     """Estimate the Schatten norm ||B||_p = (sum of sigma_i^p)^(1/p), also of rectangular B.
 
     It is computed from tr |B|^p as in `function_trace`. The function is x -> |x|^p of B
-    itself if B is tagged semidefinite, else x -> x^(p/2) of B* B or B B*, whichever is
-    smaller. p = 1 is the nuclear norm, and p = 2 is the Frobenius norm, for which
-    `frobenius_norm_squared` is better. The value is biased, because the root is not linear:
-    it is low by about standard_error^2 (p - 1) / (2 value).
+    itself if B is tagged semidefinite, else x -> x^(p/2) of B* B or B B*, whichever
+    is smaller. p = 1 is the nuclear norm, and p = 2 is the Frobenius norm, for which
+    `frobenius_norm_squared` is better. The value is biased, because the root is not linear.
+    It is low by about standard_error^2 (p - 1) / (2 value).
 
     The value is exact if num_probes * num_steps reaches the smaller dimension, if that
-    dimension is at most 64, and up to 1024 for operators that store their matrix.
+    dimension is at most 64, or if it is at most 1024 and the operator stores its matrix.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `operator`: any lineax operator, square or not. An estimate loses singular values
+    - `operator`: any lineax operator B, square or not. An estimate loses singular values
       below sqrt(eps) times the largest one, unless the operator is tagged semidefinite.
     - `p`: a positive, finite number, or an array of shape `()`.
-    - `num_matvecs`: the budget, at least 13, or the smaller dimension. Default 240.
-    - `num_probes`, `num_steps`: as in `function_trace`. They choose the run on the square.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least 13 or the smaller dimension, whichever is less.
+      Default 240.
+    - `num_probes`: the number of probes of the run on B, B* B or B B*, as in
+      `function_trace`. Default `None`.
+    - `num_steps`: the number of steps of this run, as in `function_trace`. Default `None`.
 
-    **Derivatives**: in the operator and in `p`, as for `function_trace`. For p < 2,
-    singular values of 0 do not contribute. The derivative is NaN at the zero operator.
+    **Returns** an `Estimate` with a real value of shape `()`.
+
+    **Derivatives**: the value can be differentiated with respect to the operator and `p`,
+    as in `function_trace`. For p < 2, singular values of 0 do not contribute. The
+    derivative is NaN at the zero operator.
+
     **Cost**: at most `num_matvecs` matvecs, half of them with the adjoint unless the
     operator is tagged semidefinite. The first one finds the scale of the operator. The
     basis has num_probes * num_steps vectors.
@@ -391,7 +430,10 @@ def schatten_norm(
         >>> print(tx.schatten_norm(operator, 1, jax.random.key(0), 30).value.round())
         200.0
 
-    **Reference**: Ubaru, Chen and Saad (2017), section 6.2, doi:10.1137/16M1104974.
+    **Reference**: Ubaru, Chen and Saad (2017), section 6.2,
+    [doi:10.1137/16M1104974](https://doi.org/10.1137/16M1104974).
+
+    **See also**: `frobenius_norm_squared`, `row_norms_squared`, `function_trace`.
     """
     name = "schatten_norm"
     call = begin(name, operator, key, num_matvecs, least=13, square=False)
@@ -467,40 +509,51 @@ def arnoldi_trace(
     operators `function_trace` is better. The value is exact, from all eigenvalues, if the
     budget reaches n.
 
-    With `fn=lambda x: jnp.log(x + 0j)` it is the logarithm of the determinant: the real
-    part is log |det A|, and the imaginary part is the phase of det A, but for multiples of
-    2 pi. If A is real, the phase over pi is the number of negative eigenvalues. So the sign
-    of det A is known only if the error of the phase is much smaller than pi, which random
-    probes reach if few eigenvalues are negative.
+    With `fn=lambda x: jnp.log(x + 0j)` the value estimates the logarithm of the
+    determinant. The real part is log |det A|, and the imaginary part is the phase of det A,
+    up to multiples of 2 pi. If A is real, the phase divided by pi is the number of negative
+    eigenvalues. So the sign of det A is known only if the error of the phase is much
+    smaller than pi. Random probes reach this if few eigenvalues are negative.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `fn`: an analytic function of a *complex* scalar, else as in `function_trace`.
-    - `num_matvecs`: the budget, at least 6, or n. Default 240.
-    - `num_probes`, `num_steps`: the number of probes, and of matvecs for each probe. By
-      default there are about as many steps as probes.
-    - `pattern`: the places at which A has entries, as in `colouring`, which need not be
-      symmetric. If 2 sqrt(`num_matvecs`) colours, at most a seventh of the budget, keep two
-      steps apart (or `num_probes` do), each probe has a colour and its own Arnoldi process,
-      and four more serve the error bar. For spatial models like log det(I - rho W) this is
-      better by orders of magnitude.
-    - `sampler`: a sampler of independent probes, or `probing`. The default `rademacher` is
-      exact for diagonal operators. c_i is (n - dim S_i)/|r_i|^2, and 1 for your own
-      samplers.
+    - `operator`: a square lineax operator, real or complex. It may act on arrays or on
+      pytrees.
+    - `fn`: the function f, an analytic function of a *complex* scalar. Otherwise it is as
+      in `function_trace`.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget, at least min(6, n). Default 240.
+    - `num_probes`: the number of probes. Default `None`, which lets traceax choose.
+    - `num_steps`: the number of matvecs for each probe. Default `None`, which takes about
+      as many steps as probes.
+    - `pattern`: the places at which A has entries, as in `colouring`. They need not be
+      symmetric. The pattern is used if 2 sqrt(`num_matvecs`) colours, at most a seventh of
+      the budget (or `num_probes` colours, if given), are enough for a `colouring` of
+      power 2. Each probe then has a colour and its own Arnoldi process. Four more probes
+      are used for the error bar. For spatial models like log det(I - rho W) the error is
+      smaller by orders of magnitude. If `sampler` is given, the pattern is not used.
+      Default `None`.
+    - `sampler`: a sampler of independent probes, or `probing`. Default `None`, which
+      is `rademacher`. `rademacher` is exact for diagonal operators. The factor c_i is (n -
+      dim S_i)/|r_i|^2 for `rademacher` and for samplers that are invariant under rotations.
+      It is 1 for others.
 
     **Returns** an `Estimate` with the structure of what `fn` returns. It is real if the
     operator is real and `fn` of a real number is real. Then it is NaN if eigenvalues on a
-    branch cut of `fn` give the sum an imaginary part of a thousandth of it or more.
+    branch cut of `fn` give the sum an imaginary part of at least a thousandth of its size.
     `standard_error` also covers the conditioning of eigenvectors.
 
-    **Derivatives**: first derivatives in the operator and in whatever `fn` depends on, from
-    about 0.8 num_probes * num_steps matvec-VJPs for each entry of the value, or from one
-    for each probe of a colouring. If the value is exact, they are exact too, but have half
-    of the digits if the matrix has no basis of eigenvectors. Second derivatives in the
-    operator raise `NotImplementedError`. **Cost**: m = num_probes * num_steps matvecs, none
-    with the adjoint, and 4 n m^2 flops for an orthonormal basis of m vectors, which must
-    fit in memory. Three decompositions of m x m matrices (of num_steps x num_steps for each
-    probe of a colouring) work on the CPU, and on other devices only if JAX has them there.
+    **Derivatives**: first derivatives exist with respect to the operator and everything
+    that `fn` depends on. They cost about 0.8 num_probes * num_steps matvec-VJPs for each
+    entry of the value, or one for each probe of a colouring. If the value is exact, they
+    are exact too. They have only half of the digits if the matrix has no basis
+    of eigenvectors. Second derivatives with respect to the operator raise
+    `NotImplementedError`.
+
+    **Cost**: m = num_probes * num_steps matvecs, none with the adjoint, and 4 n m^2 flops
+    for an orthonormal basis of m vectors, which must fit in memory. Three decompositions of
+    m x m matrices (of num_steps x num_steps for each probe of a colouring) work on the CPU,
+    and on other devices only if JAX supports them there.
 
     **Example**
 
@@ -512,8 +565,11 @@ def arnoldi_trace(
         True
 
     **Reference**: derived in `traceax/_quadrature/block_arnoldi.py`. Compare Epperly, Tropp
-    and Webber (2024), doi:10.1137/23M1548323, for leaving probes out; Arnoldi (1951),
-    Quarterly of Applied Mathematics 9(1); Saad (1992), doi:10.1137/0729014.
+    and Webber (2024), [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323), for
+    leaving probes out. Arnoldi (1951), Quarterly of Applied Mathematics 9(1). Saad (1992),
+    [doi:10.1137/0729014](https://doi.org/10.1137/0729014).
+
+    **See also**: `function_trace`, `logdet`, `slq_trace`.
     """
     name = "arnoldi_trace"
     call = begin(

@@ -79,6 +79,8 @@ class InvQuadLogdet(eqx.Module):
         >>> both = tx.inv_quad_logdet(operator, jnp.array([1.0, 4.0]), jax.random.key(0))
         >>> print(both.inv_quad.value, both.logdet.value.round(3), both.solution)
         2.5 2.773 [0.5 0.5]
+
+    **See also**: `inv_quad_logdet`, `Estimate`.
     """
 
     inv_quad: Estimate
@@ -114,35 +116,42 @@ def inv_quad_logdet(
     would be more than a quarter of it. The log-determinant is unbiased except for
     quadrature. Both values are exact, from a Cholesky factorisation, whenever `logdet` is.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `operator`: Hermitian, and positive definite together with `shift`. It needs no tags.
-    - `vector`: y, with the operator's input structure. One more, leading, axis on every
-      leaf makes it several right-hand sides.
-    - `num_matvecs`: the budget of the run alone, at least 6, or n. Default 240.
-    - `shift`: a real number, or an `lx.DiagonalLinearOperator`, as in `logdet`.
+    - `operator`: a Hermitian lineax operator A. A + shift I must be positive definite. It
+      needs no tags.
+    - `vector`: y, with the operator's input structure. For several right-hand sides, every
+      leaf has an additional leading axis.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_matvecs`: the budget of the Krylov run, without the solve, at least min(6, n).
+      Default 240.
+    - `shift`: a real number, or an `lx.DiagonalLinearOperator`, as in `logdet`. Default 0.
     - `rtol`: the relative error in the energy norm at which the solve stops, a Python float
-      between 0 and 1. Default 1e-6. Gradients have this error, and values its square.
+      between 0 and 1. Default 1e-6. Gradients have this error, and values have its square.
     - `guess`: the vector at which the solve starts, with the structure of `vector`, for
       example the `solution` of the last training step. A good guess saves steps of the
       solve. It changes no answer by more than `rtol` and is a constant for derivatives.
       Default `None`.
+    - `progress_meter`: an object that shows the progress of the Krylov run, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Returns** an `InvQuadLogdet`: two real `Estimate`s, and the solution.
+    **Returns** an `InvQuadLogdet`, which holds two real `Estimate`s and the solution.
     `inv_quad.standard_error` comes from the residual of the solution, so it also shows if
     the solve does not reach `rtol` in 10 num_matvecs steps. If A is positive semidefinite
-    and the shift positive (as far as the run can see), the value is at most this much below
-    the truth. Otherwise the bound uses an estimate of the least eigenvalue, and is infinite
-    if that is 0 to rounding. `inv_quad.num_matvecs` counts the matvecs of the run and the
-    solve. Results are NaN as in `logdet`. For a singular operator without a shift, the
-    error bar of `inv_quad` is infinite, or NaN after a factorisation.
+    and the shift positive (as far as the run can see), the value is at most
+    `inv_quad.standard_error` below the truth. Otherwise the bound uses an estimate of the
+    least eigenvalue, and is infinite if that is 0 to rounding. `inv_quad.num_matvecs`
+    counts the matvecs of the run and the solve. Results are NaN in the same cases as in
+    `logdet`. For a singular operator without a shift, the error bar of `inv_quad` is
+    infinite, or NaN after a factorisation.
 
-    **Derivatives**: of both estimates, in the operator, `vector` and `shift`, without
-    another solve. They take about 0.8 num_matvecs matvec-VJPs for the log-determinant, and
-    one for each right-hand side. Derivatives of the solution, and second derivatives, take
-    a solve each. **Cost**: at most `num_matvecs` matvecs in blocks, and a basis of as many
-    vectors. Conjugate gradients take at most 10 num_matvecs matvecs for each right-hand
-    side.
+    **Derivatives**: both estimates can be differentiated with respect to the operator,
+    `vector` and `shift`, without another solve. This takes about 0.8 num_matvecs
+    matvec-VJPs for the log-determinant, and one for each right-hand side. Each derivative
+    of the solution, and each second derivative, takes another solve.
+
+    **Cost**: at most `num_matvecs` matvecs in blocks, and a basis of as many vectors.
+    Conjugate gradients take at most 10 num_matvecs matvecs for each right-hand side.
 
     **Example**
 
@@ -154,7 +163,10 @@ def inv_quad_logdet(
         True
 
     **Reference**: derived in `traceax/_functions/inv_quad_logdet.py`. Gardner et al.
-    (2018), arXiv:1809.11165; Wenger et al. (2022), arXiv:2107.00243, for preconditioners.
+    (2018), [arXiv:1809.11165](https://arxiv.org/abs/1809.11165). Wenger et al. (2022),
+    [arXiv:2107.00243](https://arxiv.org/abs/2107.00243), for preconditioners.
+
+    **See also**: `logdet`, `preconditioner`.
     """
     name = "inv_quad_logdet"
     call = begin(name, operator, key, num_matvecs, least=6)

@@ -90,24 +90,38 @@ def slq_trace(
     value is exact, from an eigendecomposition, if num_probes * num_steps reaches n^2, which
     is the cost of n steps from n probes.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
-    - `operator`, `fn`, `combine`: as in `function_trace`.
-    - `num_probes`, `num_steps`: the number of probes, and of Lanczos steps for each probe.
-    - `sampler`: a sampler of independent probes, or `probing`, for which `num_probes` is a
-      multiple of its colours. Default `sphere`.
+    - `operator`: a Hermitian lineax operator A, as in `function_trace`.
+    - `fn`: the function f of a real scalar, as in `function_trace`.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `num_probes`: the number of probes, an int of at least 1. With `probing`, it is a
+      multiple of the number of colours.
+    - `num_steps`: the number of Lanczos steps for each probe, an int of at least 1.
+    - `sampler`: a sampler of independent probes, or `probing`. Default `sphere`.
     - `reorthogonalise`: whether each step is made orthogonal to all earlier steps, which
-      takes 4 n num_steps more flops a step. Without it, converged eigenvalues appear again
-      as copies. This is harmless for few steps or smooth functions, and faster for cheap
-      operators, but log and inverses of ill-conditioned operators lose digits.
+      takes 4 n num_steps more flops for each step. Without it, converged eigenvalues appear
+      again as copies. This is harmless for few steps or smooth functions, and faster for
+      cheap operators, but logarithms and inverses of ill-conditioned operators lose digits.
+      Default `True`.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
+    - `combine`: a function of the traces, as in `function_trace`. Default `None`.
 
-    **Derivatives**: in the same arguments as for `function_trace`, from one matvec-VJP for
-    each probe and trace, or three if the operator is tagged semidefinite. Second
-    derivatives differentiate the recurrence (num_steps matvec-JVPs a probe). Gradients need
-    about twice as many steps as make `standard_error` small. **Cost**: num_probes *
-    num_steps matvecs, in num_steps batches, and memory for num_probes blocks of n x
-    num_steps. With `reorthogonalise=False`, if you compile the value alone, three vectors
-    are enough. An exact value takes n matvecs, or none if the operator stores its matrix.
+    **Returns** an `Estimate` with the structure of what `fn` returns, or of what `combine`
+    returns if it is given.
+
+    **Derivatives**: the value can be differentiated as in `function_trace`, with one
+    matvec-VJP for each probe and trace, or three if the operator is tagged semidefinite.
+    Second derivatives differentiate the recurrence (num_steps matvec-JVPs for each probe).
+    Gradients need about twice as many steps as it takes to make `standard_error` small.
+
+    **Cost**: num_probes * num_steps matvecs, in num_steps batches, and memory for
+    num_probes blocks of n x num_steps. With `reorthogonalise=False`, if you compile the
+    value alone, three vectors are enough. An exact value takes n matvecs, or none if the
+    operator stores its matrix.
 
     **Example**
 
@@ -118,8 +132,11 @@ def slq_trace(
         >>> bool(abs(estimate.value - jnp.log(x).sum()) < 3 * estimate.standard_error)
         True
 
-    **Reference**: Ubaru, Chen and Saad (2017), doi:10.1137/16M1104974; the derivative is
-    derived in `traceax/_quadrature/nodes.py`.
+    **Reference**: Ubaru, Chen and Saad (2017),
+    [doi:10.1137/16M1104974](https://doi.org/10.1137/16M1104974). The derivative is derived
+    in `traceax/_quadrature/nodes.py`.
+
+    **See also**: `function_trace`, `logdet`, `spectral_density`.
     """
     name = "slq_trace"
     num_probes = checks.check_count(name, "num_probes", num_probes, 1)
@@ -508,28 +525,42 @@ def spectral_density(
 
     It is `slq_trace` of a Gaussian about each point of the grid, from one run, and unbiased
     except for quadrature. Its integral over the line is 1. Eigenvalues that are separated
-    from the rest are found exactly. Within the bulk, m steps resolve about an m-th part of
-    it. The value is exact if num_probes * num_steps reaches n^2.
+    from the rest are found exactly. Within the bulk, m steps resolve about an m-th part
+    of it. The value is exact if num_probes * num_steps reaches n^2.
 
-    **Arguments** (the others are in the guide's conventions)
+    **Arguments** (details are in the guide's conventions)
 
+    - `operator`: a Hermitian lineax operator, as in `function_trace`.
+    - `grid`: the points at which to evaluate the density, a vector of real numbers in the
+      units of the eigenvalues. `None` means 200 points, from three widths below the least
+      eigenvalue that the run sees to three widths above the largest. These points are
+      constants, and `batch_size` cannot be given. To `pool` several runs, pass the grid of
+      the first to all others.
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
     - `num_matvecs`: the budget. Default 240.
-    - `grid`: the points at which to evaluate it, a vector of real numbers in the units of
-      the eigenvalues. `None` means 200 points, from three widths below the least to three
-      widths above the largest eigenvalue that the run sees. These points are constants, and
-      `batch_size` cannot be given. To `pool` several runs, pass the grid of the first to
-      all others.
-    - `num_probes`, `num_steps`: by default four to five steps for each probe (34 and 7).
+    - `num_probes`: the number of probes. Default `None`, which lets traceax choose. The
+      default budget gives 34 probes.
+    - `num_steps`: the number of steps for each probe. Default `None`, which lets traceax
+      choose. The default budget gives 7 steps.
     - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
-      By default it is twice the span of the grid (of the eigenvalues seen, if `grid` is
-      `None`) divided by `num_steps`, which half of the steps resolve. For smaller widths
-      the error bar grows.
-    - `sampler`, `reorthogonalise`: as in `slq_trace`. A density hardly needs the latter.
+      For smaller widths the error bar grows. Default `None`, which means twice the span of
+      the grid (or of the eigenvalues seen, if `grid` is `None`) divided by `num_steps`.
+      Half of the steps are enough to resolve this width.
+    - `sampler`: a sampler of independent probes, or `probing`, as in `slq_trace`.
+      Default `sphere`.
+    - `reorthogonalise`: as in `slq_trace`. A density hardly needs it. Default `True`.
+    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
+      `None`, which means all of them.
+    - `progress_meter`: an object that shows the progress, for example
+      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
-    **Returns** an `Estimate` with a value of the shape of its `grid`, per unit of it.
+    **Returns** an `Estimate` with a value of the shape of its `grid`. The value is a
+    density per unit of the grid.
 
-    **Derivatives**: as for `slq_trace`, from one matvec-VJP for each probe and point of the
-    grid, so use coarse grids. **Cost**: at most `num_matvecs` matvecs.
+    **Derivatives**: they are as for `slq_trace`, with one matvec-VJP for each probe and
+    point of the grid, so use coarse grids.
+
+    **Cost**: at most `num_matvecs` matvecs.
 
     **Example**
 
@@ -539,8 +570,11 @@ def spectral_density(
         >>> bool(abs(jnp.trapezoid(density.value, density.grid) - 1) < 1e-2)
         True
 
-    **Reference**: Lin, Saad and Yang (2016), doi:10.1137/130934283; compare Matti and
-    others (2025), arXiv:2502.18626.
+    **Reference**: Lin, Saad and Yang (2016),
+    [doi:10.1137/130934283](https://doi.org/10.1137/130934283). Compare Matti and others
+    (2025), [arXiv:2502.18626](https://arxiv.org/abs/2502.18626).
+
+    **See also**: `slq_trace`, `pool`.
     """
     name, takes = "spectral_density", "independent" if grid is None else "coloured"
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes=takes)

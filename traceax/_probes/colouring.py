@@ -326,27 +326,29 @@ def colouring(
     nearly exact for inverses and functions of A whose entries decay within p steps. The
     colouring runs on the host.
 
-    It uses as few colours as it finds, greedily in several orders. It recognises grids of
+    A greedy search in several orders looks for the fewest colours. It recognises grids of
     up to three axes and colours them by lattices, with colours (i + s j + s^2 k) mod c.
-    With `num_colours`, it is the best colouring found with at most so many colours: the one
-    of the largest power that fits, or of one less if a lattice is better spread. Colours to
-    spare separate more pairs.
+    With `num_colours`, it is the best colouring found with at most that many colours. Its
+    power is the largest that fits, or one less if a lattice is better spread. Colours that
+    are left over separate more pairs.
 
     **Arguments**
 
-    - `pattern`: where the operator may have entries, n x n: a sparse
-      `jax.experimental.sparse.BCOO`, or anything that `scipy.sparse.coo_array` takes.
-      Stored zeros count. It need not be symmetric.
-    - `power`: how many steps are kept apart (with `num_colours`, at least), a Python int of
-      at least 1. Default 1.
-    - `num_colours`: at most how many colours, a Python int of at least 1. Default `None`,
-      as few as the power needs.
+    - `pattern`: the places at which the operator may have entries, as an n x n matrix. It
+      is a sparse `jax.experimental.sparse.BCOO`, or anything that `scipy.sparse.coo_array`
+      takes. Stored zeros count. It need not be symmetric.
+    - `power`: the number of steps up to which dimensions get different colours, a Python
+      int of at least 1. With `num_colours`, it is the least power. Default 1.
+    - `num_colours`: the largest number of colours, a Python int of at least 1. Default
+      `None`, which uses as few as the power needs.
 
-    **Returns** the colours as a NumPy array of n integers from 0. Without `num_colours` it
-    is at most one colour more than the most dimensions that one has within `power` steps.
-    **Cost**: no matvecs, but time and memory of the pattern of the power; with
-    `num_colours`, of each power up to two beyond the largest that fits. The colourings of
-    the latest few patterns are kept, and those of equal patterns are shared.
+    **Returns** the colours as a NumPy array of n integers from 0. Without `num_colours`,
+    the number of colours is at most one more than the largest number of dimensions that one
+    dimension has within `power` steps.
+
+    **Cost**: no matvecs, but the time and memory to compute the pattern of the power, or
+    with `num_colours`, of each power up to two beyond the largest that fits. The colourings
+    of the latest few patterns are kept, and equal patterns share them.
 
     **Example**
 
@@ -355,8 +357,11 @@ def colouring(
         >>> print(tx.colouring(ring), tx.colouring(ring, num_colours=4))
         [0 1 0 1 0 1 0 1] [0 1 2 3 0 1 2 3]
 
-    **Reference**: Tang and Saad (2012), A probing method, doi:10.1002/nla.779, section 3;
-    Korobov (1959), Doklady Akademii Nauk SSSR 124, for lattices of one parameter.
+    **Reference**: Tang and Saad (2012), A probing method,
+    [doi:10.1002/nla.779](https://doi.org/10.1002/nla.779), section 3. Korobov (1959),
+    Doklady Akademii Nauk SSSR 124, for lattices of one parameter.
+
+    **See also**: `probing`, `selected_entries`.
     """
     return colour_pattern("colouring", pattern, power, num_colours).colours.copy()
 

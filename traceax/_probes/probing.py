@@ -267,22 +267,25 @@ def probing(
     colours are more accurate than more repeats.
 
     With a pattern, even one repeat has a standard error, because each entry between
-    neighbours in the graph is estimated twice, and the difference shows the error. It is
-    1.0 to 1.7 times the measured error for inverses of Laplacians plus 0.01 to 1. It is
+    neighbours in the graph is estimated twice, and the difference shows the error. For
+    inverses of Laplacians plus 0.01 to 1, it is 1.0 to 1.7 times the measured error. It is
     larger if entries decay faster or if the operator is not Hermitian. With colours alone,
-    the standard error of one repeat is `inf`, and two repeats may agree by chance: take
-    three or more for a diagonal.
+    the standard error of one repeat is `inf`, and two repeats may agree by chance. Use
+    three or more repeats for a diagonal.
 
     **Arguments**
 
     - `pattern_or_colours`: the places at which the operator may have entries, as in
-      `colouring`. Or colours: integers of at least 0, one for each dimension, as a
-      one-dimensional array or a pytree with the operator's structure.
-    - `power`, `num_colours`: for a pattern, as in `colouring`.
+      `colouring`. It may also be the colours, one integer of at least 0 for each dimension,
+      as a one-dimensional array or a pytree with the operator's structure.
+    - `power`: the power of the colouring of a pattern, as in `colouring`. Default 1.
+    - `num_colours`: the largest number of colours for a pattern, as in `colouring`.
+      Default `None`.
 
     **Returns** a sampler, the same one for equal patterns. Its attribute `num_colours` is
-    the number of probes in one repeat. **Cost**: one random number for every dimension and
-    repeat.
+    the number of probes in one repeat.
+
+    **Cost**: one random number for every dimension and repeat.
 
     **Example**
 
@@ -295,8 +298,11 @@ def probing(
         >>> bool(jnp.all(abs(estimate.value[50:250] - 5**-0.5) < 1e-4))
         True
 
-    **Reference**: Tang and Saad (2012), doi:10.1002/nla.779; Stathopoulos, Laeuchli and
-    Orginos (2013), doi:10.1137/120881452.
+    **Reference**: Tang and Saad (2012),
+    [doi:10.1002/nla.779](https://doi.org/10.1002/nla.779). Stathopoulos, Laeuchli and
+    Orginos (2013), [doi:10.1137/120881452](https://doi.org/10.1137/120881452).
+
+    **See also**: `colouring`, `selected_entries`, `hutchinson_diagonal`.
     """
     is_array = hasattr(pattern_or_colours, "shape")
     is_matrix = is_array and len(pattern_or_colours.shape) != 1

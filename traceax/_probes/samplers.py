@@ -38,7 +38,7 @@ LARGE = 2**20  # from so many numbers on, each device draws its own part of a bl
 
 
 class Sampler:
-    """A function that draws probes, with the properties that estimators make use of.
+    """A function that draws probes, with the properties that estimators use.
 
     `tx.rademacher`, `tx.normal`, `tx.sphere`, `tx.orthogonal` and `tx.hadamard` are
     samplers. A plain function can be passed as a sampler, too. Then estimators only assume
@@ -50,16 +50,17 @@ class Sampler:
       given structure, and a leading axis of `num_probes` on every leaf. It is traced.
     - `rotation_invariant`: whether the distribution of a probe does not change under
       rotations. Then estimators may rescale projected probes to their expected length
-      ("resphering"), which makes `xtrace` exact for multiples of I. Default False.
+      ("resphering"), which makes `xtrace` exact for multiples of I. Default `False`.
     - `independent`: whether each sample may be drawn with a key of its own. Then `draw` is
-      called for one sample at a time (under `jax.vmap`), estimators may draw samples in
-      batches, and a probe does not depend on how many there are. Default False.
+      called for one sample at a time (under `jax.vmap`), and estimators may draw samples in
+      batches. A probe then does not depend on the number of probes. Default `False`.
     - `group`: the number of probes that make one sample. The sum of their z z* has the mean
       `group` times I, as with the colours of `probing`. Default 1.
-    - `population`: for probes that are drawn without replacement, a function from n to the
-      number of probes that one can draw from. Default `None`: with replacement.
+    - `population`: a function that maps n to the size of the population, if probes are
+      drawn without replacement. Default `None`, which means that they are drawn with
+      replacement.
 
-    **Returns** a sampler: call it as `sampler(key, structure, num_probes)`. The same key
+    **Returns** a sampler. Call it as `sampler(key, structure, num_probes)`. The same key
     and sampler give the same probes in every function of this library.
 
     **Example**
@@ -72,7 +73,10 @@ class Sampler:
         >>> print(tx.xtrace(operator, jax.random.key(0), 20, sampler=sampler).value.round())
         300.0
 
-    **Reference**: Epperly, Tropp and Webber (2024), section 2.3, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), section 2.3,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `probing`, and `check_sampler` in `traceax.testing`.
     """
 
     __name__: str
@@ -183,8 +187,17 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     The variance of one quadratic form z* A z is 2 ||off(A)||_F^2 for a real symmetric A,
     and ||off(A)||_F^2 for complex probes, with off(A) for A without its diagonal.
 
-    **Arguments**: see the guide's conventions. **Cost**: one random bit for each entry, or
-    one random number if it is complex.
+    **Arguments** (details are in the guide's conventions)
+
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `structure`: the space of the probes, a pytree of `jax.ShapeDtypeStruct`, for example
+      `operator.in_structure()`.
+    - `num_probes`: the number of probes, an int of at least 1.
+
+    **Returns** the probes, with the given structure and a leading axis of `num_probes` on
+    every leaf.
+
+    **Cost**: one random bit for each entry, or one random number if it is complex.
 
     **Example**
 
@@ -193,8 +206,10 @@ def rademacher(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
         >>> tx.rademacher(jax.random.key(0), structure, 3).shape
         (3, 5)
 
-    **Reference**: Girard (1989), Numerische Mathematik 56; Hutchinson (1989),
-    doi:10.1080/03610918908812806.
+    **Reference**: Girard (1989), Numerische Mathematik 56. Hutchinson (1989),
+    [doi:10.1080/03610918908812806](https://doi.org/10.1080/03610918908812806).
+
+    **See also**: `sphere`, `hadamard`, `hutchinson_trace`.
     """
     n, dtype = space("rademacher", structure)
     return unflatten_rows(_signs(key, n, num_probes, dtype), structure)
@@ -208,7 +223,17 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     ||A||_F^2 for complex probes. Because the length of these probes is random, they are
     never better than `sphere`.
 
-    **Arguments**: see the guide's conventions. **Cost**: one float32 number for each entry.
+    **Arguments** (details are in the guide's conventions)
+
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `structure`: the space of the probes, a pytree of `jax.ShapeDtypeStruct`, for example
+      `operator.in_structure()`.
+    - `num_probes`: the number of probes, an int of at least 1.
+
+    **Returns** the probes, with the given structure and a leading axis of `num_probes` on
+    every leaf.
+
+    **Cost**: one float32 number for each entry.
 
     **Example**
 
@@ -218,6 +243,8 @@ def normal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
         (3, 5)
 
     **Reference**: Girard (1989), Numerische Mathematik 56.
+
+    **See also**: `sphere`, `rademacher`.
     """
     n, dtype = space("normal", structure)
     return unflatten_rows(_gaussian(key, n, num_probes, dtype), structure)
@@ -232,7 +259,17 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
     ("resphering"). The variance of one quadratic form z* A z for a real symmetric A is
     2n/(n+2) (||A||_F^2 - |tr A|^2/n), which is 0 for multiples of I.
 
-    **Arguments**: see the guide's conventions. **Cost**: one float32 number for each entry.
+    **Arguments** (details are in the guide's conventions)
+
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `structure`: the space of the probes, a pytree of `jax.ShapeDtypeStruct`, for example
+      `operator.in_structure()`.
+    - `num_probes`: the number of probes, an int of at least 1.
+
+    **Returns** the probes, with the given structure and a leading axis of `num_probes` on
+    every leaf.
+
+    **Cost**: one float32 number for each entry.
 
     **Example**
 
@@ -242,7 +279,10 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
         >>> bool(jax.numpy.allclose((probes**2).sum(1), 5.0))
         True
 
-    **Reference**: Epperly, Tropp and Webber (2024), section 2.3, doi:10.1137/23M1548323.
+    **Reference**: Epperly, Tropp and Webber (2024), section 2.3,
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+
+    **See also**: `rademacher`, `orthogonal`, `xtrace`.
     """
     n, dtype = space("sphere", structure)
     rows = _gaussian(key, n, num_probes, dtype)
@@ -254,12 +294,21 @@ def sphere(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[A
 def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Draw probes that are sqrt(n) times uniformly distributed (Haar) orthonormal columns.
 
-    Each probe is uniform on the sphere. Because they are orthogonal, the variance of a
-    Hutchinson mean is multiplied by (n - num_probes)/(n - 1). They are dependent.
+    Each probe is uniform on the sphere. Because the probes are orthogonal, the variance of
+    a Hutchinson mean is multiplied by (n - num_probes)/(n - 1). The probes are dependent.
 
-    **Arguments**: see the guide's conventions. `num_probes` is at most n. **Cost**: one
-    single-precision number for each entry, and 4 to 9 n num_probes^2 flops for an
-    orthonormal basis.
+    **Arguments** (details are in the guide's conventions)
+
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `structure`: the space of the probes, a pytree of `jax.ShapeDtypeStruct`, for example
+      `operator.in_structure()`.
+    - `num_probes`: the number of probes, an int of at least 1 and at most n.
+
+    **Returns** the probes, with the given structure and a leading axis of `num_probes` on
+    every leaf.
+
+    **Cost**: one single-precision number for each entry, and 4 to 9 n num_probes^2 flops
+    for an orthonormal basis.
 
     **Example**
 
@@ -270,6 +319,8 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
         True
 
     **Reference**: Mezzadri (2007), Notices of the AMS 54(5).
+
+    **See also**: `sphere`, `hadamard`, `hutchinson_trace`.
     """
     n, dtype = space("orthogonal", structure)
     if num_probes > n:
@@ -286,14 +337,24 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
 def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree[Array]:
     """Draw rows of a Hadamard matrix with random signs, without replacement.
 
-    Random phases take the place of signs if leaves are complex. The order m of the matrix
-    is the least power of 2 that is at least n. The variance of a Hutchinson mean is
-    (m - num_probes)/(m - 1) times the variance with `rademacher`, and diagonal operators
-    are exact, too. These probes help if their number is a good part of the dimension. They
-    are dependent.
+    If leaves are complex, the signs are replaced by random phases. The order m of the
+    matrix is the least power of 2 that is at least n. The variance of a Hutchinson mean is
+    (m - num_probes)/(m - 1) times the variance with `rademacher`, and the trace of a
+    diagonal operator is exact, too. These probes help if their number is a good part of the
+    dimension. They are dependent.
 
-    **Arguments**: see the guide's conventions. `num_probes` is at most m. **Cost**: one
-    random bit for each dimension, a random order of m rows, and one sign for each entry.
+    **Arguments** (details are in the guide's conventions)
+
+    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `structure`: the space of the probes, a pytree of `jax.ShapeDtypeStruct`, for example
+      `operator.in_structure()`.
+    - `num_probes`: the number of probes, an int of at least 1 and at most m.
+
+    **Returns** the probes, with the given structure and a leading axis of `num_probes` on
+    every leaf.
+
+    **Cost**: one random bit for each dimension, a random order of m rows, and one sign for
+    each entry.
 
     **Example**
 
@@ -305,7 +366,10 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
          [ 0. 16.  0.]
          [ 0.  0. 16.]]
 
-    **Reference**: Bekas, Kokiopoulou and Saad (2007), doi:10.1016/j.apnum.2007.01.003.
+    **Reference**: Bekas, Kokiopoulou and Saad (2007),
+    [doi:10.1016/j.apnum.2007.01.003](https://doi.org/10.1016/j.apnum.2007.01.003).
+
+    **See also**: `rademacher`, `orthogonal`, `divergence`.
     """
     n, dtype = space("hadamard", structure)
     order = hadamard_order(n)
