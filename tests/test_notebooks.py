@@ -30,6 +30,15 @@ def test_notebooks_are_stored_executed_with_assertions_and_pictures(name: str) -
     assert faults(STORED[name], copy.deepcopy(STORED[name]), whole=True) == []
 
 
+@pytest.mark.parametrize("name", STORED)
+def test_every_picture_has_an_alt_text(name: str) -> None:
+    """One or two sentences for each picture, as a list in the metadata of its cell."""
+    for cell in code_cells(STORED[name]):
+        texts = cell["metadata"].get("alt", [])
+        assert len(texts) == kinds(cell).count("picture")
+        assert all(60 < len(text) < 350 and text.endswith(".") for text in texts)
+
+
 def scaled(factor: float) -> Any:
     number = lambda n: f"{float(n[0]) * factor:.6f}"  # noqa: E731
     return lambda text: re.sub(r"\d+\.\d+", number, text, count=1)

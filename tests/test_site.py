@@ -3,8 +3,10 @@
 The tests of the built site need the extra `site`, which CI installs."""
 
 import importlib.util
+import json
 import os
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from traceax import testing
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "notebooks" / "site"
 PAGES = {path.stem: path.read_text() for path in sorted((SITE / "docs").rglob("*.md"))}
+NOTEBOOKS = sorted(SITE.parent.glob("*.ipynb"))
 WITH_PROGRAMS = [name for name, text in PAGES.items() if programs(text)]
 
 
@@ -156,6 +159,22 @@ def test_pages_of_the_built_site_show(built: Path, page: str) -> None:
     text = (path / "index.html" if path.is_dir() else path).read_text()
     assert [words for words in SHOWN[page] if words not in text] == []
     assert "derivation:" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_of_the_built_site(built: Path, path: Path) -> None:
+    """Pictures have their alt texts, the notebook is offered, its first cell is hidden."""
+    folder = built / "notebooks" / path.stem
+    page = (folder / "index.html").read_text()
+    cells = json.loads(path.read_text())["cells"]
+    texts = [text for cell in cells for text in cell["metadata"].get("alt", [])]
+    shown = re.findall(r'<img alt="([^"]*)"[^>]* src="data:', page)
+    assert [unescape(text) for text in shown] == texts
+    assert f'href="{path.name}" download' in page
+    assert (folder / path.name).read_bytes() == path.read_bytes()
+    assert "jax.config.update" not in page
+    assert "rcParams" not in page
 
 
 @pytest.mark.slow

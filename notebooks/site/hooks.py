@@ -51,6 +51,11 @@ FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
 LINKED_OR_SHOWN = r"<pre.*?</pre>|<(?P<tag>a|autoref|h\d)\b.*?</(?P=tag)>"
 CONVENTIONS = r"guide's\s+conventions"
 NAME = r"<code>(?:tx\.|traceax\.)?(?P<name>\w+)</code>"
+UNDESCRIBED = 'alt="No description has been provided for this image"'
+DOWNLOAD = (
+    '<p><a href="{}" download>Download this notebook</a>. It also has the first code '
+    "cell, with imports and settings, which this page leaves out.</p>"
+)
 SCRIPTS_FROM_ELSEWHERE = re.compile(
     r'<script[^>]*\bsrc="https?:.*?</script>'
     r'|<script type="text/x-mathjax-config">.*?</script>'
@@ -146,6 +151,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
+def described(html: str, path: Path) -> str:
+    """Give every picture of a notebook its alt text, and the page a link to the notebook.
+
+    The alt texts are a list in the metadata of the cell, one for each picture. They are
+    used in the order of the pictures: nbconvert gives all pictures the same text."""
+    cells = json.loads(path.read_text())["cells"]
+    texts = iter([text for cell in cells for text in cell["metadata"].get("alt", [])])
+    html = re.sub(UNDESCRIBED, lambda _: f'alt="{escape(next(texts))}"', html)
+    return html.replace("</h1>", "</h1>" + DOWNLOAD.format(path.name), 1)
+
+
 @event_priority(100)  # mkdocs-jupyter looks for notebooks after this
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     folder = tempfile.TemporaryDirectory(prefix="notebooks-")
@@ -156,6 +172,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         notebook(path, Path(folder.name))
         where = (folder.name, config.site_dir, config.use_directory_urls)
         files.append(File(f"notebooks/{path.name}", *where))
+        download = f"notebooks/{path.stem}/{path.name}"  # next to the page
+        files.append(File.generated(config, download, content=path.read_bytes()))
     for path in NOTEBOOKS.glob("*.svg"):
         drawing = f"notebooks/{path.name}"
         files.append(File.generated(config, drawing, content=path.read_bytes()))
@@ -172,5 +190,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Notebooks' template asks a server for MathJax and Mermaid: without."""
-    return references(SCRIPTS_FROM_ELSEWHERE.sub("", html))
+    """Drop the scripts that the notebooks' template would fetch, and add what it lacks."""
+    html = SCRIPTS_FROM_ELSEWHERE.sub("", html)
+    if page.file.src_uri.endswith(".ipynb"):
+        html = described(html, ROOT / page.file.src_uri)
+    return references(html)

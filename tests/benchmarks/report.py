@@ -147,6 +147,13 @@ def page_of(sections: dict[str, str]) -> str:
     return "\n".join([INTRODUCTION, *known])
 
 
+PICTURE_OF_FITS = (
+    "Nats per point above the best likelihood against seconds, both on logarithmic "
+    "scales, for fits of the data sets diabetes and cube by traceax, GPyTorch and fastgp. "
+    "Lower and further left is better."
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -169,7 +176,7 @@ def main() -> None:
             options += ["--picture", str(PAGE.with_name("fits.svg"))]
         new = measured(section, options)
         if section.name == "fits":
-            new += "\n![The likelihood that is reached, by seconds](fits.svg)\n"
+            new += f"\n![{PICTURE_OF_FITS}](fits.svg)\n"
         old = sections_of(PAGE.read_text()) if PAGE.exists() else {}
         PAGE.write_text(page_of(old | {section.title: new}))
         print(f"{section.title}: written")
