@@ -84,9 +84,7 @@ def distance(value: Any, truth: Any) -> float:
     return float(jnp.linalg.norm(value - truth) / jnp.linalg.norm(truth))
 
 
-def fixed(
-    run: Callable[[Any, int], tx.Estimate], keys: Any, truth: Any, rtol: float
-) -> int:
+def fixed(run: Callable[[Any, int], tx.Estimate], keys: Any, truth: Any) -> int:
     """The least budget with which 95 % of single runs are within the tolerance."""
     for budget in BUDGETS:
         missed = 0
