@@ -73,7 +73,7 @@ CASES: dict[str, Callable[..., Any]] = {
     ),
     "laplacian": calculus("laplacian", energy, sampler=tx.rademacher),
     "biharmonic": calculus("biharmonic", energy),
-    "divergence": calculus("divergence", waves),
+    "divergence": calculus("divergence", waves, sampler=tx.rademacher),
     "hessian_diagonal": calculus("hessian_diagonal", energy, sampler=tx.rademacher),
     "laplacian, exact": calculus("laplacian", energy, num_matvecs=N),
 }
