@@ -151,7 +151,7 @@ def test_negative_semidefinite() -> None:
 
 def krylov_nystrom(operator: Any, key: Any, budget: int) -> tx.Estimate:
     call = begin("trace", operator, key, budget)
-    return estimate_by_nystrom(call, "xnystrace + A Q")
+    return estimate_by_nystrom(call, "xnystrace with second matvecs")
 
 
 def first_batch_decides(operator: Any, key: Any, budget: int) -> tx.Estimate:

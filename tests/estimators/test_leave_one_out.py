@@ -138,7 +138,7 @@ def test_leave_one_out_of_a_krylov_space(dtype: Any, sampler: Any) -> None:
     matrix = hermitian(spectrum("poly", n), dtype)
     operator = lx.MatrixLinearOperator(matrix, PSD)
     call = begin("trace", operator, KEY, m, sampler=sampler)
-    got = estimate_by_nystrom(call, "xnystrace + A Q")
+    got = estimate_by_nystrom(call, "xnystrace with second matvecs")
     again, k = m // 4, m - m // 4
     probes = np.asarray(sampler(KEY, jax.ShapeDtypeStruct((n,), matrix.dtype), k)).T
     first, rest = probes[:, :again], probes[:, again:]
@@ -184,7 +184,9 @@ def test_a_krylov_space_is_unbiased_by_enumeration() -> None:
         def value(matrix: Any, z: Any) -> Any:
             operator = lx.MatrixLinearOperator(matrix, PSD)
             call = begin("trace", operator, KEY, 4, sampler=given(z))
-            got = estimate_by_nystrom(call, "xnystrace + A Q", fewest=4, mixed=False)
+            got = estimate_by_nystrom(
+                call, "xnystrace with second matvecs", fewest=4, mixed=False
+            )
             return got.value
 
         def both(z: Any, matrix: Any = matrix) -> Any:

@@ -105,7 +105,7 @@ def trace(
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
     if call.is_semidefinite and num_matvecs >= FEWEST_PROBES:
-        return estimate_by_nystrom(call, "xnystrace + A Q")
+        return estimate_by_nystrom(call, "xnystrace with second matvecs")
     if call.is_semidefinite and num_matvecs >= 4:
         return estimate_by_nystrom(call, "xnystrace")
     return xtrace_or_hutchinson(call) if num_matvecs >= 6 else estimate_by_forms(call)

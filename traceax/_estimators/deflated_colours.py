@@ -99,7 +99,7 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     return call.using(fine).finish(
         _deflated,
         DeflatedProbes(z[:, order], few, near, near_coarse),
-        method="hutchpp_trace or hutchinson_trace",
+        method="the better of hutchpp_trace and hutchinson_trace",
         spent=count,
         degrees=DEGREES,
     )

@@ -133,14 +133,14 @@ def xtrace_or_hutchinson(call: Call) -> Estimate:
     """Estimate the trace by XTrace or Hutchinson, whichever the first batch selects."""
     call = call.using(for_sketch(call.operator)).measured()
     algorithm = partial(sketched_or_sampled_trace, resphere=call.resphere)
-    return _finish(call, algorithm, "xtrace or hutchinson_trace", TOTAL)
+    return _finish(call, algorithm, "the better of xtrace and hutchinson_trace", TOTAL)
 
 
 def xdiag_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
     """Estimate the diagonal, or sums over parts of it, by XDiag or Hutchinson."""
     call = call.using(rademacher).measured()
     algorithm = partial(sketched_or_sampled_diagonal, reduce=reduce.fn)
-    return _finish(call, algorithm, "xdiag or hutchinson_diagonal", reduce)
+    return _finish(call, algorithm, "the better of xdiag and hutchinson_diagonal", reduce)
 
 
 def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Estimate:
@@ -324,7 +324,9 @@ def _selected_readout(
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by XNysDiag and Hutchinson."""
-    return estimate_by_xnysdiag(call, mixed_diagonal, "xnysdiag or hutchinson_diagonal")
+    return estimate_by_xnysdiag(
+        call, mixed_diagonal, "xnysdiag mixed with hutchinson_diagonal"
+    )
 
 
 def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
@@ -343,7 +345,7 @@ def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
     return call.finish(
         partial(mixed_leaves, leaves=reduce.fn),
         drawn.blocks,
-        method="xnystrace or hutchinson_trace",
+        method="xnystrace mixed with hutchinson_trace",
         spent=drawn.spent,
         degrees=drawn.degrees,
         structure=reduce.structure,
