@@ -51,10 +51,24 @@ FORMULA = r"\$\$(?P<block>.+?)\$\$|(?<![\\$\w])\$(?P<inline>[^$`]+?)\$(?![\w$])"
 LINKED_OR_SHOWN = r"<pre.*?</pre>|<(?P<tag>a|autoref|h\d)\b.*?</(?P=tag)>"
 CONVENTIONS = r"guide's\s+conventions"
 NAME = r"<code>(?:tx\.|traceax\.)?(?P<name>\w+)</code>"
+# What the package's own names for types stand for, as signatures show them.
+TYPES = {
+    "Field": "Callable",
+    "Function": "Callable",
+    "GivenPoint": "PyTree",
+    "Names": "Sequence[str] | None",
+    "Operator": "lx.AbstractLinearOperator",
+    "Pair": "tuple[lx.AbstractLinearOperator, Array]",
+    "Real": "float | Array",
+    "SamplerLike": "Callable",
+    "Shift": "ArrayLike | lx.DiagonalLinearOperator",
+    "Structure": "PyTree[jax.ShapeDtypeStruct]",
+}
+SIGNATURE = r'<div class="doc-signature.*?</div>'
 UNDESCRIBED = 'alt="No description has been provided for this image"'
 DOWNLOAD = (
-    '<p><a href="{}" download>Download this notebook</a>. It also has the first code '
-    "cell, with imports and settings, which this page leaves out.</p>"
+    '<p><a href="{}" download>Download this notebook</a>. It also has the imports, '
+    "settings and assertions that this page leaves out.</p>"
 )
 SCRIPTS_FROM_ELSEWHERE = re.compile(
     r'<script[^>]*\bsrc="https?:.*?</script>'
@@ -124,6 +138,18 @@ def references(html: str) -> str:
     return re.sub(f"{LINKED_OR_SHOWN}|{NAME}", linked, html, flags=re.DOTALL)
 
 
+def signatures(html: str) -> str:
+    """Signatures with types that readers know in place of the package's own names."""
+
+    def named(found: re.Match[str]) -> str:
+        return f'<span class="n">{TYPES.get(found[1], found[1])}</span>'
+
+    def readable(found: re.Match[str]) -> str:
+        return re.sub(r'<span class="n">(\w+)</span>', named, found[0])
+
+    return re.sub(SIGNATURE, readable, html, flags=re.DOTALL)
+
+
 def page(path: Path) -> str:
     text = path.read_text()
     if not path.suffix:
@@ -133,12 +159,34 @@ def page(path: Path) -> str:
     return text
 
 
+def is_assertion(node: ast.stmt) -> bool:
+    """Whether it is an assertion, or a condition or a loop of assertions alone."""
+    if isinstance(node, ast.If | ast.For):
+        return all(is_assertion(inner) for inner in [*node.body, *node.orelse])
+    return isinstance(node, ast.Assert)
+
+
+def without_assertions(source: str) -> str:
+    """The lines of a cell without its assertions, which are tests. If a branch has nothing
+    else, but another one has, they stay."""
+    dropped = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        for block in (getattr(node, "body", []), getattr(node, "orelse", [])):
+            found = [x for x in block if is_assertion(x)] if isinstance(block, list) else []
+            if found and (found != block or isinstance(node, ast.Module)):
+                for x in found:
+                    dropped.update(range(x.lineno - 1, x.end_lineno or x.lineno))
+    lines = [x for i, x in enumerate(source.splitlines()) if i not in dropped]
+    return "\n".join(lines).strip("\n")
+
+
 def notebook(path: Path, folder: Path) -> None:
-    """A copy in the folder whose formulas are MathML."""
+    """A copy in the folder, with formulas as MathML and without assertions."""
     content = json.loads(path.read_text())
     for cell in content["cells"]:
-        if cell["cell_type"] == "markdown":
-            cell["source"] = mathematics("".join(cell["source"]))
+        source = "".join(cell["source"])
+        shown = mathematics if cell["cell_type"] == "markdown" else without_assertions
+        cell["source"] = shown(source)
     copy = folder / "notebooks" / path.name
     copy.parent.mkdir(exist_ok=True)
     copy.write_text(json.dumps(content))
@@ -194,4 +242,4 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     html = SCRIPTS_FROM_ELSEWHERE.sub("", html)
     if page.file.src_uri.endswith(".ipynb"):
         html = described(html, ROOT / page.file.src_uri)
-    return references(html)
+    return references(signatures(html))
