@@ -304,7 +304,7 @@ def check_operator(
         >>> traceax.testing.check_operator(operator, jax.random.key(0))
         {}
 
-    **Reference**: Claerbout (1985), Imaging the Earth's Interior, for tests of adjoints.
+    **Reference**: Claerbout (1985), Imaging the Earth's Interior (the test of the adjoint).
 
     **See also**: `as_operator`, `operators`.
     """

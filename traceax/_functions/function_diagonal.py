@@ -153,9 +153,10 @@ def function_diagonal(
         >>> print(centrality.value[:3].round(2))
         [2.28 2.28 2.28]
 
-    **Reference**: Estrada and Rodríguez-Velázquez (2005), Physical Review E 71, 056103, for
-    its uses. Compare Epperly, Tropp and Webber (2024),
-    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323).
+    **Reference**: Epperly, Tropp and Webber (2024),
+    [doi:10.1137/23M1548323](https://doi.org/10.1137/23M1548323). An application is the
+    subgraph centrality of Estrada and Rodríguez-Velázquez (2005), Physical Review E 71,
+    056103, [doi:10.1103/PhysRevE.71.056103](https://doi.org/10.1103/PhysRevE.71.056103).
 
     **See also**: `function_trace`, `diagonal`, `probing`.
     """
