@@ -106,6 +106,7 @@ def main() -> None:
     print(f"{'':<32}" + "".join(f"{column:>9}" for column in columns))
     for name, function in FUNCTIONS.items():
         for spectrum, values in spectra().items():
+            jax.clear_caches()  # hundreds of programs use up a process's memory maps
             matrix = with_spectrum(values, jax.random.key(0))
             truth, a = function.exact(matrix), operator(matrix, function.tags)
             run = lambda key, m, a=a, f=function: f.run(a, key, m)  # noqa: E731

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from tests.calls import CALLS, MATRIX
 from tests.helpers import cases, close, compilations
-from tests.wrappers import PSD, matrix_free
+from tests.matrices import general
+from tests.wrappers import PSD, function, matrix_free
 from traceax._core.canonical import compiled
 from traceax._core.operator import application, by_application, layout_tag
 
@@ -150,6 +152,26 @@ def test_tags_and_layouts_are_kept() -> None:
         tags = [layout] if layout else []
         one = 2.0 * lx.FunctionLinearOperator(scanned(0), FIVE, tags)
         assert layout_tag(by_application(one, application(one))) == layout
+
+
+@pytest.mark.parametrize("name", cases(CALLS, "xtrace"))
+def test_a_second_call_compiles_nothing(name: str) -> None:
+    """With other numbers, another key, and functions that are made anew."""
+    CALLS[name](MATRIX, KEY)
+    other, key = 2 * MATRIX, jax.random.key(1)
+    with compilations() as seen:
+        CALLS[name](other, key)
+    assert not seen
+
+
+@pytest.mark.parametrize("fn", [tx.row_norms_squared, tx.frobenius_norm_squared])
+def test_a_second_norm_of_an_operator_without_tags_compiles_nothing(fn: Any) -> None:
+    """Its adjoint is a function that JAX makes anew."""
+    fn(function(general(N)), KEY, 12)
+    other, key = function(2 * general(N)), jax.random.key(1)
+    with compilations() as seen:
+        fn(other, key, 12)
+    assert not seen
 
 
 # What is kept, hashed and copied.

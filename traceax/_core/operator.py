@@ -246,7 +246,7 @@ def known_diagonal(operator: Operator) -> tuple[Inexact[Array, " n"], int] | Non
 def gram(operator: Operator) -> Operator:
     """Return B* B or B B*, whichever acts on the smaller space."""
     operator = canonicalise(operator)
-    adjoint = LinearMap(operator).adjoint.operator
+    adjoint = canonicalise(LinearMap(operator).adjoint.operator)
     wide = operator.out_size() < operator.in_size()
     gram = operator @ adjoint if wide else adjoint @ operator
     return lx.TaggedLinearOperator(gram, lx.positive_semidefinite_tag)
