@@ -173,6 +173,9 @@ def test_notebooks_of_the_built_site(built: Path, path: Path) -> None:
     assert [unescape(text) for text in shown] == texts
     assert f'href="{path.name}" download' in page
     assert (folder / path.name).read_bytes() == path.read_bytes()
+    links = re.findall(r'href="\.\./(\w+)/"', page)
+    assert set(links) <= {path.stem for path in NOTEBOOKS}
+    assert re.findall(r'href="(?!\.\./)([^"/]*\.ipynb)"', page) == [path.name]
     assert "jax.config.update" not in page
     assert "rcParams" not in page
 

@@ -241,5 +241,6 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     """Drop the scripts that the notebooks' template would fetch, and add what it lacks."""
     html = SCRIPTS_FROM_ELSEWHERE.sub("", html)
     if page.file.src_uri.endswith(".ipynb"):
+        html = re.sub(r'href="(\w+)\.ipynb"(?! download)', r'href="../\1/"', html)
         html = described(html, ROOT / page.file.src_uri)
     return references(signatures(html))
