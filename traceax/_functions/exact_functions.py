@@ -268,7 +268,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
     """
     matrix = subject.linear_map.dense()
     nodes = lapack.eigvals(matrix)
-    values = at_nodes(subject.fn, nodes[None])[0]
+    values = at_nodes(subject.fn, nodes)
     value = jnp.sum(values, axis=0)
     if real:
         # Conjugate eigenvalues have conjugate values, but not if f has a branch cut between

@@ -393,7 +393,7 @@ def sample(
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
     split = SplitRule(krylov.basis, whole, coefficients, num_steps)
-    values = jax.vmap(partial(at_nodes, subject.fn))(eigen.values)
+    values = at_nodes(subject.fn, eigen.values)
     slopes = slopes_at(subject.fn, whole.values, moved[:, None])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
     if subject.node is not None:
@@ -404,7 +404,7 @@ def sample(
         nearest = subject.side * (found.values[0] - subject.node)
         is_bound = jnp.min(nearest + moved[:, None]) >= 0
         at_node = jnp.where(is_bound, subject.fn(subject.node), jnp.nan)
-        more = jax.vmap(partial(at_nodes, subject.fn))(rule.values)
+        more = at_nodes(subject.fn, rule.values)
         points, values = with_node(
             subject.node,
             at_node,
@@ -453,10 +453,17 @@ def _radau(
     padded = jnp.pad(krylov.projection, ((0, 0), (0, 1), (0, 0)))
     padded = padded.at[:, m, m - 1].set(krylov.below)
     below = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
-    noise = jnp.broadcast_to(moved[:, None], (moved.size, m))
-    one = partial(radau, side=subject.side)
-    each = jax.vmap(jax.vmap(one, (0, 0, None, 0)), (0, 0, None, None))
-    return Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
+    noise = jnp.broadcast_to(moved[:, None], eigen.values.shape)
+    # One loop over all sizes and probes compiles faster than two.
+    every = jax.tree.map(_in_one_axis, (eigen, jnp.stack(below), noise))
+    one = partial(radau, node=node, side=subject.side)
+    rule = jax.vmap(lambda eigen, below, noise: one(eigen, below, noise=noise)[:3])(*every)
+    shape = eigen.values.shape[:2]
+    return Radau(*(x.reshape(*shape, *x.shape[1:]) for x in rule), node)
+
+
+def _in_one_axis(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _in_domain(
@@ -470,7 +477,7 @@ def _in_domain(
     nodes, eps = eigen.values, float(jnp.finfo(eigen.values.dtype).eps)
     noise = jax.lax.stop_gradient(krylov.noise)
     moved = noise + 4 * eps * jnp.max(jnp.abs(nodes[0]), axis=1)
-    values = jax.vmap(partial(at_nodes, subject.fn))(nodes)
+    values = at_nodes(subject.fn, nodes)
     undefined = jnp.any(~jnp.isfinite(values), axis=-1)
     near = noise[None, :, None]
     nodes = jnp.where(undefined & (nodes < 0) & (nodes >= -4 * near), near, nodes)

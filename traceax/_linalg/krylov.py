@@ -355,12 +355,29 @@ def extended(space: BlockKrylov) -> Extended:
 class Frame(NamedTuple):
     """The coordinates in which T is applied.
 
-    The rows of `axes` are the coordinates of the columns of Z. `square` is T in them,
-    divided by its largest entry: a matrix, or a vector if it is diagonal.
+    The rows of `axes` are the coordinates of the columns of Z. They are None if those are
+    the coordinates themselves. `square` is T in them, divided by its largest entry: a
+    matrix, or a vector if it is diagonal.
     """
 
-    axes: OnSpace
+    axes: OnSpace | None
     square: Inexact[Array, "..."]
+
+    @property
+    def rows(self) -> OnSpace:
+        """The coordinates of the columns of Z, one in each row."""
+        size, dtype = len(self.square), self.square.dtype
+        return jnp.eye(size, dtype=dtype) if self.axes is None else self.axes
+
+    def coordinates(self, first: Inexact[Array, "k b"]) -> Inexact[Array, "r b"]:
+        """Return the coordinates of vectors, given those in the first columns of Z."""
+        if self.axes is None:
+            return jnp.pad(first, ((0, len(self.square) - len(first)), (0, 0)))
+        return dot(self.axes[: len(first)].conj().T, first)
+
+    def back(self, vectors: Inexact[Array, "... r p"]) -> Inexact[Array, "... r p"]:
+        """Return what the vectors are in the columns of Z."""
+        return vectors if self.axes is None else dot(self.axes, vectors)
 
     def apply(self, block: Inexact[Array, "r k"]) -> Inexact[Array, "r k"]:
         """Return T times a block, each column in units of the size at which it is noise.
@@ -382,7 +399,7 @@ class Frame(NamedTuple):
 def plain_frame(projection: OnSpace, filled: Filled) -> Frame:
     """Return the coordinates of Z itself."""
     square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
-    return Frame(jnp.eye(len(square), dtype=square.dtype), square)
+    return Frame(None, square)
 
 
 def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None) -> Frame:
@@ -394,7 +411,8 @@ def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None)
     of w_i. In eigenvectors it stays in the dominant directions, which are in S_i. `bound`
     is a lower bound of the spectrum; it makes small eigenvalues more accurate.
     """
-    identity, square = plain = plain_frame(projection, filled)
+    plain = plain_frame(projection, filled)
+    square, identity = plain.square, plain.rows
     if float(jnp.finfo(square.dtype).eps) < FINE:
         return plain
     scale = largest_modulus(projection)
@@ -463,16 +481,16 @@ def complements(
 
     zero = jnp.zeros(k - kept, dtype)
     is_left_out = jnp.eye(k, dtype=bool)[kept:, None, :]
-    scaled = dot(frame.axes[:k].conj().T, starts / n**0.5)
+    scaled = frame.coordinates(starts / n**0.5)
     # The noise of the starts is taken for sqrt(eps).
     others = jnp.where(is_left_out, 0, scaled[None] / float(jnp.finfo(dtype).eps) ** 0.5)
     extended = jnp.zeros((k - kept, r, capacity + k), starts.dtype)
     # Counts are of a floating type, whose reductions compile faster.
     numbers = jnp.arange(depth, dtype=dtype)
-    blocks = numbers, filled.reshape(depth, k), frame.axes.reshape(depth, k, r)
+    blocks = numbers, filled.reshape(depth, k), frame.rows.reshape(depth, k, r)
     carry = extended, zero, others, numbers[0]
     (extended, count, _, limit), _ = jax.lax.scan(step, carry, blocks)
-    vectors = dot(frame.axes, extended[:, :, :capacity])
+    vectors = frame.back(extended[:, :, :capacity])
     tested = einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
     remainders = einsum("krp,kp->kr", vectors, tested)
     inside = filled & (jnp.repeat(numbers, k) < limit)

@@ -234,7 +234,7 @@ def coloured_arnoldi(
     inverse = lengths * modes.inverse[..., 0]
     weights = inverse * lengths.conj() * modes.vectors[:, :, 0]
     weights = jnp.where(jnp.any(jnp.isnan(levels)), jnp.nan, weights)
-    values = jax.vmap(partial(at_nodes, subject.fn))(modes.nodes)
+    values = at_nodes(subject.fn, modes.nodes)
     modes = Modes(modes.nodes[:, 0], modes.vectors[:, 0], inverse[:, 0])
 
     # The samples, and the error of quadrature.

@@ -221,24 +221,25 @@ def spectrum_of(
     edge = 0 if subject.bound is None else subject.bound
     largest = largest_of(eigen.values)
     eps = float(jnp.finfo(noise.dtype).eps)
-    undefined = jnp.any(~jnp.isfinite(at_nodes(fn, eigen.values)), axis=-1)
     reach = 4 * jnp.maximum(own.size**0.5 * eps, own) * largest
-    moved = undefined & (jnp.abs(eigen.values - edge) <= reach)
     zero = 0 if eps < FINE else eps * largest
-    moved_to = edge + jnp.where(space.is_exhausted, zero, own * largest)
-    nodes = jnp.where(moved, moved_to, eigen.values)
-    values = at_nodes(fn, nodes)
-    first = nodes[:1]
-    step = own * largest[:1]
-    slopes = slopes_at(fn, first, step)[0]
-    up, down = (at_nodes(fn, first + side * step)[0] - values[0] for side in (1, -1))
-    step = step[0, :, None]
+    near_edge = edge + jnp.where(space.is_exhausted, zero, own * largest)
+    here, there = at_nodes(fn, jnp.stack([eigen.values, near_edge]))
+    undefined = jnp.any(~jnp.isfinite(here), axis=-1)
+    moved = undefined & (jnp.abs(eigen.values - edge) <= reach)
+    nodes = jnp.where(moved, near_edge, eigen.values)
+    values = jnp.where(moved[..., None], there, here)
+    first = nodes[0]
+    step = own[0] * largest[0]
+    around = jnp.stack([first + step, first - step, edge + eps * (first - edge)])
+    up, down, deeper = at_nodes(fn, around) - values[:1]
+    slopes = slopes_at(fn, first, step, up)
+    step = step[:, None]
     # Noise may reach the end of the domain of f. Besides, it makes S_i depend on w_i, which
     # moves all nodes at its level one way, by a part of its size.
     bends = jnp.where(jnp.isfinite(down), jnp.abs(up + down) / 2, 2 * jnp.abs(up))
     bends = jnp.where(jnp.isfinite(bends), bends, 0) + slopes * step / 4
-    deeper = at_nodes(fn, edge + eps * (first - edge))[0]
-    spans = jnp.abs(values[0] - deeper) / jnp.where(step > 0, step, 1)
+    spans = jnp.abs(deeper) / jnp.where(step > 0, step, 1)
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
     bounds = jnp.abs(values[0]), slopes.T, bends.T
@@ -304,7 +305,9 @@ def _noise(
     neighbours.
     """
     skew = space.projection - space.projection.conj().T
-    largest, vectors = largest_modulus(eigen.values[0]), eigen.vectors[0]
+    tiny = jnp.finfo(grain.dtype).tiny
+    largest = jnp.maximum(largest_of(eigen.values[0])[0], tiny)
+    vectors = eigen.vectors[0]
     turned = dot(vectors.conj().T, over(skew, largest), vectors)
     squares = squared_modulus(turned) / 4
     m = grain.size
@@ -346,8 +349,9 @@ class Quadrature(eqx.Module):
         """Return the error of sampling and rounding, and the error of quadrature, of the
         trace of a function, given its values at the nodes and its `bounds` as in
         `Spectrum`."""
-        totals = mean(self.samples(values))
-        samples, share = self.mixture(values)
+        every = self.samples(values)
+        totals = mean(every)
+        samples, share = mixture(every if self.is_mixed else every[:1])
         weights = jnp.mean(self.weights[0], axis=0)[None, :]
         sizes, slopes, bends = (jnp.where(weights > 0, x, 0) for x in bounds)
         # Sums are made in this precision. The noise of a coarser operator is measured.

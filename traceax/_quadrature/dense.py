@@ -39,8 +39,14 @@ def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
 
     The matrices of a batch are decomposed one by one. A single call of LAPACK for all of
     them would wait for threads that, on a mesh of many devices, wait for that call."""
-    if matrix.ndim > 2:
-        return jax.vmap(decompose)(matrix)
+    if matrix.ndim > 2:  # one loop, not one for each axis
+        *batch, m, _ = matrix.shape
+        values, vectors = jax.vmap(_decompose)(matrix.reshape(-1, m, m))
+        return Eigen(values.reshape(*batch, m), vectors.reshape(*batch, m, m))
+    return _decompose(matrix)
+
+
+def _decompose(matrix: Inexact[Array, "m m"]) -> Eigen:
     values, vectors = lapack.eigh(matrix)
     rounding = 4 * jnp.finfo(values.dtype).eps * largest_of(values)
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)

@@ -210,22 +210,28 @@ def weighted_sum(
     return jnp.sum(times(weights, jnp.where(weights == 0, 0, values)), axis=-1)
 
 
-def at_nodes(fn: Flat, nodes: Inexact[Array, "N m"]) -> Inexact[Array, "N m p"]:
-    """Return all values of f at each node of N quadratures."""
-    return jax.vmap(jax.vmap(fn))(nodes)
+def at_nodes(fn: Flat, nodes: Inexact[Array, "*N m"]) -> Inexact[Array, "*N m p"]:
+    """Return all values of f at each node of any number of quadratures."""
+    values = jax.vmap(fn)(jnp.ravel(nodes))
+    return values.reshape(*nodes.shape, *values.shape[1:])
 
 
 def slopes_at(
-    fn: Flat, nodes: Inexact[Array, "N m"], step: Float[Array, "N _"]
-) -> Float[Array, "N m p"]:
+    fn: Flat,
+    nodes: Inexact[Array, "*N m"],
+    step: Float[Array, "*N _"],
+    changes: Inexact[Array, "*N m p"] | None = None,
+) -> Float[Array, "*N m p"]:
     """Return |f'| at the nodes, which multiplies their noise.
 
     If |f'| is large (as it is for a square root at 0), the change of f over a `step` of the
-    size of the noise, divided by the step, replaces it."""
+    size of the noise, divided by the step, replaces it. Pass these `changes` if they are
+    known already."""
     slopes = jnp.abs(at_nodes(Slope(fn), nodes))
-    moved = nodes + step.astype(nodes.dtype)
-    secants = jnp.abs(at_nodes(fn, moved) - at_nodes(fn, nodes))
-    secants = secants / jnp.where(step > 0, step, 1)[..., None]
+    if changes is None:
+        moved = nodes + step.astype(nodes.dtype)
+        changes = at_nodes(fn, moved) - at_nodes(fn, nodes)
+    secants = jnp.abs(changes) / jnp.where(step > 0, step, 1)[..., None]
     # Infinite values show in the estimate itself.
     secants = jnp.where(jnp.isfinite(secants), secants, 0)
     return jnp.where(jnp.isfinite(slopes), jnp.minimum(slopes, secants), secants)
