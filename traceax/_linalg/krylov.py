@@ -474,7 +474,7 @@ def complements(
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
         (*states, limit), (number, exists, rows) = carry, block
-        after = jax.lax.map(partial(_add_block, frame, exists, rows), states)
+        after = list(jax.vmap(partial(_add_block, frame, exists, rows))(states))
         # K ends with the last block for which every N_i has room.
         goes_on = (limit == number) & jnp.all(after[1] <= capacity)
         return jax.tree.map(partial(jnp.where, goes_on), (*after, limit + 1), carry), None
