@@ -456,10 +456,13 @@ def _radau(
     noise = jnp.broadcast_to(moved[:, None], eigen.values.shape)
     # One loop over all sizes and probes compiles faster than two.
     every = jax.tree.map(_in_one_axis, (eigen, jnp.stack(below), noise))
-    one = partial(radau, node=node, side=subject.side)
-    rule = jax.vmap(lambda eigen, below, noise: one(eigen, below, noise=noise)[:3])(*every)
-    shape = eigen.values.shape[:2]
-    return Radau(*(x.reshape(*shape, *x.shape[1:]) for x in rule), node)
+
+    def one(eigen: Eigen, below: Array, noise: Array) -> tuple[Array, ...]:
+        return radau(eigen, below, node, noise, side=subject.side)[:3]
+
+    rule, shape = jax.vmap(one)(*every), eigen.values.shape[:2]
+    values, vectors, solved = (x.reshape(*shape, *x.shape[1:]) for x in rule)
+    return Radau(values, vectors, solved, node)
 
 
 def _in_one_axis(x: Array) -> Array:
