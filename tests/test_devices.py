@@ -30,6 +30,7 @@ def two_processes(folder: Path, *names: str, seconds: int = SECONDS) -> list[Any
     return [report(text) for text in outputs(folder, *modes, seconds=seconds)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_program_of_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
     """As it stands: a log-determinant, its gradient, and pooled runs."""

@@ -97,7 +97,8 @@ def test_traces(name: str, bits: int, matrix: str) -> None:
 def test_log_determinants(bits: int | None, matrix: str) -> None:
     operator = noisy(MATRICES[matrix], bits, PSD)
     truth = truths(matrix, lambda x: np.log(x + 0.1))
-    check(lambda key: tx.logdet(operator, key, 180, shift=0.1), truth, 10)
+    # The probability that less than 10 of 12 intervals for 95 % hold is 2 %.
+    check(lambda key: tx.logdet(operator, key, 180, shift=0.1), truth, 10, fewest=10)
 
 
 @pytest.mark.parametrize("bits", [slow(None), TF32, slow(BFLOAT16)])

@@ -74,6 +74,7 @@ SECTIONS = (
     Section("Speed, compilation and memory beside matfree", "table"),
     Section("Estimators beside their bare matvecs", "overhead"),
     Section("Losses beside loops by hand", "losses"),
+    Section("Compilation, function by function", "compilation"),
     Section("First calls", "first_calls"),
     Section("Memory of many long probes", "memory"),
     Section("On accelerators: float32 against float64, times and memory", "accelerator"),

@@ -171,11 +171,10 @@ def test_it_is_differentiable_and_eager() -> None:
     matrix = hermitian(0.8 ** np.arange(100))
 
     def loss(scale: Any) -> Any:
-        run = lambda key, m: tx.logdet(function(scale * matrix, PSD), key, m, shift=0.1)  # noqa: E731
+        run = lambda key, m: tx.xtrace(function(scale * matrix), key, m)  # noqa: E731
         return tx.adaptive(run, KEY, rtol=0.05).value
 
-    exact = jnp.trace(jnp.linalg.solve(matrix + 0.1 * jnp.eye(100), matrix))
-    close(jax.grad(loss)(1.0), exact, 0.1)
+    close(jax.grad(loss)(1.0), jnp.trace(matrix), 0.1)
     for how in (jax.jit(loss), lambda x: jax.vmap(loss)(jnp.stack([x, x]))):
         refused(TypeError, r"adaptive\(estimate=.*adaptive_trace", lambda how=how: how(1.0))
 

@@ -279,7 +279,7 @@ def test_plain_quadrature_is_exact_from_n_steps_of_n_probes() -> None:
     assert jnp.all(density.standard_error == 0)
 
 
-@pytest.mark.parametrize("n", [10, 300])
+@pytest.mark.parametrize("n", [10, slow(300)])
 def test_the_density_s_own_grid(n: int) -> None:
     """It spans the eigenvalues that the run sees, and costs no more than a given one."""
     spectrum = jnp.linspace(-1.0, 3.0, n)

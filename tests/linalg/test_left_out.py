@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import cases, close, slow
-from tests.matrices import hermitian, krylov_basis, numbers, projector, sample
-from traceax._linalg.jackknife import krylov_replicates
+from tests.matrices import hermitian, krylov_basis, numbers, projector
 from traceax._linalg.krylov import block_krylov, complements, plain_frame
 
 N, WIDTH, DEPTH, INNER = 40, 4, 5, 3
@@ -67,33 +66,3 @@ def test_one_start_leaves_nothing() -> None:
     )
     assert result.dimensions[0] == N
     close(space.basis[:, :INNER] @ result.remainders[0], block[:, 0], 1e-13)
-
-
-@pytest.mark.parametrize("dtype", [slow(float), complex])
-def test_replicates(dtype: Any) -> None:
-    """Samples with two probes left out, of a matrix that is read off the space and is not
-    Hermitian. (Those of a function of the matrix are in error bars of block quadrature.)"""
-    n, depth, inner = 30, 4, 2
-    matrix = hermitian(np.linspace(-1, 2, n), dtype)
-    block = numbers((n, WIDTH), dtype, seed=3)
-    rank = WIDTH * inner
-    space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), depth)
-    z, t = np.asarray(space.basis), np.asarray(space.projection)
-    theta, v = np.linalg.eigh((t + t.conj().T) / 2)
-    coordinates = jnp.asarray(z[:, :WIDTH].conj().T @ block)
-    frame = plain_frame(jnp.asarray(t[:rank, :rank]), space.filled[:rank])
-    spaces = complements(frame, space.filled[:rank], coordinates, n)
-    left = v.conj().T @ (np.eye(len(t)) + numbers(t.shape, seed=4) / 4)
-    f = (z @ (v * np.exp(theta))) @ left @ z.conj().T
-
-    def of(*probes: int) -> Any:
-        return sample(matrix, block, inner, f, *probes)
-
-    everyone = range(WIDTH)
-    samples = [of(i, i) for i in everyone]
-    want = [np.mean([of(j, i, j) for j in everyone if j != i]) for i in everyone]
-    spaces = spaces.resphered()._replace(vectors=spaces.vectors[..., :inner])
-    right, values = jnp.asarray(v[:rank]), jnp.exp(jnp.asarray(theta))[None]
-    read = right, values, jnp.asarray(left[:, :rank]), jnp.asarray(samples)[None]
-    got = jax.jit(krylov_replicates)(spaces, *read)
-    close(got[0], np.array(want), 1e-9)

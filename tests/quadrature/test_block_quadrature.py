@@ -9,7 +9,7 @@ import pytest
 
 import traceax as tx
 from tests.helpers import cases, close, contains, is_unbiased, over_keys, slow
-from tests.matrices import across, hermitian, remainder, sample
+from tests.matrices import across, hermitian, krylov_basis, remainder, sample
 from tests.wrappers import function, matrix_free
 from traceax._core.operator import LinearMap
 from traceax._estimators.call import begin
@@ -54,34 +54,50 @@ def test_polynomials_are_as_defined(dtype: Any) -> None:
     ("largest", "dtype", "theta", "seed"),
     [
         (0, float, np.linspace(-1, 2, N), 0),
-        (1, float, np.append(np.linspace(-1, 2, N - 5), [40.0, 35, 30, 28, 25]), 1),
+        (1, float, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 2),
         (2, float, np.append(np.ones(N - 9), np.linspace(20, 40, 9)), 0),
-        slow(1, complex, np.append(np.linspace(-1, 2, N - 5), [40.0, 35, 30, 28, 25]), 4),
+        slow(1, complex, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 1),
     ],
-    ids=["spread", "jackknife", "theory", "complex"],
+    ids=["spread", "complements", "remainders", "complex"],
 )
 def test_error_bars_are_as_defined(largest: int, dtype: Any, theta: Any, seed: int) -> None:
     """Of the trace itself, which has no quadrature error: sqrt(2) times the spread of the
-    samples, or half the jackknife, or what theory makes of the remainders."""
+    samples, or what theory makes of the complements of the spaces, or of the remainders."""
     matrix, block = hermitian(theta, dtype, seed), np.asarray(probes(dtype))
     k, everyone, f, depth = SHAPE.width, range(SHAPE.width), np.asarray(matrix), SHAPE.inner
     subject = MatrixFunction(LinearMap(function(matrix)), lambda x: x[None])
     run = jax.jit(lambda block: block_quadrature(subject, block, depth=SHAPE.depth))
 
-    def of(*probes: int) -> float:
-        return sample(f, block, depth, f, *probes).real
-
-    samples = [of(i, i) for i in everyone]
-    replicates = [np.mean([of(j, i, j) for j in everyone if j != i]) for i in everyone]
+    samples = [sample(f, block, depth, f, i, i).real for i in everyone]
     pairs = [remainder(f, block, depth, i, i) for i in everyone]
+    whole = krylov_basis(f, block, depth)
+    centre = np.mean([np.vdot(w, f @ w).real / np.vdot(w, w).real for _, w in pairs])
+    rest = [whole @ whole.conj().T - p for p, _ in pairs]
+    squares = [np.linalg.norm(c @ f @ c - centre * c) ** 2 for c in rest]
     variances = [across(f @ w - p @ f @ w, w) for p, w in pairs]
+    factor = 2 if dtype is float else 1
     errors = (
         np.std(samples, ddof=1) * (2 / k) ** 0.5,
-        np.std(replicates) * (k - 1) ** 0.5 / 2,
-        ((2 if dtype is float else 1) * np.mean(variances) / k) ** 0.5,
+        (factor * 2 * np.mean(squares) / k) ** 0.5,
+        (factor * (np.mean(squares) + np.mean(variances)) / k) ** 0.5,
     )
     assert np.argmax(errors) == largest
     close(run(block).standard_error[0], errors[largest], 1e-6)
+
+
+def test_as_many_directions_as_probes() -> None:
+    """If eight eigenvalues are equal, and eight probes share them, all samples are low
+    together in most runs. The interval holds in at least 95 % of 200 runs in single
+    precision, which is 5.7 standard deviations below 99 %."""
+    theta = jnp.where(jnp.arange(300) < 8, 1.0, 0).astype(jnp.float32)
+
+    def run(key: Any) -> tx.Estimate:
+        operator = matrix_free(lambda v: theta * v, 300, dtype=jnp.float32)
+        return tx.function_trace(operator, jnp.exp, key, 64)
+
+    estimates = over_keys(run, KEY, 200)
+    held = contains(estimates, 292 + 8 * np.e)
+    assert held.mean() > 0.95
 
 
 def test_unbiased() -> None:

@@ -13,7 +13,7 @@ import traceax as tx
 from tests.helpers import close, over_keys
 from tests.matrices import hermitian
 from traceax._linalg.jackknife import bracket_error, quadrature_error
-from traceax._linalg.krylov import block_krylov, extended
+from traceax._linalg.krylov import block_krylov
 from traceax._quadrature.dense import decompose, radau
 from traceax._quadrature.nodes import mixture
 
@@ -39,8 +39,9 @@ def test_the_longer_projection_is_as_defined(dtype: Any, side: int) -> None:
     node, k = -0.5 * side, 3
     matrix = hermitian(side * np.linspace(0, 2, N), dtype)
     block = jnp.asarray(np.random.default_rng(0).normal(size=(N, k)), dtype)
-    space = block_krylov(lambda z: matrix @ z, block, 4)
-    tall = np.asarray(extended(space).tall)
+    space = block_krylov(lambda z: matrix @ z, block, 4, extend=True)
+    assert space.more is not None
+    tall = np.asarray(space.more.tall)
     t, below = (tall[:-k] + tall[:-k].conj().T) / 2, tall[-k:]
     shifted = t - node * np.eye(len(t))
     solved = np.linalg.solve(shifted, below.conj().T)
@@ -99,8 +100,9 @@ def test_the_truth_lies_between_both_rules(name: str) -> None:
     truth, node = jnp.mean(fn(spectrum)), jnp.zeros(())
     totals = []
     for steps in (depth, depth - 2):
-        space = block_krylov(lambda z: spectrum[:, None] * z, start, steps)
-        tall = extended(space).tall
+        space = block_krylov(lambda z: spectrum[:, None] * z, start, steps, extend=True)
+        assert space.more is not None
+        tall = space.more.tall
         eigen = decompose(tall[:-1])
         rule = radau(eigen, tall[-1:], node, jnp.full(steps, 1e-15))
         gauss = jnp.sum(eigen.vectors[0] ** 2 * fn(eigen.values))

@@ -39,6 +39,7 @@ from traceax._linalg.columns import (
     largest_modulus,
     mean,
     row_dots,
+    summed,
     times,
 )
 from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
@@ -199,9 +200,9 @@ def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcom
     mu, resphering = _project(rest, q, resphere)
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
-    rounding = jnp.sum(jnp.abs(h)) + mean(jnp.abs(samples))
+    rounding = summed(jnp.abs(h)) + mean(jnp.abs(samples))
     error = standard_error(samples, _roundoff(linear_map) * rounding)
-    return Outcome(jnp.sum(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
+    return Outcome(summed(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
 
 
 def _roundoff(linear_map: LinearMap) -> Float[Array, ""] | float:

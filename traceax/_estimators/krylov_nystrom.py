@@ -79,8 +79,11 @@ from traceax._linalg.columns import (
     mean,
     over,
     row_dots,
+    row_norms_squared,
     squared_modulus,
+    summed,
     times,
+    trace_of,
 )
 from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
 from traceax._probes.draw import for_sketch
@@ -282,7 +285,7 @@ def products_of_sketch(
 ) -> Products:
     """Collect what is known from one batch, the sketch A Omega of the probes `block`."""
     scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
-    images = over(sketch, jnp.where(jnp.any(sketch != 0), scale, 1))
+    images = over(sketch, jnp.where(scale > jnp.finfo(scale.dtype).tiny, scale, 1))
     return Products(block, block, images, none, 1, scale)
 
 
@@ -336,7 +339,7 @@ def _readout(
     spread = dot(jnp.moveaxis(dot(v, inner), 0, 1).reshape(m, 2 * k), weighted)
     removed = dot(columns, weighted)
     cross, unit = dot(removed, gram), jnp.eye(m, dtype=gram.dtype)
-    kept = times(jnp.sum(shares), 2 * unit - gram)
+    kept = times(summed(shares), 2 * unit - gram)
     kept = kept - 2 * removed + cross + cross.conj().T - spread
 
     inside = dot(space.left.conj().T, block)
@@ -346,7 +349,7 @@ def _readout(
     lengths = jnp.ones(k, sizes.dtype)
     if resphere:  # the trace n - tr(2 P_j - P_j^2), over |mu_j|^2
         second = jnp.sum(column_norms_squared(dot(gram, columns)).reshape(k, 2), axis=1)
-        squares = jnp.sum(squared_modulus(gram)) - 2 * second
+        squares = summed(row_norms_squared(gram)) - 2 * second
         squares = squares + jnp.sum(squared_modulus(inner), axis=(1, 2))
         lengths = (n - 2 * space.traces + squares) / column_norms_squared(mu)
     left, tested = dot(space.left, kept), times(mu, (lengths * shares)[None, :])
@@ -422,7 +425,7 @@ def _parts_of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]
     """Return tr A<S_-ij> and w_j* (A - A<S_-ij>) w_j, as matrices indexed [i, j]."""
     pairs, columns = left_out_in_pairs(fit), fit.columns
     removed = pairs.removed(dot(columns.conj().T, fit.gram, columns))
-    traces = jnp.trace(fit.gram).real - removed
+    traces = trace_of(fit.gram).real - removed
     return traces, pairs.inverse[..., 1, 1].real * fit.squares[None, :] - fit.shift
 
 
@@ -451,7 +454,7 @@ def leaf_by_leaf(
     def of_leaf(leaf: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         gram, tested, plain = leaf
         forms, along = dot(columns.conj().T, gram, columns), dot(tested, columns)
-        whole, plain = jnp.trace(gram).real, (1 - weights) * plain
+        whole, plain = trace_of(gram).real, (1 - weights) * plain
         of_one = jnp.sum(diagonal_of(forms).real.reshape(k, 2), axis=1)
         rest = diagonal_of(along.reshape(k, k, 2)[..., 1]).real
         samples = weights * (whole - of_one + roots * rest) + plain
@@ -460,7 +463,7 @@ def leaf_by_leaf(
         return mean(samples), jackknife.mean_of_others(of_two + plain[None, :])
 
     values, replicates = jax.lax.map(of_leaf, tuple(of_leaves))
-    rounding = 4 * known.eps * jnp.sum(values) + NOISES * fitted.noise
+    rounding = 4 * known.eps * summed(values) + NOISES * fitted.noise
     rounding = counts / n * rounding + 4 * known.eps * jnp.abs(values)
     error = jackknife.jackknife_error(replicates, rounding)
     return times(known.scale, values), times(known.scale, error)

@@ -47,6 +47,7 @@ from traceax._linalg.columns import (
     row_dots,
     row_norms_squared,
     squared_modulus,
+    summed,
     times,
 )
 from traceax._linalg.jackknife import root_design_effect, standard_error
@@ -261,7 +262,7 @@ def trace_pairs(
     weights = jnp.full(k, 1 / k) if weights is None else weights
     weights = weights.astype(loo.resphering.dtype)
     removed = dot(q, s, times(s, weights[None, :]).conj().T)
-    kept = times(jnp.sum(weights), q) - removed
+    kept = times(summed(weights), q) - removed
     tested = times(loo.mu, (loo.resphering * weights)[None, :])
     if forms is not None:  # w_i is mu_i + Q x_i
         kept, tested = kept + dot(forms, loo.x.conj().T), tested + forms

@@ -105,6 +105,7 @@ from traceax._linalg.columns import (
     mean,
     over,
     squared_modulus,
+    summed,
 )
 from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import draw, for_sketch
@@ -233,13 +234,13 @@ def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
     """Select the second batch at random. `weights` are the a_i, and `uniform` is u."""
     # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
     # selected whatever the rounding.
-    sketches = uniform * weights.shape[0] < jnp.sum(weights)
+    sketches = uniform * weights.shape[0] < summed(weights)
     return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
 
 
 def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
     """Divide the weights by their sum. If all are zero, they stay zero."""
-    return weights / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
+    return weights / jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
 
 
 def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
@@ -296,7 +297,7 @@ def shares_of(
     others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
     along = squared_modulus(column_dots(probes, sketch)) / column_norms_squared(probes)
     whole = dot(others, column_norms_squared(sketch) - along)
-    missed = jnp.sum(others * missed, axis=1)
+    missed = summed(others * missed)
     return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
 
 

@@ -43,9 +43,12 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     dot,
+    frobenius_norm,
     mean,
     over,
+    summed,
     times,
+    trace_of,
 )
 from traceax._probes.draw import for_sketch
 from traceax._probes.samplers import SamplerLike
@@ -149,9 +152,9 @@ def xtrace_of(
     coimage = over(dot(images.conj().T, loo.mu), scale)
     remainders = over(column_dots(loo.mu, sketch), scale) - column_dots(coimage, loo.x)
     resphered = times(loo.resphering, remainders)
-    samples = jnp.trace(h) - column_dots(s, dot(h, s)) + resphered
+    samples = trace_of(h) - column_dots(s, dot(h, s)) + resphered
 
-    rounding = jnp.linalg.norm(h) + mean(jnp.abs(resphered))
+    rounding = frobenius_norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * rounding
     if k < 3:
         error = jackknife.standard_error(samples, rounding)
@@ -168,7 +171,7 @@ def xtrace_of(
         missed = _missed(loo, over(sketch - dot(images, loo.x), scale), remainders)
         real = not jnp.iscomplexobj(sketch)
         error = jackknife.no_less_than_theory(error, missed, real=real)
-    value = mean(samples) if weights is None else jnp.sum(times(weights, samples))
+    value = mean(samples) if weights is None else summed(times(weights, samples))
     return times(scale, value), scale * error
 
 

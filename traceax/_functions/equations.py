@@ -168,7 +168,7 @@ def _preconditioner(
     operator: Operator, probes: Inexact[Array, "n k"], shift: Float[Array, ""], depth: int
 ) -> Preconditioner:
     """Make P from a block Krylov run of `depth` blocks that begins with the probes."""
-    space = block_krylov(LinearMap(operator), probes, depth)
+    space = block_krylov(LinearMap(operator), probes, depth, extend=True)
     return preconditioner_of(projected(space, shift))
 
 

@@ -250,7 +250,8 @@ def block_diagonal(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
 ) -> Outcome:
     """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
-    space = block_krylov(subject.linear_map, probes, depth, meter=meter)
+    how = {"meter": meter, "extend": subject.node is not None}
+    space = block_krylov(subject.linear_map, probes, depth, **how)
     levels, spaces = levels_and_complements(space, subject=subject)
     spectrum = spectrum_of(space, levels, subject)
     eigen, noise, (sizes, slopes, _) = spectrum.eigen, spectrum.noise, spectrum.bounds

@@ -311,7 +311,8 @@ def likelihood(
     left = y if probes[1] is None else y - subject(guess)
     in_run = over(left, column_scales(left)[None, :])[:, :kept]
     block = jnp.concatenate([in_run, block], axis=1)
-    space = block_krylov(subject.function.linear_map, block, shape.depth, meter=meter)
+    how = {"meter": meter, "extend": True}
+    space = block_krylov(subject.function.linear_map, block, shape.depth, **how)
     traced = trace_from_space(space, subject.function, kept=kept)
     known = projected(space, subject.shift)
     inverse = preconditioner_of(known)

@@ -133,7 +133,7 @@ def square_roots(gram: Square) -> tuple[Square, Square]:
     (Higham 2008, Functions of Matrices, section 6.7). It takes 15 steps from there to
     rounding. Rows and columns of zeros stay zero in G^(1/2), and affect no others.
     """
-    unit = jnp.eye(gram.shape[0], dtype=gram.dtype)
+    unit = jnp.asarray(np.eye(gram.shape[0]), gram.dtype)
 
     def step(_: Array | int, roots: tuple[Square, Square]) -> tuple[Square, Square]:
         y, z = roots
@@ -208,14 +208,14 @@ def _inverse(lower: Square) -> Square:
     `solve_triangular` next to LAPACK calls may hang, see `lapack`.)
     """
     k = lower.shape[0]
-    unit, index = jnp.eye(k, dtype=lower.dtype), jnp.arange(k)
+    unit, index = jnp.asarray(np.eye(k), lower.dtype), jnp.asarray(np.arange(k))
 
     def double(log_width: Array | int, inverse: Square) -> Square:
         block = index >> log_width
         below = (block[:, None] == block[None, :] + 1) & (block[:, None] & 1 == 1)
         return inverse - dot(inverse, dot(jnp.where(below, lower, 0), inverse))
 
-    start = unit / jnp.sum(unit * lower, axis=0)[None, :]
+    start = unit / diagonal_of(lower)[None, :]
     return jax.lax.fori_loop(0, (k - 1).bit_length(), double, start)
 
 

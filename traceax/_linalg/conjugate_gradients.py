@@ -47,16 +47,18 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
+    adjoint_dot_columns,
     column_dots,
     column_norms_squared,
     column_scales,
     dot,
+    dot_columns,
     largest_modulus,
     over,
     squared_modulus,
     times,
 )
-from traceax._linalg.krylov import BlockKrylov, Matvecs, extended
+from traceax._linalg.krylov import BlockKrylov, Matvecs
 
 Sides = Inexact[Array, "n t"]
 BySide = Float[Array, " t"]
@@ -78,9 +80,11 @@ class Preconditioner(eqx.Module):
 
     def __call__(self, block: Sides) -> Sides:
         """Return P^{-1} block."""
-        inside = dot(self.vectors.conj().T, dot(self.basis.conj().T, block))
+        inside = adjoint_dot_columns(self.basis, block)
+        inside = adjoint_dot_columns(self.vectors, inside)
         factors = self.values / (self.nu + self.values)
-        moved = dot(self.basis, dot(self.vectors, times(factors[:, None], inside)))
+        moved = dot_columns(self.vectors, times(factors[:, None], inside))
+        moved = dot_columns(self.basis, moved)
         return over(block - moved, self.nu)
 
 
@@ -102,12 +106,12 @@ class Projection(eqx.Module):
     def inside(self, block: Sides) -> Inexact[Array, "r t"]:
         """Return the coordinates of a block in the eigenvectors of T."""
         z = self.basis[:, : self.theta.size]
-        return dot(self.vectors.conj().T, dot(z.conj().T, block))
+        return adjoint_dot_columns(self.vectors, adjoint_dot_columns(z, block))
 
     def shifted(self, block: Inexact[Array, "r t"], shift: Array) -> Inexact[Array, "s t"]:
         """Return (T' + shift J) block."""
         padded = jnp.pad(block, ((0, self.tall.shape[0] - block.shape[0]), (0, 0)))
-        return dot(self.tall, block) + times(shift, padded)
+        return dot_columns(self.tall, block) + times(shift, padded)
 
     @property
     def rounding(self) -> Float[Array, ""]:
@@ -127,14 +131,14 @@ class Projection(eqx.Module):
         rest = jnp.maximum(column_norms_squared(u) - jnp.sum(parts, axis=0), 0)
         parts = parts.at[0].add(rest)
         turned = squared_modulus(dot(self.vectors.conj().T, self.skew, self.vectors)) / 2
-        noise = jnp.sqrt(column_dots(parts, dot(turned, parts)))
+        noise = jnp.sqrt(column_dots(parts, dot_columns(turned, parts)))
         return sizes * (sizes * (self.scale * noise))
 
 
 def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projection:
-    """Project A + shift I on a Krylov space."""
-    r = space.filled.size
-    basis, tall = extended(space)
+    """Project A + shift I on a Krylov space that has its next block."""
+    assert space.more is not None
+    r, (basis, tall) = space.filled.size, space.more
     scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
     tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
     square = tall[:r]
@@ -171,9 +175,10 @@ def galerkin(known: Projection, y: Sides) -> tuple[Sides, Sides]:
     values = known.theta + known.shift
     zero = jnp.where(values < -known.rounding, jnp.nan, jnp.inf)
     values = jnp.where(values > known.rounding, values, zero)[:, None]
-    inside = dot(known.vectors, over(known.inside(y), values))
-    residual = y - dot(known.basis, known.shifted(inside, known.shift))
-    return over(dot(known.basis[:, : known.theta.size], inside), known.scale), residual
+    inside = dot_columns(known.vectors, over(known.inside(y), values))
+    residual = y - dot_columns(known.basis, known.shifted(inside, known.shift))
+    solution = dot_columns(known.basis[:, : known.theta.size], inside)
+    return over(solution, known.scale), residual
 
 
 class InverseNorm(NamedTuple):

@@ -29,43 +29,29 @@ b Q u = (v_i - v_j L_ji)/a. With beta = u* w_j / a and c_ij of (6),
     e_ij = |b P_j|^2 - |b Q u|^2 + c_ij |b mu_j + beta (v_i - v_j L_ji)|^2.      (7)
 
 The sums of (1) over j are products with k x k matrices.
-
-**Krylov spaces** (notation of `krylov`). With F the matrix that is read (f(T)), and J the
-identity on the coordinates that exist,
-
-    e_j = tr(J F) - tr(N_j* F N_j) + c r* F r,    r = N_j N_j* w_j.              (8)
-
-The space S_ij without the starts i and j lies in S_i and in S_j, and lacks the dimensions
-of both. So its complement is span(N_i, N_j), and no new space has to be made. With
-B = [N_i, N_j] and G = B* B,
-
-    tr(P_ij F) = tr(J F) - tr(G^{-1} B* F B),                                    (9)
-    b = G^{-1} t,    t = B* w_j,                                                (10)
-    r = B b,    |r|^2 = t* b,    r* F r = b* (B* F B) b.                        (11)
-
-As w_j is in S_i, t is zero but for N_j* w_j. So e_ij = (9) + c_ij (11) needs only the q x q
-blocks of N* F N and N* N, with all N_i side by side.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg.columns import (
     Square,
     diagonal_of,
     dot,
-    einsum,
     largest_modulus,
+    largest_of_rows,
     mean,
     over,
     promoted,
     squared_modulus,
+    summed,
     times,
+    trace_of,
 )
-from traceax._linalg.krylov import Complements
 
 ByProbe = Inexact[Array, "*values k"]
 OfProbes = Inexact[Array, " k"]
@@ -152,7 +138,7 @@ def shared_degrees_of_freedom(k: int) -> float:
 
 def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
     """Return the error of a mean with weights of sum 1, over the mean's (Kish 1965)."""
-    return jnp.sqrt(weights.shape[0] * jnp.sum(weights**2))
+    return jnp.sqrt(weights.shape[0] * summed(weights**2))
 
 
 def bracket_error(
@@ -304,7 +290,7 @@ def one_sided_replicates(
     s, overlap, inverse, tests, _ = pairs
     own, uhu = _removed(pairs, h)
     cross = times(tests, inverse).conj() * _dots_with_u(overlap, dot(s.conj().T, sketch))
-    return mean_of_others(jnp.trace(h) - own[None, :] - uhu + remainders[None, :] + cross)
+    return mean_of_others(trace_of(h) - own[None, :] - uhu + remainders[None, :] + cross)
 
 
 def _removed(pairs: EveryPair, h: Square) -> tuple[Inexact[Array, " k"], Square]:
@@ -332,7 +318,7 @@ def xtrace_replicates(
     cross = cross + c * _dots_with_u(overlap, dot(s_adjoint, coimage)).conj()
     second = times(squared_modulus(tests) * inverse, uhu)
     products = times(resphering, remainders[None, :] + cross + second)
-    return mean_of_others(jnp.trace(h) - own[None, :] - uhu + products)
+    return mean_of_others(trace_of(h) - own[None, :] - uhu + products)
 
 
 def row_norm_replicates(
@@ -351,100 +337,12 @@ def row_norm_replicates(
     # The factor of |v_i - v_j L_ji|^2 in (7).
     factor = c * squared_modulus(beta) - inverse * others
     squares = squared_modulus(v)
-    own = squares * jnp.sum(factor, axis=0)[None, :]
+    own = squares * summed(factor, axis=0)[None, :]
     of_j = dot(squared_modulus(remainders), c)
     of_j = of_j + dot(squares, factor * squared_modulus(cross))
     of_j = of_j - 2 * dot(remainders.conj() * v, times(c, beta) * cross).real
     mixed = dot(remainders, times(c, beta.conj())) - dot(v, times(factor, cross))
     return dot(known, others) + own + of_j + 2 * (v.conj() * mixed).real
-
-
-def half_jackknife_error(spaces: Complements, *read: Array) -> Float[Array, " p"]:
-    """Return half of the jackknife's error. The arguments are as in `krylov_replicates`.
-
-    It is zero if some N_i has more than q columns: then the e_ij mean nothing.
-    """
-    k, r, _ = spaces.vectors.shape
-    replicates = krylov_replicates(spaces, *read)
-    half = jackknife_error(replicates, jnp.zeros_like(replicates[:, 0].real)) / 2
-    return jnp.where(jnp.any(spaces.vectors[..., r // k :] != 0), 0, half)
-
-
-def krylov_replicates(
-    spaces: Complements,
-    right: Inexact[Array, "r m"],
-    values: Inexact[Array, "p m"],
-    left: Inexact[Array, "m r"],
-    samples: OfRows,
-) -> OfRows:
-    """Return the T_i of samples from Krylov spaces, by (1) and (8) to (11).
-
-    F is `right` diag(values) `left`, Hermitian or not, for each row of values. The
-    remainders of `spaces` are sqrt(c_i) r_i, and `samples` are the e_i. Only the first q
-    columns of every N_i are read.
-    """
-    vectors, remainders, dimensions, _ = spaces
-    k, r, _ = vectors.shape
-    q = r // k
-    vectors = vectors[..., :q]
-    columns = jnp.moveaxis(vectors, 0, 1).reshape(r, k * q)
-    adjoint = columns.conj().T
-    before, after, values = promoted(dot(adjoint, right), dot(left, columns), values)
-    forms = jax.vmap(lambda v: _pair_blocks(dot(before * v[None, :], after), k))(values)
-    gram = _pair_blocks(dot(adjoint, columns), k)
-    inverse = _pseudoinverse(gram)
-    tests = einsum("jra,jr->ja", vectors.conj(), remainders)
-
-    # Sums of products compile faster here than matrix products.
-    b = jnp.sum(inverse[..., q:] * tests[None, :, None, :], axis=-1)  # (10)
-    lengths = jnp.sum(tests.conj()[None] * b[..., q:], axis=-1).real
-    outer = b.conj()[..., :, None] * b[..., None, :]
-    tested = jnp.sum(times(outer[None], forms), axis=(-2, -1))  # r* F r of (11)
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    removed = jnp.sum(times(transposed[None], forms), axis=(-2, -1))  # the trace in (9)
-    rank = jnp.sum(transposed * gram, axis=(-2, -1)).real
-    dimensions = (dimensions - jnp.sum(squared_modulus(vectors), axis=(1, 2)))[:, None]
-    factors = (dimensions + rank) / jnp.where(lengths > 0, lengths, 1)  # c_ij
-
-    # tr(J F), by (8) from the first sample.
-    own = forms[:, 0, 0, :q, :q]
-    first = einsum("a,pab,b->p", *promoted(tests[0].conj(), own, tests[0]))
-    total = samples[:, 0].astype(own.dtype) + einsum("paa->p", own) - first
-    pairs = total[:, None, None] - removed + times(factors[None], tested)
-    return jax.vmap(mean_of_others)(pairs)
-
-
-def _pair_blocks(square: Inexact[Array, "kq kq"], k: int) -> Inexact[Array, "{k} {k} p p"]:
-    """Return the principal block of each pair i, j, from a matrix of q x q blocks."""
-    q = square.shape[0] // k
-    blocks = jnp.transpose(square.reshape(k, q, k, q), (0, 2, 1, 3))
-    own = einsum("iiab->iab", blocks)
-    first, second = (jnp.broadcast_to(x, blocks.shape) for x in (own[:, None], own[None]))
-    return jnp.block([[first, blocks], [jnp.swapaxes(blocks, 0, 1), second]])
-
-
-def _pseudoinverse(matrices: Inexact[Array, "*batch q q"]) -> Inexact[Array, "*batch q q"]:
-    """Invert many small positive semidefinite matrices by Gauss-Jordan elimination.
-
-    This is a generalised inverse. It skips small pivots: their rows and columns, which
-    depend on the others (the directions that N_i and N_j share) or are zero, become zero.
-    Pivots are squares of sines, and a space knows its last directions to the root of eps
-    only.
-    """
-    q = matrices.shape[-1]
-    least = float(jnp.finfo(matrices.dtype).eps) ** 0.5
-
-    def eliminate(step: Array | int, m: Array) -> Array:
-        here = jnp.arange(q) == step
-        row = jax.lax.dynamic_index_in_dim(m, step, axis=-2)
-        column = jax.lax.dynamic_index_in_dim(m, step, axis=-1)
-        pivot = jax.lax.dynamic_index_in_dim(row, step, axis=-1)
-        scaled = jnp.where(here, 1, row) / jnp.where(pivot.real > least, pivot, 1)
-        scaled = jnp.where(pivot.real > least, scaled, 0)
-        rest = jnp.where(here[None, :], 0, m) - column * scaled
-        return jnp.where(here[:, None], scaled, rest)
-
-    return jax.lax.fori_loop(0, q, eliminate, matrices)
 
 
 def one_minus_squared_modulus(overlap: Square) -> Float[Array, "k k"]:
@@ -456,22 +354,22 @@ def one_minus_squared_modulus(overlap: Square) -> Float[Array, "k k"]:
 def mean_of_others(estimates: Square) -> OfProbes:
     """Return the mean over j != i of a matrix [i, j], as in (1)."""
     k = estimates.shape[0]
-    others = jnp.where(jnp.eye(k, dtype=bool), 0, estimates)
-    return jnp.sum(others, axis=1) / (k - 1)
+    others = jnp.where(np.eye(k, dtype=bool), 0, estimates)
+    return summed(others) / (k - 1)
 
 
 def length(deviations: ByProbe, rounding: Errors) -> Errors:
     """Return sqrt(|deviations|^2 + rounding^2), without overflow of squares in float32."""
-    vector = jnp.append(jnp.abs(deviations), rounding[..., None], axis=-1)
-    scale = jnp.maximum(jnp.max(vector, axis=-1), jnp.finfo(vector.dtype).tiny)
-    return scale * jnp.sqrt(jnp.sum((vector / scale[..., None]) ** 2, axis=-1))
+    sizes = jnp.abs(deviations)
+    scale = jnp.maximum(largest_of_rows(sizes), rounding)
+    squares = summed((sizes / scale[..., None]) ** 2)
+    return scale * jnp.sqrt(squares + (rounding / scale) ** 2)
 
 
 def sums_of_others(x: Inexact[Array, " k"]) -> Inexact[Array, " k"]:
     """Return the sum over all but each in turn, without subtracting, which would cancel
     where one of them dominates."""
-    before, after = jnp.cumsum(x)[:-1], jnp.cumsum(x[::-1])[:-1]
-    return jnp.pad(before, (1, 0)) + jnp.pad(after, (1, 0))[::-1]
+    return summed(jnp.where(np.eye(len(x), dtype=bool), 0, x[None, :]))
 
 
 # A slope from two points has no finite variance.

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
@@ -52,11 +53,11 @@ from traceax._linalg.basis import approximate_svd, random_rotation, square_roots
 from traceax._linalg.columns import (
     column_norms_squared,
     dot,
-    einsum,
     largest_modulus,
     over,
     row_norms_squared,
     squared_modulus,
+    summed,
     times,
 )
 
@@ -114,8 +115,12 @@ def lanczos(
     """
 
     def step(state: _State, j: Array) -> tuple[_State, tuple[Array, ...]]:
+        basis, q, previous, beta, scale, skew = state
+        if basis is not None:
+            basis = _updated(basis, q[:, None], (0, j, 0))
         # A stored matrix multiplies the columns of a block in half the time of its rows.
-        product = linear_map(state[1].T).T
+        product = linear_map(q.T).T
+        state = basis, q, previous, beta, scale, skew
         return jax.vmap(partial(_advance, differentiable, j))(state, product)
 
     count, n = starts.shape
@@ -123,13 +128,15 @@ def lanczos(
     q = over(starts, jnp.where(length > 0, length, 1)[:, None])
     keeps_basis = reorthogonalise or differentiable
     basis = jnp.zeros((count, num_steps, n), q.dtype) if keeps_basis else None
-    zero = jnp.zeros_like(length)
-    start = basis, q, jnp.zeros_like(q), zero, zero, zero
+    none = jnp.zeros_like(length)
+    start = basis, q, q, none, none, none  # the first predecessor is multiplied by zero
     (basis, new, _, below, scale, skew), outputs = jax.lax.scan(
         step, start, jnp.arange(num_steps)
     )
-    alphas, betas, live, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
-    alphas = jnp.where(live, alphas, alphas[:, :1])
+    entries, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
+    alphas, betas = entries[:, :, 0], entries[:, :, 1]
+    # Columns of zeros follow a residual that is zero.
+    alphas = jnp.where(jnp.pad(betas[:, :-1], ((0, 0), (1, 0))) > 0, alphas, alphas[:, :1])
     largest = jnp.where(scale > 0, scale, 1)  # couplings of a zero operator are made up
     alphas = jnp.where((skew > ASYMMETRY * largest)[:, None], jnp.nan, alphas)
     # Selections and products compile faster than `jnp.diag`.
@@ -140,9 +147,14 @@ def lanczos(
     return Krylov(basis, projection, length, skew, new, below)
 
 
+def _updated(array: Array, part: Array, place: tuple[Array | int, ...]) -> Array:
+    """Replace the part of an array that begins at a place, which is not negative."""
+    return jax.lax.dynamic_update_slice(array, part, place, allow_negative_indices=False)
+
+
 # The state of Lanczos' process: `basis`, which is None if nothing is orthogonalised again;
-# `q` and its predecessor; `beta`, the size of the last residual; the largest |A q| so far;
-# and `skew`, the largest entry of Q* A Q off the three diagonals.
+# `q` and its predecessor; `beta`, the size of the last residual; the largest part of an A q
+# so far; and `skew`, the largest entry of Q* A Q off the three diagonals.
 _State = tuple[Array | None, Array, Array, Array, Array, Array]
 
 
@@ -151,15 +163,13 @@ def _advance(
 ) -> tuple[_State, tuple[Array, ...]]:
     """Take step j from one vector q, given the product A q.
 
-    The output is alpha, beta, whether q is not zero, and q. If q is zero, the caller
-    fills the diagonal of T.
+    The output is alpha, beta and q. If q is zero, the caller fills the diagonal of T.
     """
     basis, q, previous, beta, scale, skew = state
-    if basis is not None:
-        basis = jax.lax.dynamic_update_index_in_dim(basis, q, j, axis=0)
     eps = float(jnp.finfo(q.dtype).eps)
-    scale = jnp.maximum(scale, jax.lax.stop_gradient(norm(product)))
     alpha = dot(q.conj(), product).real
+    parts = jax.lax.stop_gradient(jnp.maximum(jnp.abs(alpha), beta))
+    scale = jnp.maximum(scale, parts)
     residual = product - times(alpha, q) - times(beta, previous)
     against = jnp.stack([previous, q]) if basis is None else basis
     overlaps = dot(against.conj(), residual)
@@ -168,6 +178,7 @@ def _advance(
         residual = residual - dot(overlaps, basis)
     size = norm(residual)
     alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
+    scale = jnp.maximum(scale, jax.lax.stop_gradient(size))
     if differentiable and basis is not None:
         added = times(eps**0.5 * jnp.where(scale > 0, scale, 1), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
@@ -175,14 +186,14 @@ def _advance(
         alive = size > 0  # false only if the basis spans the whole space
     beta = jnp.where(alive, size, 0)
     new = jnp.where(alive, over(residual, jnp.where(alive, size, 1)), 0)
-    return (basis, new, q, beta, scale, skew), (alpha, beta, jnp.any(q != 0), q)
+    return (basis, new, q, beta, scale, skew), (jnp.stack([alpha, beta]), q)
 
 
 def norm(vector: Inexact[Array, " n"]) -> Number:
     """Return |v|: its squares do not overflow, and its derivative at 0 is 0."""
-    scale = jax.lax.stop_gradient(largest_modulus(vector))
+    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
     # The scale of zeros is so small that a derivative, divided by it, would be infinite.
-    scale = jnp.where(jnp.any(vector != 0), scale, 1)
+    scale = jnp.where(scale <= jnp.finfo(scale.dtype).tiny, 1, scale)
     squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
     return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
@@ -229,19 +240,27 @@ class Residual(NamedTuple):
     noise: Float[Array, " b"]
 
 
+class Extended(NamedTuple):
+    """A block Krylov space and one block more: A Z = Z' T', where `basis` is Z', `tall` is
+    T', and T is the square above the last rows of T'."""
+
+    basis: Inexact[Array, "n s"]
+    tall: Inexact[Array, "s r"]
+
+
 class BlockKrylov(NamedTuple):
     """A block Krylov space K(A, block), spanned by the orthonormal columns Z of `basis`.
 
-    T = Z* A Z is the projection, and A Z = Z T + (0 .. 0, residual). Columns that breakdown
-    leaves empty are zero, and not `filled`. The block itself is `starts` in the first
-    columns of Z.
+    T = Z* A Z is the projection. Columns that breakdown leaves empty are zero, and not
+    `filled`. The block itself is `starts` in the first columns of Z. If the next block was
+    asked for, `more` has it.
     """
 
     basis: Inexact[Array, "n r"]
     projection: OnSpace
     filled: Filled
     starts: Inexact[Array, "b b"]
-    residual: Residual
+    more: Extended | None = None
 
     @property
     def width(self) -> int:
@@ -260,32 +279,34 @@ class BlockKrylov(NamedTuple):
 
 
 def block_krylov(
-    linear_map: Matvecs, block: Panel, depth: int, hermitian: bool = True, meter: Any = None
+    linear_map: Matvecs,
+    block: Panel,
+    depth: int,
+    hermitian: bool = True,
+    meter: Any = None,
+    extend: bool = False,
 ) -> BlockKrylov:
     """Make a block Krylov space by depth * b matvecs, which a progress meter shows.
 
     Every block is orthogonalised against all others. The entries of `block` should be of
     the size of 1. If `hermitian`, this is Lanczos' process, and T is NaN if the operator is
-    found not to be Hermitian; else it is Arnoldi's process.
+    found not to be Hermitian; else it is Arnoldi's process. Set `extend` to have the next
+    block, too, from the last residual.
     """
     n, width = block.shape
     rank, eps = depth * width, float(jnp.finfo(block.dtype).eps)
 
-    def step(carry: tuple, here: Array) -> tuple[tuple, None]:
-        basis, projection, residual, shown = carry
-        new, factor = next_block(basis, residual)
-        basis = jax.lax.dynamic_update_slice(basis, new, (0, here))
-        # The first step writes this into the last columns, which the last step overwrites.
-        before = (here - width) % rank
-        projection = jax.lax.dynamic_update_slice(projection, factor, (here, before))
+    def orthogonalised(
+        projection: Array, scale: Number, shown: Any, basis: Array, new: Panel, here: Array
+    ) -> tuple[Array, Residual, Any]:
         product = linear_map(new)
-        scale = jnp.maximum(residual.scale, largest_modulus(product))
+        scale = jnp.maximum(scale, largest_modulus(product))
         product = over(product, scale)
         inside = dot(basis.conj().T, product)
         rest = product - dot(basis, inside)
         again = dot(basis.conj().T, rest)
         column = times(scale, inside + again)
-        projection = jax.lax.dynamic_update_slice(projection, column, (0, here))
+        projection = _updated(projection, column, (0, here))
         lengths = jnp.sqrt(column_norms_squared(product))
         # Entries of T near the least number of the dtype are noise, too.
         least = 1e3 * float(jnp.finfo(lengths.dtype).tiny) / scale
@@ -295,24 +316,49 @@ def block_krylov(
             noise = jnp.maximum(noise, least)
         if meter is not None:
             shown = meter.step(shown, (here + width) / rank)
-        residual = Residual(rest - dot(basis, again), scale, noise)
-        return (basis, projection, residual, shown), None
+        return projection, Residual(rest - dot(basis, again), scale, noise), shown
 
+    def step(carry: tuple, place: Array) -> tuple[tuple, None]:
+        (basis, projection, residual, shown), (here, before) = carry, place
+        new, factor = next_block(basis, residual)
+        basis = _updated(basis, new, (0, here))
+        # The first step writes this into the last columns, which the last step overwrites.
+        projection = _updated(projection, factor, (here, before))
+        args = projection, residual.scale, shown, basis, new, here
+        if extend:
+            state = jax.lax.cond(
+                here < rank,
+                orthogonalised,
+                lambda p, s, shown, *_: (p, residual, shown),
+                *args,
+            )
+        else:
+            state = orthogonalised(*args)
+        return (basis, *state), None
+
+    size = rank + width if extend else rank
     lengths = jnp.sqrt(column_norms_squared(block))
     start = Residual(block, jnp.zeros_like(lengths[0]), ROUNDINGS * eps * lengths)
     shown = None if meter is None else meter.init()
-    basis, projection = (jnp.zeros((rows, rank), block.dtype) for rows in (n, rank))
-    carry = basis, projection, start, shown
-    carry, _ = jax.lax.scan(step, carry, width * jnp.arange(depth))
-    basis, projection, residual, shown = carry
+    basis, projection = (jnp.zeros(s, block.dtype) for s in ((n, size), (size, rank)))
+    here = np.arange(0, size, width)
+    places = jnp.asarray(np.stack([here, (here - width) % rank], axis=1))
+    (basis, projection, _, shown), _ = jax.lax.scan(
+        step, (basis, projection, start, shown), places
+    )
     if meter is not None:
         meter.close(shown)
+    square = projection[:rank]
     if hermitian:
-        scaled = over(projection, largest_modulus(projection))
-        skew, size = map(jnp.linalg.norm, (scaled - scaled.conj().T, scaled))
-        projection = jnp.where(skew > ASYMMETRY * size, jnp.nan, projection)
-    starts = dot(basis[:, :width].conj().T, block)
-    return BlockKrylov(basis, projection, column_norms_squared(basis) > 0, starts, residual)
+        scaled = over(square, largest_modulus(square))
+        parts = squared_modulus(scaled - scaled.conj().T), squared_modulus(scaled)
+        skew, size = map(jnp.sum, parts)
+        square = jnp.where(skew > ASYMMETRY**2 * size, jnp.nan, square)
+    more = Extended(basis, jnp.concatenate([square, projection[rank:]])) if extend else None
+    starts = dot(basis.conj().T, block)[:width]
+    basis = basis[:, :rank]
+    filled = column_norms_squared(basis) > 0
+    return BlockKrylov(basis, square, filled, starts, more)
 
 
 def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel, Array]:
@@ -334,22 +380,6 @@ def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel,
     root, inverse = square_roots(dot(tall.conj().T, tall))
     factor = dot(root, times(sizes[:, None], times(right, noise)))
     return dot(tall, inverse), times(scale, factor)
-
-
-class Extended(NamedTuple):
-    """A block Krylov space and one block more: A Z = Z' T', where `basis` is Z', `tall` is
-    T', and T is the square above the last rows of T'."""
-
-    basis: Inexact[Array, "n s"]
-    tall: Inexact[Array, "s r"]
-
-
-def extended(space: BlockKrylov) -> Extended:
-    """Append the next block, which takes no matvec, because the residual is known."""
-    new, factor = next_block(space.basis, space.residual)
-    below = jnp.pad(factor, ((0, 0), (space.filled.size - space.width, 0)))
-    basis = jnp.concatenate([space.basis, new], axis=1)
-    return Extended(basis, jnp.concatenate([space.projection, below]))
 
 
 class Frame(NamedTuple):
@@ -387,8 +417,9 @@ class Frame(NamedTuple):
         """
         eps = float(jnp.finfo(block.dtype).eps)
         if self.square.ndim == 1:
+            # Each block is orthogonal to the one before to several tens of eps.
             image = times(self.square[:, None], block)
-            noise = ROUNDINGS * eps * jnp.sqrt(column_norms_squared(image))[None, :]
+            noise = 100 * eps * jnp.sqrt(column_norms_squared(image))[None, :]
         else:
             image = dot(self.square, block)
             longest = jnp.sqrt(jnp.max(column_norms_squared(image)))
@@ -437,7 +468,7 @@ class Complements(NamedTuple):
 
     def resphered(self) -> Complements:
         """Multiply the remainders by sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
-        squares = jnp.sum(squared_modulus(self.remainders), axis=1)
+        squares = summed(squared_modulus(self.remainders))
         factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
         return self._replace(remainders=times(factor[:, None], self.remainders))
 
@@ -473,11 +504,14 @@ def complements(
     capacity = depth + k  # N_i has more than q columns only if ranks are exhausted
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
-        (*states, limit), (number, exists, rows) = carry, block
-        after = list(jax.vmap(partial(_add_block, frame, exists, rows))(states))
+        (extended, count, new, limit), (number, exists, rows) = carry, block
+        add = jax.vmap(partial(_add_block, frame, exists, rows))
+        *after, new = add([extended, count, new])
         # K ends with the last block for which every N_i has room.
         goes_on = (limit == number) & jnp.all(after[1] <= capacity)
-        return jax.tree.map(partial(jnp.where, goes_on), (*after, limit + 1), carry), None
+        after, before = (*after, limit + 1), (extended, count, limit)
+        extended, count, limit = jax.tree.map(partial(jnp.where, goes_on), after, before)
+        return (extended, count, new, limit), None
 
     zero = jnp.zeros(k - kept, dtype)
     is_left_out = jnp.eye(k, dtype=bool)[kept:, None, :]
@@ -486,15 +520,15 @@ def complements(
     others = jnp.where(is_left_out, 0, scaled[None] / float(jnp.finfo(dtype).eps) ** 0.5)
     extended = jnp.zeros((k - kept, r, capacity + k), starts.dtype)
     # Counts are of a floating type, whose reductions compile faster.
-    numbers = jnp.arange(depth, dtype=dtype)
-    blocks = numbers, filled.reshape(depth, k), frame.rows.reshape(depth, k, r)
-    carry = extended, zero, others, numbers[0]
+    numbers = np.arange(depth, dtype=dtype)
+    blocks = jnp.asarray(numbers), filled.reshape(depth, k), frame.rows.reshape(depth, k, r)
+    carry = extended, zero, others, jnp.zeros((), dtype)
     (extended, count, _, limit), _ = jax.lax.scan(step, carry, blocks)
     vectors = frame.back(extended[:, :, :capacity])
-    tested = einsum("krp,rk->kp", vectors[:, :k].conj(), starts[:, kept:])
-    remainders = einsum("krp,kp->kr", vectors, tested)
-    inside = filled & (jnp.repeat(numbers, k) < limit)
-    dimensions = n - jnp.sum(inside, dtype=dtype) + count
+    tested = jnp.sum(vectors[:, :k].conj() * starts.T[kept:, :, None], axis=1)
+    remainders = jnp.sum(vectors * tested[:, None], axis=2)
+    inside = filled & (np.repeat(numbers, k) < limit)
+    dimensions = n - summed(inside.astype(dtype)) + count
     return Complements(vectors, remainders, dimensions, inside)
 
 

@@ -33,10 +33,12 @@ from traceax._linalg.columns import (
     diagonal_of,
     dot,
     einsum,
+    frobenius_norm,
     over,
     promoted,
     squared_modulus,
     times,
+    trace_of,
 )
 
 # Eigenvalues below minus this part of the largest one are not noise. The entries of a
@@ -72,7 +74,7 @@ class Fit(NamedTuple):
     def traces(self) -> Float[Array, " k"]:
         """The traces tr A<S_-j>, by (1)."""
         removed = column_dots(self.columns, dot(self.gram, self.columns)).real
-        return jnp.trace(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
+        return trace_of(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
 
     @property
     def remainders(self) -> Float[Array, " k"]:
@@ -94,7 +96,7 @@ def fit_to_core(
     """
     core = dot(test.conj().T, images)
     skew = core - core.conj().T
-    noise = noise + jnp.linalg.norm(skew) / 2
+    noise = noise + frobenius_norm(skew) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)
     depth, largest = jnp.maximum(-values[0], 0), jnp.max(jnp.abs(values))
     depth = jnp.where(depth - noise > NOISE * largest, jnp.nan, depth)
@@ -140,7 +142,7 @@ def fit(
         rates = jnp.sqrt(diagonal_of(gram).real / theta)
         x = over(residuals, jnp.sqrt(theta)[:, None])
         weights = rates[:, None] * rates[None, :] + jnp.abs(dot(x, x.conj().T)) / k
-        noise = jnp.linalg.norm(weights * jnp.abs(skew)) / 2
+        noise = frobenius_norm(weights * jnp.abs(skew)) / 2
     return Fit(left, gram, removed, residuals, squares, shift, noise)
 
 

@@ -59,12 +59,23 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from traceax._core.rule import Outcome, Values, with_own_jvp
 from traceax._linalg import jackknife, lapack
-from traceax._linalg.columns import dot, einsum, largest_modulus, mean, over, times
+from traceax._linalg.columns import (
+    dot,
+    einsum,
+    largest_modulus,
+    largest_of_rows,
+    mean,
+    over,
+    times,
+)
 from traceax._linalg.krylov import Complements, block_krylov, truncated
 from traceax._quadrature.block_quadrature import (
     Shape,
+    both_sides,
+    forms_on_complements,
     levels_and_complements,
     quadrature_matrix,
+    squared_norm_on_complements,
 )
 from traceax._quadrature.nodes import (
     Direction,
@@ -114,7 +125,8 @@ def block_arnoldi(
         x.astype(modes.nodes.dtype) for x in (spaces.vectors, spaces.remainders, starts)
     )
     spaces = Complements(vectors, remainders, spaces.dimensions, spaces.inside)
-    weights = jax.vmap(partial(_mode_weights, spaces, starts), out_axes=1)(modes)
+    each = jax.vmap(partial(_mode_weights, spaces, starts), out_axes=(1, 0, 0))
+    weights, before, after = each(modes)
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.any(jnp.isnan(levels)), jnp.nan, weights)
 
@@ -131,13 +143,9 @@ def block_arnoldi(
     spread = jackknife.shared_error(samples[1], rounding[1])
     modes = Modes(*(x[0] for x in modes))
     if resphered and k > 1:
-        # As for Hermitian operators, half of it was enough in every spectrum measured.
-        scale = jax.vmap(largest_modulus)(values[0])
-        first, scaled = (over(x, scale[:, None]) for x in (values[0], samples[1]))
-        half = jackknife.half_jackknife_error(
-            spaces, modes.vectors[:rank], first, modes.inverse, scaled
-        )
-        spread = jnp.maximum(spread, scale * half)
+        scale = largest_of_rows(values[0])
+        theory = _error_by_theory(before[0], after[0], over(values[0], scale[:, None]))
+        spread = jnp.maximum(spread, scale * theory)
     errors = jnp.hypot(jnp.stack([error, spread]), gaps)
 
     # The mean of both, in which the e_i have a share. It is zero if no variance is known.
@@ -158,6 +166,18 @@ def block_arnoldi(
     return Outcome(value, error, readout, quadrature_error=gap)
 
 
+def _error_by_theory(
+    before: Inexact[Array, "k s m"],
+    after: Inexact[Array, "k s m"],
+    values: Inexact[Array, "v m"],
+) -> Float[Array, " v"]:
+    """Return what theory makes of the part of f(A) on the N_i, as for Hermitian A. The
+    arguments are those of `forms_on_complements`."""
+    forms = forms_on_complements(before, after, values)[1]
+    lengths = jnp.abs(jnp.sum(before[:, -1] * after[:, -1], axis=-1))
+    return jnp.sqrt(2 * squared_norm_on_complements(forms, lengths) / len(before))
+
+
 def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
     """Decompose all levels of H, one by one as in `dense.decompose`. A perturbation at the
     level of rounding makes the eigenvectors independent."""
@@ -169,19 +189,18 @@ def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
 
 def _mode_weights(
     spaces: Complements, starts: Inexact[Array, "k r"], modes: Modes
-) -> Inexact[Array, "2 k m"]:
-    """Return the weight of each node in each sample, which is the diagonal of the inverse
-    times M_i times the eigenvectors."""
+) -> tuple[Array, Inexact[Array, "k s m"], Inexact[Array, "k s m"]]:
+    """Return the weight [which mean, probe, node] of each node in each sample, which is the
+    diagonal of the inverse times M_i times the eigenvectors V; [N_i, r_i]* V; and the
+    transpose of V^{-1} [N_i, r_i]."""
     left, right = modes.inverse, modes.vectors[: modes.inverse.shape[1]]
-
-    def forms(rows: Inexact[Array, "k r"]) -> Inexact[Array, "k m"]:
-        return dot(left, rows.T).T * dot(rows.conj(), right)
-
-    after = einsum("mr,krp->kpm", left, spaces.vectors)
-    before = einsum("krp,rm->kpm", spaces.vectors.conj(), right)
+    both, signs = both_sides(spaces)
+    after = einsum("mr,krp->kpm", left, both)
+    before = einsum("krp,rm->kpm", both.conj(), right)
     total = jnp.sum(left.T * jnp.where(spaces.inside[:, None], right, 0), axis=0)
-    inside = total[None, :] - jnp.sum(after * before, axis=1)
-    return jnp.stack([forms(starts), inside + forms(spaces.remainders)])
+    inside = total[None, :] + jnp.sum(times(signs[None, :, None], after * before), axis=1)
+    plain = dot(left, starts.T).T * dot(starts.conj(), right)
+    return jnp.stack([plain, inside]), before, after
 
 
 def _samples(

@@ -20,12 +20,10 @@ weight. The derivative is that of the split rule, with Z M Z* in place of the pr
 
 **The standard error.** The samples share their probes, so their spread is too small, but
 rarely by more than sqrt(2), which is the most that parts of two probes can do
-(`shared_error`). If as many directions matter as there are probes, all samples are low
-together, which only the jackknife shows (`krylov_replicates`). Half of it was enough in
-every spectrum measured. If few important directions are left, the samples are skewed, and
-theory estimates their variance (`no_less_than_theory`): on what S_i leaves, the variance of
-r* f(A) r follows from the length of f(A) r. The quadrature error comes from the changes
-when T lacks its last blocks.
+(`shared_error`). If few important directions are left, the samples are skewed. If as many
+directions matter as there are probes, all samples are low together. In both cases theory
+estimates their variance from what S_i leaves of f(A) (`_error_by_theory`). The quadrature
+error comes from the changes when T lacks its last blocks.
 
 **Two rules.** This is Gauss's rule, f(T). If a number bounds the spectrum (the `node` of
 the subject), Radau's rule is f(T_R), where T_R has one block more, and the node as an
@@ -58,20 +56,22 @@ from traceax._linalg import jackknife
 from traceax._linalg.columns import (
     dot,
     einsum,
-    largest_modulus,
+    largest_of_rows,
     mean,
     over,
     promoted,
     squared_modulus,
+    summed,
+    times,
 )
 from traceax._linalg.krylov import (
     FINE,
     BlockKrylov,
     Complements,
+    Filled,
     block_krylov,
     complements,
     eigenframe,
-    extended,
     plain_frame,
     truncated,
 )
@@ -136,7 +136,8 @@ def block_quadrature(
     subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
 ) -> Outcome:
     """Estimate tr f(A) by a block Krylov run of `depth` blocks, which a meter shows."""
-    space = block_krylov(subject.linear_map, probes, depth, meter=meter)
+    how = {"meter": meter, "extend": subject.node is not None}
+    space = block_krylov(subject.linear_map, probes, depth, **how)
     return trace_from_space(space, subject)
 
 
@@ -265,7 +266,8 @@ def _with_radau(
     """
     node, fn, k = subject.node, subject.fn, space.width
     assert node is not None
-    basis, tall = extended(space)
+    assert space.more is not None
+    basis, tall = space.more
     below = []
     for depth in Shape(k, space.depth).levels(mixed=True):
         end = k * depth
@@ -321,15 +323,16 @@ def _noise(
 class Quadrature(eqx.Module):
     """The weight of each node in each sample, for every level of T and every rule.
 
-    `vectors` are the eigenvectors V of T, `matrix` is M, and the remainders of `spaces` are
-    sqrt(c_i) r_i. The variance of the value by noise is g* blur g, where g is |f'| times
-    the largest node."""
+    `vectors` are the eigenvectors V of T, `sides` are [N_i, r_i]* V, the last ones with
+    factors sqrt(c_i), and `matrix` is M. The variance of the value by noise is g* blur g,
+    where g is |f'| times the largest node. K has `inside` of the coordinates of Z."""
 
     vectors: Inexact[Array, "m m"]
     weights: Float[Array, "rules k w"]
+    sides: Inexact[Array, "k s m"]
     matrix: Inexact[Array, "r r"]
     blur: Float[Array, "m m"]
-    spaces: Complements
+    inside: Filled
     is_mixed: bool = eqx.field(static=True, default=False)
 
     def mixture(
@@ -354,61 +357,82 @@ class Quadrature(eqx.Module):
         samples, share = mixture(every if self.is_mixed else every[:1])
         weights = jnp.mean(self.weights[0], axis=0)[None, :]
         sizes, slopes, bends = (jnp.where(weights > 0, x, 0) for x in bounds)
+        # Squares must not overflow. Slopes may be far larger than values.
+        scale, steepest = largest_of_rows(jnp.stack([sizes, slopes]))
+        m, value = len(self.blur), mean(samples)
+        slopes = over(slopes, steepest[:, None])
+        moved = slopes[:, :m] * dot(slopes[:, :m], self.blur)
+        terms = (weights * over(sizes, scale[:, None])) ** 2
+        pad = [(0, 0), (0, weights.shape[1] - m)]
+        sums = summed(jnp.stack([jnp.pad(moved, pad), terms, weights * bends]))
+        moved = 2 * steepest * jnp.sqrt(sums[0]) + sums[2]
         # Sums are made in this precision. The noise of a coarser operator is measured.
         eps = float(jnp.finfo(weights.dtype).eps)
-        none = jnp.zeros(len(sizes), weights.dtype)
-        summed = jackknife.length(weights * sizes, none)
-        rounding = 4 * eps * (summed + jnp.abs(mean(samples)))
-        slopes, m = slopes[:, : len(self.blur)], len(self.blur)
-        largest = jax.vmap(largest_modulus)(slopes)
-        slopes = over(slopes, largest[:, None])
-        moved = 2 * largest * jnp.sqrt(jnp.sum(slopes * dot(slopes, self.blur), axis=1))
-        moved = moved + jnp.sum(weights * bends, axis=1)
-        rounding = jnp.hypot(rounding, moved)
+        size = scale * jnp.sqrt(sums[1]) + jnp.abs(value)
+        rounding = jnp.hypot(4 * eps * size, moved)
         error = jackknife.shared_error(samples, rounding)
         if samples.shape[-1] > 1:
-            error = jnp.maximum(error, self._least_error(values[0, :, :m]))
+            used = jnp.where(weights > 0, values[0], 0)[:, :m]
+            theory = self._error_by_theory(over(used, scale[:, None]))
+            error = jnp.maximum(error, scale * theory)
         if self.is_mixed:
             return error, jackknife.bracket_error(totals, share, rounding=rounding)
         # Without a shorter run to compare with, the quadrature error is unknown.
         gap = jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
         return error, gap
 
-    def _least_error(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
-        """Return the larger one of half the jackknife and the error by theory. Both are
-        those of f less a constant, whose trace has no error but rounding."""
-        weights = self.weights[0, :, : len(self.blur)]
-        total = jnp.mean(jnp.sum(weights, axis=1))
-        centre = over(mean(weighted_sum(weights[None], values[:, None])), total)
-        used = jnp.any(weights != 0, axis=0)
-        values = jnp.where(used[None, :], values - centre[:, None], 0)
-        scale = jax.vmap(largest_modulus)(values)
-        values = over(values, scale[:, None])
-        inside = self.vectors[: len(self.matrix)]
-        samples = weighted_sum(weights[None], values[:, None])
-        half = jackknife.half_jackknife_error(
-            self.spaces, inside, values, inside.conj().T, samples
-        )
-        variances = self._variances(values)
-        real = not jnp.iscomplexobj(inside)
-        return scale * jackknife.no_less_than_theory(half, variances, real=real)
+    def _error_by_theory(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
+        """Return what theory makes of B = (I - P_i) f(A) (I - P_i), given f at the nodes.
 
-    def _variances(self, values: Inexact[Array, "p m"]) -> Float[Array, "p k"]:
-        """Return |B w - w w* B w/|w|^2|^2 for w = r_i and B = (I - P_i) f(A) (I - P_i)."""
-        complement, remainders, _, inside = self.spaces
-        r = inside.size
-        turned = dot(remainders, self.vectors[:r].conj())
-        image = einsum("km,pm,rm->pkr", *promoted(turned, values, self.vectors))
-        inner = einsum("krs,pkr->pks", *promoted(complement.conj(), image[..., :r]))
-        w = einsum("krs,kr->ks", complement.conj(), remainders).astype(image.dtype)
-        lengths = jnp.sum(squared_modulus(remainders), axis=1)
-        # The subtraction precedes the squares, so that multiples of I leave only rounding.
-        along = einsum("ks,pks->pk", w.conj(), inner)
-        along = over(along, jnp.where(lengths > 0, lengths, 1)[None])
-        inner = inner - along[..., None] * w[None]
-        outside = ~jnp.pad(inside, (0, image.shape[-1] - r))
-        squares = dot(squared_modulus(image), outside.astype(lengths.dtype))
-        return squares + jnp.sum(squared_modulus(inner), axis=-1)
+        The variance of a sample is a |B|_F^2, with a = 2 if B is real and 1 if it is
+        complex. |B|_F^2 is the mean of |B r_i|^2 less what is along r_i. It is also at
+        least |N_i* B N_i|_F^2, which does not depend on how large r_i is in few important
+        directions. There all samples may be low together, so this part of |B|_F^2 counts
+        twice, as in `shared_error`."""
+        sides, k = self.sides, len(self.sides)
+        values, forms = forms_on_complements(sides, sides.conj(), values)
+        lengths = summed(squared_modulus(sides[:, -1]))
+        images = times(sides[None, :, -1].conj(), values[:, None])
+        images = dot(*promoted(images, self.vectors.T))
+        missing = len(self.vectors) - self.inside.size
+        outside = jnp.pad(~self.inside, (0, missing), constant_values=True)
+        beyond = summed(jnp.where(outside[None, None], squared_modulus(images), 0))
+        square = squared_norm_on_complements(forms, lengths, beyond)
+        return jnp.sqrt((1 if jnp.iscomplexobj(sides) else 2) * square / k)
+
+
+def forms_on_complements(
+    before: Inexact[Array, "k s m"],
+    after: Inexact[Array, "k s m"],
+    values: Inexact[Array, "v m"],
+) -> tuple[Inexact[Array, "v m"], Inexact[Array, "v k s s"]]:
+    """Return f less the mean of r_i* f(A) r_i / |r_i|^2, and [N_i, r_i]* f(A) [N_i, r_i] of
+    what is left. The factors c_i keep a multiple of I from changing the samples.
+
+    `values` are f at the nodes, and f(T) = V diag(f) V^{-1}. `before` is [N_i, r_i]* V, and
+    `after` is the transpose of V^{-1} [N_i, r_i]."""
+    tested = (before[:, -1] * after[:, -1])[None]
+    lengths = summed(tested)
+    lengths = jnp.where(lengths == 0, 1, lengths)
+    rates = over(summed(times(tested, values[:, None])), lengths)
+    values = jnp.subtract(*promoted(values, mean(rates)[:, None]))
+    forms = times(before[None], values[:, None, None])
+    return values, einsum("vksm,ktm->vkst", *promoted(forms, after))
+
+
+def squared_norm_on_complements(
+    forms: Inexact[Array, "v k s s"],
+    lengths: Float[Array, " k"],
+    beyond: Float[Array, "v k"] | float = 0.0,
+) -> Float[Array, " v"]:
+    """Return |B|_F^2 as in `Quadrature`, from the `forms` of `forms_on_complements`, the
+    |r_i|^2, and the squares of what B r_i has beyond the space."""
+    squares = squared_modulus(forms)
+    along = over(squares[..., -1, -1], jnp.where(lengths > 0, lengths, 1)[None])
+    across = squares[..., :-1, -1] + squares[..., -1, :-1]
+    across = jnp.sum(across, axis=-1) / 2 - along + beyond
+    inside = jnp.sum(squares[..., :-1, :-1], axis=(-2, -1))
+    return mean(inside) + jnp.maximum(mean(inside), mean(across))
 
 
 def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
@@ -418,34 +442,45 @@ def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
     The noise S of V* T V changes the value by the sum of f[a, b] M_ba S_ab, where f[a, b]
     are divided differences and M is the quadrature matrix in the coordinates of V. Between
     nodes, |f[a, b]|^2 is about the geometric mean of the squares of |f'|."""
-    vectors = spectrum.eigen.vectors
-    inside = vectors[:, : spaces.inside.size]
-    weights = jax.vmap(partial(_weights, spaces))(inside)
-    if spectrum.radau is not None:
-        ends = spectrum.radau.vectors[:, : spaces.inside.size]
-        weights = weights_with_node(weights, jax.vmap(partial(_weights, spaces))(ends))
+    vectors, rank = spectrum.eigen.vectors, spaces.inside.size
+    each = jax.vmap(partial(_weights, spaces))
+    weights, sides = each(vectors[:, :rank])
     # LAPACK may return finite eigenvectors for NaN input.
-    weights = jnp.where(jnp.any(jnp.isnan(spectrum.eigen.values)), jnp.nan, weights)
-    matrix = quadrature_matrix(spaces)
-    turned = squared_modulus(dot(inside[0].conj().T, matrix, inside[0]))
-    both = jnp.where(jnp.eye(len(turned), dtype=bool), 1, 2)
-    blur = both * turned * spectrum.noise**2
-    return Quadrature(vectors[0], weights, matrix, blur, spaces, spectrum.radau is not None)
+    weights = jnp.where(jnp.isnan(spectrum.eigen.values)[:, None], jnp.nan, weights)
+    if spectrum.radau is not None:
+        weights = weights_with_node(weights, each(spectrum.radau.vectors[:, :rank])[0])
+    matrix, first = quadrature_matrix(spaces), vectors[0, :rank]
+    pairs = squared_modulus(dot(first.conj().T, matrix, first))
+    both = jnp.where(np.eye(len(pairs), dtype=bool), 1, 2)
+    blur = both * pairs * spectrum.noise**2
+    mixed, inside = spectrum.radau is not None, spaces.inside
+    return Quadrature(vectors[0], weights, sides[0], matrix, blur, inside, mixed)
 
 
-def _weights(spaces: Complements, inside: Inexact[Array, "r m"]) -> Float[Array, "k m"]:
-    """Return the diagonal of V* M_i V for every i, where V has the eigenvectors of one
-    level, and `inside` are their first coordinates."""
-    outside = squared_modulus(einsum("krp,rm->kpm", spaces.vectors.conj(), inside))
-    tested = squared_modulus(dot(spaces.remainders.conj(), inside))
-    total = dot(spaces.inside.astype(tested.dtype)[None, :], squared_modulus(inside))
-    return jnp.maximum(total - jnp.sum(outside, axis=1) + tested, 0)
+def _weights(
+    spaces: Complements, vectors: Inexact[Array, "r m"]
+) -> tuple[Float[Array, "k m"], Inexact[Array, "k s m"]]:
+    """Return the diagonal of V* M_i V and [N_i, r_i]* V for every i, where V has the
+    eigenvectors of one level, and `vectors` are their first coordinates."""
+    both, signs = both_sides(spaces)
+    sides = einsum("krp,rm->kpm", both.conj(), vectors)
+    squares = squared_modulus(vectors)
+    whole = jnp.sum(jnp.where(spaces.inside[:, None], squares, 0), axis=0)
+    changed = jnp.sum(signs[None, :, None] * squared_modulus(sides), axis=1)
+    return jnp.maximum(whole[None] + changed, 0), sides
 
 
 def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
     """Return M, given the c_i in the `spaces`."""
-    k, r, _ = spaces.vectors.shape
-    outside = jnp.moveaxis(spaces.vectors, 0, 1).reshape(r, -1)
-    tested = spaces.remainders.T
-    changed = dot(tested, tested.conj().T) - dot(outside, outside.conj().T)
-    return jnp.diag(spaces.inside.astype(changed.dtype)) + changed / k
+    both, signs = both_sides(spaces)
+    changed = einsum("krp,ksp->rs", times(both, signs[None, None] / len(both)), both.conj())
+    return jnp.diag(spaces.inside.astype(changed.dtype)) + changed
+
+
+def both_sides(
+    spaces: Complements,
+) -> tuple[Inexact[Array, "k r s"], Float[Array, " s"]]:
+    """Return [N_i, r_i], and the signs of their outer products in M."""
+    both = jnp.concatenate([spaces.vectors, spaces.remainders[..., None]], axis=2)
+    signs = np.append(-np.ones(both.shape[2] - 1), 1)
+    return both, jnp.asarray(signs, both.real.dtype)

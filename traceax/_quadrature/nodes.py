@@ -48,7 +48,15 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap, frozen
 from traceax._core.rule import Values, with_own_jvp
-from traceax._linalg.columns import dot, einsum, largest_modulus, mean, promoted, times
+from traceax._linalg.columns import (
+    dot,
+    einsum,
+    largest_modulus,
+    mean,
+    promoted,
+    summed,
+    times,
+)
 from traceax._linalg.krylov import lanczos
 from traceax._quadrature.dense import Eigen, Radau, columns, decompose
 from traceax._quadrature.scalar import (
@@ -207,7 +215,7 @@ def weighted_sum(
 ) -> Inexact[Array, "..."]:
     """Return the sum over nodes of weights times values. A node of weight zero does not
     count, even if its value is infinite."""
-    return jnp.sum(times(weights, jnp.where(weights == 0, 0, values)), axis=-1)
+    return summed(times(weights, jnp.where(weights == 0, 0, values)))
 
 
 def at_nodes(fn: Flat, nodes: Inexact[Array, "*N m"]) -> Inexact[Array, "*N m p"]:

@@ -1,0 +1,43 @@
+"""Reductions and products of small arrays against plain ones."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import close
+from tests.matrices import numbers
+from traceax._linalg.columns import (
+    adjoint_dot_columns,
+    dot_columns,
+    largest_modulus,
+    largest_of_rows,
+    summed,
+)
+from traceax._linalg.jackknife import sums_of_others
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 64, 101, 1024, 1025])
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_reductions(dtype: Any, size: int) -> None:
+    """Folded axes are whole, whether 32 divides them or not."""
+    x = jnp.asarray(numbers((3, size), dtype))
+    close(summed(x), np.sum(x, axis=1), 1e-13)
+    close(summed(x.T, axis=0), np.sum(x, axis=1), 1e-13)
+    close(largest_of_rows(x), np.max(np.abs(x), axis=1), 1e-14)
+    close(largest_modulus(x), np.max(np.abs(x)), 1e-14)
+    assert jnp.isnan(largest_modulus(x.at[1, -1].set(jnp.nan)))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_with_few_columns(count: int) -> None:
+    matrix, block = numbers((40, 7), complex), numbers((40, count), complex, seed=1)
+    got = adjoint_dot_columns(jnp.asarray(matrix), jnp.asarray(block))
+    close(got, matrix.conj().T @ block, 1e-13)
+    close(dot_columns(jnp.asarray(matrix), got), matrix @ np.asarray(got), 1e-13)
+
+
+def test_sums_of_others_do_not_cancel() -> None:
+    x = jnp.asarray([1e20, 1.0, 2.0, 3.0])
+    close(sums_of_others(x)[0], 6.0, 0)
