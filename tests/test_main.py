@@ -62,6 +62,7 @@ def shown(output: str) -> dict[str, tuple[float, float, float]]:
 # What is printed.
 
 
+@pytest.mark.slow
 def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     output = capsys.readouterr().out

@@ -202,6 +202,7 @@ def test_a_matrix_without_entries() -> None:
     close(tx.logdet(empty, KEY, 30, shift=2.0).value, N * np.log(2.0), 1e-12)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_the_data() -> None:
     """Of tr (A o A')^T A, by both sides of a composition."""
     matrix = BCOO.fromdense(jnp.where(GRAPH, RNG.normal(size=(N, N)), 0))

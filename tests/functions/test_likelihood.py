@@ -384,7 +384,8 @@ def test_mistakes_are_named(how: Any, error: Any, complaint: str) -> None:
     refused(error, message, tx.inv_quad_logdet, function(jnp.eye(N)), **options)
 
 
-@pytest.mark.parametrize("several", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("several", [False, True])
 def test_a_guess_saves_steps_and_changes_no_answer(several: bool) -> None:
     """That of a shorter length scale; for derivatives it is a constant."""
     matrix, y = kernel(-1.0), numbers(*((3,) if several else ()), N)

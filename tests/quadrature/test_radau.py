@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, over_keys
+from tests.helpers import close, over_keys, slow
 from tests.matrices import hermitian
 from traceax._linalg.jackknife import bracket_error, quadrature_error
 from traceax._linalg.krylov import block_krylov
@@ -117,7 +117,7 @@ def test_the_truth_lies_between_both_rules(name: str) -> None:
     assert error < 3 * bar < 3 * (high - low)
 
 
-@pytest.mark.parametrize("run", ["function_trace", "slq_trace", "function_diagonal"])
+@pytest.mark.parametrize("run", [slow("function_trace"), "slq_trace", "function_diagonal"])
 def test_negative_operators_are_as_good_as_positive_ones(run: str) -> None:
     matrix = 100 * roughness(N)
     counts = {"num_probes": 4, "num_steps": 6}
