@@ -19,7 +19,7 @@ from typing import Any
 MODE = sys.argv[1] if len(sys.argv) > 1 else "mesh"
 mine = {"mesh": "8", "process": "1", "memory": sys.argv[2]}[MODE]
 llvm = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-quick = os.environ.get("XLA_FLAGS", "") if MODE == "process" else llvm
+quick = os.environ.get("XLA_FLAGS", llvm)
 os.environ["XLA_FLAGS"] = f"{quick} --xla_force_host_platform_device_count={mine}"
 
 import jax  # noqa: E402
