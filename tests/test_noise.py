@@ -113,8 +113,9 @@ def test_quadratic_forms(bits: int | None) -> None:
     check(estimate, truth, 20)
 
 
-@pytest.mark.parametrize("condition", [slow(1e3), 1e5, slow(1e6)])
-@pytest.mark.parametrize("axes", [slow(1), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", [1e3, 1e5, 1e6])
+@pytest.mark.parametrize("axes", [1, 2])
 def test_single_precision_of_kernels(condition: float, axes: int) -> None:
     """Errors are near those of double precision, and the bars at most five times as large
     as errors. (They were up to a hundred times as large.)"""

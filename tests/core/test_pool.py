@@ -227,7 +227,10 @@ def test_a_quadrature_that_is_not_resolved_stays_visible() -> None:
     assert jnp.isinf(pooled.quadrature_error)
 
 
-@pytest.mark.parametrize("name", ["logdet", "function_trace", "slq_trace", "arnoldi_trace"])
+FUNCTIONS = ["logdet", "function_trace", "slq_trace", "arnoldi_trace"]
+
+
+@pytest.mark.parametrize("name", cases(FUNCTIONS, "logdet", "slq_trace"))
 def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> None:
     """Few steps on a wide spectrum leave most of it, many steps next to nothing."""
     matrix = jnp.diag(jnp.geomspace(1e-4, 1.0, 200))
@@ -242,7 +245,11 @@ def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> Non
     few, many = run(3), run(18)
     assert 0 < many.quadrature_error < few.quadrature_error <= few.standard_error
     assert many.quadrature_error < many.standard_error
-    assert tx.trace(operator, KEY, 50).quadrature_error == 0
+
+
+def test_the_quadrature_error_of_a_trace_is_zero_and_none_has_a_slope() -> None:
+    matrix = jnp.diag(jnp.geomspace(1e-4, 1.0, 200))
+    assert tx.trace(function(matrix, PSD), KEY, 50).quadrature_error == 0
     gap = lambda s: tx.logdet(function(s * matrix, PSD), KEY, 60).quadrature_error  # noqa: E731
     with pytest.raises(Exception, match="standard_error"):
         jax.grad(gap)(1.0)

@@ -145,7 +145,7 @@ def test_single_precision_at_any_scale(scale: float) -> None:
 @pytest.mark.parametrize(
     ("kind", "budget"),
     [
-        ("psd", 20),
+        slow("psd", 20),
         slow("psd", 5),
         slow("symmetric", 20),
         slow("general", 4),

@@ -129,8 +129,8 @@ ESTIMATORS = {
     ("what", "kind", "budget"),
     [
         ("trace", "any", 12),
-        ("trace", "semidefinite", 8),
-        ("diagonal", "any", 6),
+        slow("trace", "semidefinite", 8),
+        slow("diagonal", "any", 6),
         *(slow("trace", kind, m) for kind in SPECTRA for m in (3, 4, 6, 12, 50)),
         *(slow("diagonal", kind, m) for kind in SPECTRA for m in (3, 6, 11, 12, 50)),
         *(slow("leaf_traces", kind, m) for kind in SPECTRA for m in (3, 6, 12, 50)),

@@ -117,7 +117,9 @@ def test_the_truth_lies_between_both_rules(name: str) -> None:
     assert error < 3 * bar < 3 * (high - low)
 
 
-@pytest.mark.parametrize("run", [slow("function_trace"), "slq_trace", "function_diagonal"])
+@pytest.mark.parametrize(
+    "run", [slow("function_trace"), "slq_trace", slow("function_diagonal")]
+)
 def test_negative_operators_are_as_good_as_positive_ones(run: str) -> None:
     matrix = 100 * roughness(N)
     counts = {"num_probes": 4, "num_steps": 6}

@@ -25,6 +25,7 @@ from traceax._linalg.conjugate_gradients import Preconditioner, preconditioner_o
 from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
+from traceax._quadrature.dense import decompose
 
 Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
@@ -169,7 +170,7 @@ def _preconditioner(
 ) -> Preconditioner:
     """Make P from a block Krylov run of `depth` blocks that begins with the probes."""
     space = block_krylov(LinearMap(operator), probes, depth, extend=True)
-    return preconditioner_of(projected(space, shift))
+    return preconditioner_of(projected(space, shift, *decompose(space.completed())))
 
 
 class _Scaled(eqx.Module):

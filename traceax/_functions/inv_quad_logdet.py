@@ -59,7 +59,13 @@ from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
 from traceax._probes.stream import ProgressMeter
-from traceax._quadrature.block_quadrature import Shape, shape_for, trace_from_space
+from traceax._quadrature.block_quadrature import (
+    Shape,
+    levels_and_complements,
+    shape_for,
+    spectrum_of,
+    trace_from_spectrum,
+)
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 
@@ -313,8 +319,10 @@ def likelihood(
     block = jnp.concatenate([in_run, block], axis=1)
     how = {"meter": meter, "extend": True}
     space = block_krylov(subject.function.linear_map, block, shape.depth, **how)
-    traced = trace_from_space(space, subject.function, kept=kept)
-    known = projected(space, subject.shift)
+    levels, spaces = levels_and_complements(space, kept=kept, subject=subject.function)
+    spectrum = spectrum_of(space, levels, subject.function)
+    traced = trace_from_spectrum(space, spectrum, spaces, subject.function)
+    known = projected(space, subject.shift, spectrum.theta[0], spectrum.eigen.vectors[0])
     inverse = preconditioner_of(known)
     start, residual = galerkin(known, left)
     start = guess + start

@@ -91,15 +91,14 @@ class Preconditioner(eqx.Module):
 class Projection(eqx.Module):
     """The operator A + shift I on a Krylov space, divided by `scale`.
 
-    `basis` is Z', `tall` is T', `theta` and `vectors` are the eigenvalues and eigenvectors
-    of T, and `skew` is T - T*, which shows the noise of matvecs.
+    `basis` is Z', `tall` is T', and `theta` and `vectors` are the eigenvalues and
+    eigenvectors of the Hermitian part of T. T - T* shows the noise of matvecs.
     """
 
     basis: Inexact[Array, "n s"]
     tall: Inexact[Array, "s r"]
     theta: Float[Array, " r"]
     vectors: Inexact[Array, "r r"]
-    skew: Inexact[Array, "r r"]
     shift: Float[Array, ""]
     scale: Float[Array, ""]
 
@@ -130,23 +129,26 @@ class Projection(eqx.Module):
         parts = squared_modulus(self.inside(u))
         rest = jnp.maximum(column_norms_squared(u) - jnp.sum(parts, axis=0), 0)
         parts = parts.at[0].add(rest)
-        turned = squared_modulus(dot(self.vectors.conj().T, self.skew, self.vectors)) / 2
+        square = self.tall[: self.theta.size]
+        skew = square - square.conj().T
+        turned = squared_modulus(dot(self.vectors.conj().T, skew, self.vectors)) / 2
         noise = jnp.sqrt(column_dots(parts, dot_columns(turned, parts)))
         return sizes * (sizes * (self.scale * noise))
 
 
-def projected(space: BlockKrylov, shift: Float[Array, ""]) -> Projection:
-    """Project A + shift I on a Krylov space that has its next block."""
+def projected(
+    space: BlockKrylov,
+    shift: Float[Array, ""],
+    theta: Float[Array, " r"],
+    vectors: Inexact[Array, "r r"],
+) -> Projection:
+    """Project A + shift I on a Krylov space that has its next block, given the eigenvalues
+    and eigenvectors of T."""
     assert space.more is not None
-    r, (basis, tall) = space.filled.size, space.more
+    basis, tall = space.more
     scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
     tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
-    square = tall[:r]
-    skew = square - square.conj().T
-    square = (square + square.conj().T) / 2
-    square = jnp.where(jnp.diag(~space.filled), square[0, 0], square)
-    theta, vectors = lapack.eigh(square)
-    return Projection(basis, tall, theta, vectors, skew, shift / scale, scale)
+    return Projection(basis, tall, over(theta, scale), vectors, shift / scale, scale)
 
 
 def preconditioner_of(known: Projection) -> Preconditioner:

@@ -131,7 +131,7 @@ def lanczos(
     none = jnp.zeros_like(length)
     start = basis, q, q, none, none, none  # the first predecessor is multiplied by zero
     (basis, new, _, below, scale, skew), outputs = jax.lax.scan(
-        step, start, jnp.arange(num_steps)
+        step, start, jnp.asarray(np.arange(num_steps))
     )
     entries, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
     alphas, betas = entries[:, :, 0], entries[:, :, 1]
@@ -191,9 +191,9 @@ def _advance(
 
 def norm(vector: Inexact[Array, " n"]) -> Number:
     """Return |v|: its squares do not overflow, and its derivative at 0 is 0."""
-    scale = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
-    # The scale of zeros is so small that a derivative, divided by it, would be infinite.
-    scale = jnp.where(scale <= jnp.finfo(scale.dtype).tiny, 1, scale)
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
+    # A derivative is divided by the scale, which is not zero for this reason.
+    scale = jnp.maximum(largest, float(jnp.finfo(largest.dtype).tiny) ** 0.5)
     squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
     return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
@@ -276,6 +276,14 @@ class BlockKrylov(NamedTuple):
     def is_exhausted(self) -> Bool[Array, ""]:
         """Tell whether the last block is empty, so that more blocks would add nothing."""
         return ~jnp.any(self.filled[-self.width :])
+
+    def completed(self, *, hermitian: bool = True) -> OnSpace:
+        """Return T, or its Hermitian part, with a diagonal that is filled."""
+        square = self.projection
+        if hermitian:
+            square = (square + square.conj().T) / 2
+        # A Rayleigh quotient fills the diagonal at empty columns.
+        return jnp.where(jnp.diag(~self.filled), square[0, 0], square)
 
 
 def block_krylov(

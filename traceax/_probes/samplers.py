@@ -433,7 +433,7 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
         return _rows(jax.random.normal, key, k, n, single)
 
     def chosen(draw: Callable[[Array], Array], keys: Array) -> Array:
-        always = jnp.max(jax.random.key_data(keys)) | 1 != 0
+        always = jnp.ravel(jax.random.key_data(keys))[0] | 1 != 0
         like = jax.eval_shape(draw, keys)
         return jax.lax.cond(always, draw, lambda _: jnp.zeros_like(like), keys)
 

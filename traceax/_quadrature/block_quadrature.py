@@ -36,7 +36,7 @@ quadrature error.
 **The order of the computation.** `levels_and_complements` makes T, T without its last
 blocks, and the N_i from a run. `spectrum_of` decomposes these matrices, adds Radau's rules,
 and evaluates f at all nodes. `Quadrature` has the weights of the nodes, and the standard
-error. `trace_from_space` puts them together.
+error. `trace_from_spectrum` puts them together.
 """
 
 from __future__ import annotations
@@ -138,16 +138,14 @@ def block_quadrature(
     """Estimate tr f(A) by a block Krylov run of `depth` blocks, which a meter shows."""
     how = {"meter": meter, "extend": subject.node is not None}
     space = block_krylov(subject.linear_map, probes, depth, **how)
-    return trace_from_space(space, subject)
+    levels, spaces = levels_and_complements(space, subject=subject)
+    return trace_from_spectrum(space, spectrum_of(space, levels, subject), spaces, subject)
 
 
-def trace_from_space(
-    space: BlockKrylov, subject: MatrixFunction, *, kept: int = 0
+def trace_from_spectrum(
+    space: BlockKrylov, spectrum: Spectrum, spaces: Complements, subject: MatrixFunction
 ) -> Outcome:
-    """Estimate tr f(A) from a space whose first `kept` starts are no probes. They are in
-    every S_i, which is independent of w_i as before."""
-    levels, spaces = levels_and_complements(space, kept=kept, subject=subject)
-    spectrum = spectrum_of(space, levels, subject)
+    """Estimate tr f(A) from a space, and the spectrum and the complements made of it."""
     rule = quadrature(spectrum, spaces.resphered())
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
     starts, num_steps = rule.matrix[None], max(5 * space.depth, 40)
@@ -170,13 +168,12 @@ def levels_and_complements(
     hermitian: bool = True,
     kept: int = 0,
 ) -> tuple[Inexact[Array, "levels m m"], Complements]:
-    """Return T at all of its levels, and the complements of the S_i."""
+    """Return T at all of its levels, and the complements of the S_i.
+
+    The first `kept` starts are no probes. They are in every S_i, which is independent of
+    w_i as before."""
     shape, bound = Shape(space.width, space.depth), subject.bound
-    rank, square = space.width * shape.inner, space.projection
-    if hermitian:
-        square = (square + square.conj().T) / 2
-    # A Rayleigh quotient fills the diagonal at empty columns.
-    square = jnp.where(jnp.diag(~space.filled), square[0, 0], square)
+    rank, square = space.width * shape.inner, space.completed(hermitian=hermitian)
     first, filled = square[:rank, :rank], space.filled[:rank]
     frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first, filled)
     spaces = complements(frame, filled, space.starts, len(space.basis), kept)
@@ -192,11 +189,14 @@ class Spectrum(NamedTuple):
     nodes: the sizes of f; its slopes, which are |f'| times the largest node; and its bends,
     which are how far noise moves the mean of f.
 
-    If the subject has a node, there are two rules for each level, Gauss's and Radau's, and
-    `radau` has the latter. All `nodes` end with the node, which Gauss's rule does not use.
+    `eigen` has the nodes that are eigenvalues of T, and `theta` the eigenvalues as they
+    were computed, at which f may be undefined. If the subject has a node, there are two
+    rules for each level, Gauss's and Radau's, and `radau` has the latter. All `nodes` end
+    with the node, which Gauss's rule does not use.
     """
 
     eigen: Eigen
+    theta: Float[Array, "levels m"]
     noise: Float[Array, "m m"]
     nodes: Float[Array, "rules w"]
     values: Inexact[Array, "rules p w"]
@@ -244,27 +244,26 @@ def spectrum_of(
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
     bounds = jnp.abs(values[0]), slopes.T, bends.T
-    spectrum = Spectrum(Eigen(nodes, eigen.vectors), noise, nodes, values, bounds)
+    known = Eigen(nodes, eigen.vectors), eigen.values
+    spectrum = Spectrum(*known, noise, nodes, values, bounds)
     if subject.node is None:
         return spectrum
-    floor = jnp.maximum(grain, own * largest)
-    return _with_radau(spectrum, space, subject, eigen, floor)
+    return _with_radau(spectrum, space, subject, jnp.maximum(grain, own * largest))
 
 
 def _with_radau(
     spectrum: Spectrum,
     space: BlockKrylov,
     subject: MatrixFunction,
-    eigen: Eigen,
     noise: Float[Array, "levels m"],
 ) -> Spectrum:
-    """Add Radau's rules, given the decompositions of T before any node was moved, and the
-    noise of its eigenvalues.
+    """Add Radau's rules, given the noise of the eigenvalues of T.
 
     If an eigenvalue of T lies on the other side of the node, the node is no bound, and f
     counts as undefined at it. `logdet` assumes a node without a tag, and relies on this.
     """
     node, fn, k = subject.node, subject.fn, space.width
+    eigen = Eigen(spectrum.theta, spectrum.eigen.vectors)
     assert node is not None
     assert space.more is not None
     basis, tall = space.more
@@ -285,7 +284,8 @@ def _with_radau(
     )
     sizes, slopes, bends = (jnp.pad(x, ((0, 0), (0, 1))) for x in spectrum.bounds)
     bounds = sizes, slopes, bends
-    return Spectrum(spectrum.eigen, spectrum.noise, nodes, values, bounds, rule, basis)
+    joined = {"nodes": nodes, "values": values, "bounds": bounds}
+    return spectrum._replace(**joined, radau=rule, basis=basis)
 
 
 # Neighbours of an eigenvalue, in their order, that have about the same noise.
