@@ -110,6 +110,9 @@ def test_the_guide_shows_every_example() -> None:
     assert files == {f"{name}_{side}" for name in LIBRARIES for side in ("ours", "theirs")}
 
 
+of_built_site = pytest.mark.xdist_group("built")  # one worker builds it
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="needs the extra `site`")
@@ -120,6 +123,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@of_built_site
 def test_the_built_site_fetches_nothing_and_draws_mathematics(built: Path) -> None:
     """Links may lead away; scripts, styles, fonts and pictures come with the site. An
     undrawn formula would have a single backslash; in strings of programs it is doubled."""
@@ -153,6 +157,7 @@ SHOWN = {
 
 
 @pytest.mark.slow
+@of_built_site
 @pytest.mark.parametrize("page", SHOWN, ids=lambda page: page or "index")
 def test_pages_of_the_built_site_show(built: Path, page: str) -> None:
     path = built / page
@@ -162,6 +167,7 @@ def test_pages_of_the_built_site_show(built: Path, page: str) -> None:
 
 
 @pytest.mark.slow
+@of_built_site
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_of_the_built_site(built: Path, path: Path) -> None:
     """Pictures have their alt texts, the notebook is offered, its first cell is hidden."""
@@ -181,6 +187,7 @@ def test_notebooks_of_the_built_site(built: Path, path: Path) -> None:
 
 
 @pytest.mark.slow
+@of_built_site
 def test_two_libraries_stand_side_by_side(built: Path) -> None:
     page = (built / "guide" / "coming_from" / "index.html").read_text()
     assert "beside:" not in page

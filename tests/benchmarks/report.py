@@ -76,6 +76,7 @@ SECTIONS = (
     Section("Losses beside loops by hand", "losses"),
     Section("Compilation, function by function", "compilation"),
     Section("First calls", "first_calls"),
+    Section("With the threads of LAPACK and with one", "threads"),
     Section("Memory of many long probes", "memory"),
     Section("On accelerators: float32 against float64, times and memory", "accelerator"),
 )

@@ -178,21 +178,20 @@ def test_a_krylov_space_is_unbiased_by_enumeration() -> None:
     other; also for operators whose Krylov space is exhausted at once."""
     signs = jnp.asarray(all_signs(15).reshape(-1, 3, 5))
     tangent = jnp.asarray(general(5))
+
+    def value(matrix: Any, z: Any) -> Any:
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        call = begin("trace", operator, KEY, 4, sampler=given(z))
+        method = "xnystrace with second matvecs"
+        return estimate_by_nystrom(call, method, fewest=4, mixed=False).value
+
+    @jax.jit
+    @partial(jax.vmap, in_axes=(0, None))
+    def both(z: Any, matrix: Any) -> Any:
+        return jax.jvp(lambda m: value(m, z), (matrix,), (tangent,))
+
     for eigenvalues in (np.arange(1.0, 6), [2.0] * 5, [3.0, 1, 1, 1, 1], [4.0, 0, 0, 0, 0]):
-        matrix = hermitian(np.array(eigenvalues))
-
-        def value(matrix: Any, z: Any) -> Any:
-            operator = lx.MatrixLinearOperator(matrix, PSD)
-            call = begin("trace", operator, KEY, 4, sampler=given(z))
-            got = estimate_by_nystrom(
-                call, "xnystrace with second matvecs", fewest=4, mixed=False
-            )
-            return got.value
-
-        def both(z: Any, matrix: Any = matrix) -> Any:
-            return jax.jvp(lambda m: value(m, z), (matrix,), (tangent,))
-
-        means = map(jnp.mean, jax.jit(jax.vmap(both))(signs))
+        means = map(jnp.mean, both(signs, hermitian(np.array(eigenvalues))))
         for mean, truth in zip(means, (sum(eigenvalues), jnp.trace(tangent)), strict=True):
             close(mean, truth, 1e-10, 10)
 

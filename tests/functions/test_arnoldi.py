@@ -208,7 +208,8 @@ SAMPLED = {
 COUNTS: dict[str, Any] = {"num_probes": 6, "num_steps": 10}
 
 
-@pytest.mark.parametrize("name", cases(SAMPLED, "decaying"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
 def test_intervals_and_mean_slopes(name: str) -> None:
     """Of three functions at once, over 60 keys; no worse than signs by themselves."""
     matrix = jnp.asarray(SAMPLED[name])

@@ -107,7 +107,8 @@ def test_other_dtypes(dtype: Any) -> None:
         return tx.logdet(function(s * matrix, PSD), KEY, BUDGET, shift=1e-2)
 
     def loss(s: Any) -> Any:
-        return value(s).value, value(s)
+        result = value(s)
+        return result.value, result
 
     slope, result = jax.jit(jax.grad(loss, has_aux=True))(1.0)
     assert result.value.dtype == np.finfo(dtype).dtype

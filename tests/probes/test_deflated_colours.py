@@ -60,10 +60,11 @@ def test_low_rank_is_exact(wrap: Any, turn: Any) -> None:
 @pytest.mark.parametrize("turn", [jnp.asarray, slow(phases)])
 def test_values_slopes_and_intervals(turn: Any) -> None:
     """In `MIDDLE` the colours of the sketch decide differently."""
-    for matrix in (MIDDLE, SMOOTH):
-        tangent = general(N) / N + jnp.eye(N)
+    tangent = general(N) / N + jnp.eye(N)
 
-        def run(key: Any, matrix: Any = matrix, tangent: Any = tangent) -> Any:
+    @jax.jit
+    def runs(matrix: Any) -> Any:
+        def run(key: Any) -> Any:
             def trace(t: Any) -> Any:
                 found = deflated(function(turn(matrix + t * tangent)), key)
                 return found.value.real, found.standard_error
@@ -71,7 +72,10 @@ def test_values_slopes_and_intervals(turn: Any) -> None:
             (value, error), (slope, _) = jax.jvp(trace, (0.0,), (1.0,))
             return value, error, slope
 
-        values, errors, slopes = jax.lax.map(jax.jit(run), jax.random.split(KEY, 300))
+        return jax.lax.map(run, jax.random.split(KEY, 300))
+
+    for matrix in (MIDDLE, SMOOTH):
+        values, errors, slopes = runs(jnp.asarray(matrix))
         truth = jnp.trace(matrix)
         assert is_unbiased(values, truth, 4)
         assert not is_unbiased(values + 0.02 * truth, truth, 4)

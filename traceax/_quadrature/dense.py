@@ -121,7 +121,7 @@ def radau(
     it is zero there, and such eigenvalues stay as they are, on either side of the node.
     """
     distance = side * (eigen.values - node)
-    is_apart = distance > 100 * noise
+    is_apart = distance > 10 * noise
     root = jnp.sqrt(jnp.abs(distance))
     divisor = jnp.where(is_apart, root, jnp.inf)
     coupling = over(side * dot(below, eigen.vectors), divisor[None, :])
