@@ -41,7 +41,7 @@ from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 from traceax._quadrature.block_quadrature import Shape, shape_for
-from traceax._quadrature.dense import Eigen, Radau, decompose, radau
+from traceax._quadrature.dense import Eigen, Radau, decompose, decompose_above, radau
 from traceax._quadrature.nodes import (
     Nodes,
     SplitRule,
@@ -388,7 +388,10 @@ def sample(
     if not isinstance(krylov, Krylov):
         krylov = lanczos(subject.linear_map, krylov.T, num_steps, **how)
     sizes = _sizes(num_steps, mixed=subject.node is not None)
-    found = decompose(by_sizes(krylov.projection, sizes))
+    (nodes, vectors), grain = decompose_above(
+        by_sizes(krylov.projection, sizes), subject.bound
+    )
+    found = Eigen(jnp.where(jnp.abs(nodes) <= 4 * grain, 0, nodes), vectors)
     eigen, moved = _in_domain(found, subject, krylov)
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
@@ -397,7 +400,8 @@ def sample(
     slopes = slopes_at(subject.fn, whole.values, moved[:, None])
     weights = jax.vmap(partial(node_weights, coefficients))(eigen)
     if subject.node is not None:
-        rule = _radau(found, krylov, sizes, subject, moved)
+        noise = 4 * grain + jax.lax.stop_gradient(krylov.noise)[None, :, None]
+        rule = _radau(found, krylov, sizes, subject, noise)
         of_rule = Eigen(rule.values, rule.vectors)
         ends = jax.vmap(partial(node_weights, coefficients))(of_rule)
         weights = weights_with_node(weights, ends)
@@ -445,7 +449,7 @@ def _radau(
     krylov: Krylov,
     sizes: list[int],
     subject: MatrixFunction,
-    moved: Float[Array, " N"],
+    noise: Float[Array, "levels N m"],
 ) -> Radau:
     """Decompose all projections with one more step, for every size and every probe."""
     m, node = krylov.projection.shape[1], subject.node
@@ -453,7 +457,6 @@ def _radau(
     padded = jnp.pad(krylov.projection, ((0, 0), (0, 1), (0, 0)))
     padded = padded.at[:, m, m - 1].set(krylov.below)
     below = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
-    noise = jnp.broadcast_to(moved[:, None], eigen.values.shape)
     # One loop over all sizes and probes compiles faster than two.
     every = jax.tree.map(_in_one_axis, (eigen, jnp.stack(below), noise))
 

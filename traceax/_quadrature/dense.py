@@ -53,8 +53,8 @@ def _decompose(matrix: Inexact[Array, "m m"]) -> Eigen:
 
 
 def decompose_above(
-    matrices: Inexact[Array, "levels m m"], bound: Float[Array, ""] | None
-) -> tuple[Eigen, Float[Array, "levels m"]]:
+    matrices: Inexact[Array, "*levels m m"], bound: Float[Array, ""] | None
+) -> tuple[Eigen, Float[Array, "*levels m"]]:
     """Return the decompositions, and how far rounding may have moved each eigenvalue. In
     single precision a lower bound of the spectrum lets small eigenvalues keep more digits,
     which is worth three times the time."""
@@ -62,10 +62,12 @@ def decompose_above(
     if bound is None or eps < FINE:
         eigen = decompose(matrices)
         return eigen, jnp.broadcast_to(eps * largest_of(eigen.values), eigen.values.shape)
-    identity = jnp.eye(matrices.shape[-1], dtype=matrices.dtype)
-    shifted = matrices - times(bound, identity)[None]
+    *batch, m, _ = matrices.shape
+    identity = jnp.eye(m, dtype=matrices.dtype)
+    shifted = matrices.reshape(-1, m, m) - times(bound, identity)[None]
     values, vectors, grain = jax.vmap(lapack.eigh_above)(shifted)
-    return Eigen(values + bound, vectors), grain
+    values, grain = (x.reshape(*batch, m) for x in (values + bound, grain))
+    return Eigen(values, vectors.reshape(*batch, m, m)), grain
 
 
 def largest_of(values: Float[Array, "... m"]) -> Float[Array, "... 1"]:
