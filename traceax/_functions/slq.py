@@ -391,6 +391,7 @@ def sample(
     (nodes, vectors), grain = decompose_above(
         by_sizes(krylov.projection, sizes), subject.bound
     )
+    # Eigenvalues at the level of rounding become zero, as in `decompose`.
     found = Eigen(jnp.where(jnp.abs(nodes) <= 4 * grain, 0, nodes), vectors)
     eigen, moved = _in_domain(found, subject, krylov)
     coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]

@@ -192,7 +192,7 @@ def _advance(
 def norm(vector: Inexact[Array, " n"]) -> Number:
     """Return |v|: its squares do not overflow, and its derivative at 0 is 0."""
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(vector)))
-    # A derivative is divided by the scale, which is not zero for this reason.
+    # Derivatives are divided by the scale, so it must not be zero.
     scale = jnp.maximum(largest, float(jnp.finfo(largest.dtype).tiny) ** 0.5)
     squares = jnp.sum(squared_modulus(over(vector, scale)))
     positive = squares > 0
