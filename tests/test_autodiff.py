@@ -96,7 +96,7 @@ def test_second_derivatives_of_a_quadratic(entry: Entry) -> None:
 
 @pytest.mark.parametrize(
     "transform",
-    [lambda f: f, slow(eqx.filter_jit), lambda f: eqx.filter_jit(jax.vmap(f))],
+    [lambda f: f, slow(eqx.filter_jit), slow(lambda f: eqx.filter_jit(jax.vmap(f)))],
     ids=["eager", "jit", "jit of vmap"],
 )
 def test_the_standard_error_has_no_derivative(transform: Any, request: Any) -> None:

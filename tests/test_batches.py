@@ -136,6 +136,7 @@ def test_batches_at_any_scale() -> None:
         close(parts.standard_error / scale, whole.standard_error, 1e-10)
 
 
+@pytest.mark.slow
 def test_a_gradient_holds_one_batch() -> None:
     """The compiler sets aside a few blocks of a batch, forwards and backwards; without
     batches it sets aside hundreds of vectors."""

@@ -93,7 +93,7 @@ def test_applications_are_counted_right(entry: Entry, tagged: bool) -> None:
     assert estimate.num_matvecs == cost * (budget // cost)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, slow(5)])
+@pytest.mark.parametrize("num_steps", [slow(0), 1, slow(5)])
 @pytest.mark.parametrize("tagged", [slow(False), True])
 def test_applications_of_others_are_counted_right(num_steps: int, tagged: bool) -> None:
     """The applications that measure the quadrature error are counted, too. An adaptive
@@ -131,6 +131,7 @@ def test_the_standard_error_of_one_sample_is_infinite(entry: Entry) -> None:
     assert jnp.all((low == -jnp.inf) & (high == jnp.inf))
 
 
+@pytest.mark.slow
 def test_negative_semidefinite() -> None:
     matrix = hermitian(spectrum("poly", 70))
     positive = lx.MatrixLinearOperator(matrix, PSD)

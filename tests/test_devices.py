@@ -52,6 +52,7 @@ def test_the_program_of_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
     assert slopes.startswith("(40000,) slopes")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_processes_agree_outside_of_jit(tmp_path: Path) -> None:
     """They print, stop and choose alike; a key that differs is an error, but only where
@@ -119,7 +120,7 @@ def test_blocks_stay_distributed(names: list[str], tmp_path: Path) -> None:
         assert seen["sharded"], name
 
 
-@pytest.mark.parametrize("name", cases(CALLS, "logdet", "divergence"))
+@pytest.mark.parametrize("name", cases(CALLS, "divergence"))
 def test_inside_of_shard_map(name: str) -> None:
     """Values and gradients are those outside. (One device has the types of many.)"""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
@@ -171,10 +172,10 @@ POINTS: dict[str, Any] = {
     "function": lambda p, key: tx.hutchinson_trace(as_function(p), key, 8),
     "gauss_newton": lambda p, key: tx.hutchinson_trace(as_gauss_newton(p), key, 8),
 }
-QUICK = ["diagonal, 16", "Jacobian"]
 
 
-@pytest.mark.parametrize("name", cases(POINTS, *QUICK))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POINTS)
 def test_points_inside_of_shard_map(name: str) -> None:
     """Closed over, whole, or cut; in `pmap` too, and checked for what varies, too."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))

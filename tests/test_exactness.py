@@ -139,7 +139,8 @@ def test_low_precision_is_sketched_in_float32(entry: Entry, dtype: Any) -> None:
         assert jnp.all(estimate.standard_error <= 100 * eps(dtype) * float(truth.max()))
 
 
-@pytest.mark.parametrize("sampler", [tx.rademacher, slow(tx.sphere)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", [tx.rademacher, tx.sphere])
 def test_a_kernel_that_is_semidefinite_up_to_rounding(sampler: Any) -> None:
     """A float32 kernel in float64: its rounding errors are symmetric."""
     points = np.random.default_rng(0).standard_normal((200, 2)).astype(np.float32)

@@ -235,7 +235,7 @@ def test_names_that_are_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="Windows has no such signals")
-@pytest.mark.parametrize("end", ["closed pipe", "interrupt"])
+@pytest.mark.parametrize("end", [slow("closed pipe"), "interrupt"])
 def test_it_ends_without_a_traceback(end: str) -> None:
     command = [sys.executable, "-u", "-m", "traceax"]
     with subprocess.Popen(command, stdout=-1, stderr=-1) as program:

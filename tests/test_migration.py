@@ -37,6 +37,7 @@ def agrees(found: dict[str, float]) -> None:
         assert abs(found[name] - TRUTH) < 0.02
 
 
+@pytest.mark.slow
 def test_the_new_program() -> None:
     scope: dict[str, Any] = {}
     with default_settings():

@@ -17,6 +17,7 @@ import scipy.sparse
 
 import traceax as tx
 from tests.calls import CALLS, MATRIX, WAYS
+from tests.helpers import cases
 from traceax._core.layout import inner_jaxprs
 
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -52,7 +53,7 @@ def total(call: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*CALLS, *cases(WAYS)])
 def test_own_products_are_exact(name: str) -> None:
     def both(matrix: Any) -> Any:
         estimate = EVERY[name](matrix, KEY)

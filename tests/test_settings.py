@@ -48,7 +48,7 @@ def test_no_estimator_escapes_the_tables() -> None:
     assert same == {*names(ALL + REST_ALL), *others}
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *cases(WAYS, "slq_trace, batched")])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *cases(WAYS)])
 def test_the_second_call_compiles_nothing(name: str) -> None:
     """Outside of `jax.jit`, with operators and functions made anew."""
     call = CALLS[name] if name in CALLS else WAYS[name]

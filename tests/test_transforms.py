@@ -13,7 +13,7 @@ from jax.experimental import checkify
 
 import traceax as tx
 from tests.calls import CALLS
-from tests.helpers import DRAWN, cases, close, python
+from tests.helpers import DRAWN, close, python
 from tests.matrices import hermitian, spectrum
 from tests.tables import ESTIMATORS, REST, Entry, each, flatten
 from tests.wrappers import PSD, function
@@ -151,7 +151,8 @@ def test_batches_of_lapack_calls_do_not_hang(name: str) -> None:
     assert python("-c", HANGS[name], XLA_FLAGS="") == "finished\n"
 
 
-@pytest.mark.parametrize("name", cases(CALLS, "trace", "frobenius_norm_squared"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
 def test_nothing_is_divided_by_zero(name: str) -> None:
     """Nor is NaN made where it is not used: `checkify` would report it."""
 

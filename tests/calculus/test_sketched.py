@@ -29,6 +29,7 @@ def exact(fn: Any, x: Any, args: Any = None) -> Any:
     return jnp.trace(jax.hessian(fn)(x, args))
 
 
+@pytest.mark.slow
 def test_what_the_sketch_spans_is_exact_value_slope_and_bar() -> None:
     """No random sign matters where the Hessian's rank is the sketch's width."""
     run = jax.jit(lambda x: tx.laplacian(low_rank, x, KEY, M))

@@ -92,7 +92,7 @@ def test_the_transpose_of_a_lower_triangle_is_an_upper_one() -> None:
     assert lx.has_unit_diagonal(transposed)
 
 
-@pytest.mark.parametrize("name", ["xtrace", "xdiag", slow("row_norms_squared")])
+@pytest.mark.parametrize("name", ["xtrace", slow("xdiag"), slow("row_norms_squared")])
 def test_estimates_and_slopes_are_those_of_the_matrix(name: str) -> None:
     """In the data, under jit and vmap; through the adjoint, too."""
     sparse = FORMATS["BCOO"](np.asarray(dense(complex)))
@@ -149,6 +149,7 @@ def test_sums_and_products_are_operators(compose: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_functions_of_it_know_its_pattern() -> None:
     """Of 2,500 dimensions, above what is factorised; also scaled and plus a diagonal."""
     step = diags([-1.0, 2.2, -1.0], offsets=[-1, 0, 1], shape=(50, 50))
@@ -195,6 +196,7 @@ def test_single_precision_at_any_scale() -> None:
         close(scaled.value / np.float32(scale), plain.value, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_matrix_without_entries() -> None:
     empty = tx.as_operator(scipy.sparse.csr_array((N, N)), tags=PSD)
     assert tx.trace(empty, KEY).value == 0
@@ -297,7 +299,7 @@ def test_a_complex_function_needs_a_complex_example() -> None:
     close(tx.trace(operator, KEY).value, 3j, 1e-14)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, complex, int])
+@pytest.mark.parametrize("dtype", [np.float32, slow(complex), slow(int)])
 def test_linear_operators_of_scipy(dtype: Any) -> None:
     """They are called once for a block, have a transpose, and are linear for JAX."""
     field = complex if dtype is complex else float

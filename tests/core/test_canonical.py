@@ -14,7 +14,7 @@ import pytest
 
 import traceax as tx
 from tests.calls import CALLS, MATRIX
-from tests.helpers import cases, close, compilations
+from tests.helpers import cases, close, compilations, slow
 from tests.matrices import general
 from tests.wrappers import PSD, function, matrix_free
 from traceax._core.canonical import compiled
@@ -164,7 +164,7 @@ def test_a_second_call_compiles_nothing(name: str) -> None:
     assert not seen
 
 
-@pytest.mark.parametrize("fn", [tx.row_norms_squared, tx.frobenius_norm_squared])
+@pytest.mark.parametrize("fn", [tx.row_norms_squared, slow(tx.frobenius_norm_squared)])
 def test_a_second_norm_of_an_operator_without_tags_compiles_nothing(fn: Any) -> None:
     """Its adjoint is a function that JAX makes anew."""
     fn(function(general(N)), KEY, 12)

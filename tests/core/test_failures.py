@@ -22,7 +22,7 @@ KEY = jax.random.key(3)
 
 # Most faults show in tracing. With these classes XTrace and XDiag are run, too.
 EXECUTED = ("PyTree", "Jacobian", "nested")
-QUICK = (("xtrace", "nested"), ("xtrace", "PyTree"), ("xdiag", "nested"))
+QUICK = (("xtrace", "PyTree"), ("xdiag", "nested"))
 
 
 def pairs(entries: list[Entry], kinds: Any, *dtypes: type) -> list[Any]:

@@ -38,6 +38,7 @@ def test_blocks_have_an_order_of_their_own_and_leaves_come_back() -> None:
     close(unflatten(column, SPACE))
 
 
+@pytest.mark.slow
 def test_entries_come_back_from_estimates() -> None:
     """Signs are exact for diagonal operators; stored and tagged ones are known."""
     operator = lx.FunctionLinearOperator(multiplied, SPACE, lx.symmetric_tag)

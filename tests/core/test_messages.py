@@ -15,7 +15,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.linalg import aslinearoperator
 
 import traceax
-from tests.helpers import refused
+from tests.helpers import refused, slow
 from tests.wrappers import matrix_free
 
 KEY = jax.random.key(3)
@@ -118,7 +118,7 @@ def test_shifts_that_are_no_numbers(shift: Any) -> None:
             call(*arguments, shift=shift)
 
 
-@pytest.mark.parametrize("throw", [True, False])
+@pytest.mark.parametrize("throw", [True, slow(False)])
 def test_solvers_that_do_not_converge(throw: bool) -> None:
     """The value and the gradient raise; with `throw=False` only the gradient."""
     matrix = jnp.diag(jnp.linspace(1.0, 100.0, 20)) + 0.1
@@ -159,6 +159,7 @@ def test_matrices_of_other_libraries(matrix: Any, library: str) -> None:
         rejected(TypeError, words, call, matrix, KEY)
 
 
+@pytest.mark.slow
 def test_integers_of_numpy_are_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The results hold Python's integers. (Annotations say `int`, and would complain.)"""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

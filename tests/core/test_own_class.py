@@ -62,7 +62,7 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", cases(CALLS, "trace", "xdiag"))
+@pytest.mark.parametrize("name", cases(CALLS, "xdiag"))
 def test_what_a_class_does_not_answer_is_no(name: str) -> None:
     """They raised lineax's NotImplementedError, one question after the other. In a sum and
     in a product lineax itself asks."""

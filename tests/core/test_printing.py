@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
+from tests.helpers import slow
 
 
 def estimate(value: Any, error: Any, num_matvecs: Any = 50) -> tx.Estimate:
@@ -95,7 +96,7 @@ def test_traced_and_abstract_estimates_print_their_fields() -> None:
     assert str(shaped).startswith("Estimate(")
 
 
-@pytest.mark.parametrize("num_matvecs", [60, 300])
+@pytest.mark.parametrize("num_matvecs", [slow(60), 300])
 def test_nan_says_why_and_where_the_way_out_is(num_matvecs: int) -> None:
     key = jax.random.key(0)
     indefinite = tx.as_operator(lambda v: jnp.linspace(-1, 2, 300) * v, 300)

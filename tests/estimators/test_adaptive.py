@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, refused
+from tests.helpers import close, refused, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.wrappers import PSD, function
 
@@ -121,7 +121,7 @@ def test_budgets() -> None:
     assert small.standard_error == 0
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, slow(1e30)])
 def test_any_scale(scale: float) -> None:
     matrix = hermitian(spectrum("poly", N), np.float32)
     run = jax.jit(lambda m: estimate(m, rtol=0.01, limit=32))
@@ -130,6 +130,7 @@ def test_any_scale(scale: float) -> None:
     assert scaled.num_matvecs == plain.num_matvecs
 
 
+@pytest.mark.slow
 def test_progress(capfd: pytest.CaptureFixture[str]) -> None:
     matrix = hermitian(spectrum("poly", N))
     meter = diffrax.TextProgressMeter()

@@ -11,7 +11,7 @@ import pytest
 
 import traceax as tx
 from tests.calls import CALLS, MATRIX
-from tests.helpers import close, slow
+from tests.helpers import close
 from tests.matrices import general, hermitian
 from tests.tables import flatten
 from tests.wrappers import two_leaves
@@ -41,7 +41,8 @@ def slope(
     return jax.grad(loss)(matrix)
 
 
-@pytest.mark.parametrize("estimator", [slow(estimate_by_xdiag), xdiag_or_hutchinson])
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", [estimate_by_xdiag, xdiag_or_hutchinson])
 def test_a_diagonal_is_read_leaf_by_leaf_and_as_a_trace(estimator: Estimator) -> None:
     """The same probes: values and slopes are sums of those of the diagonal."""
     matrix = hermitian(1 / np.arange(1.0, N + 1), float) + 0.1 * general(N, float)
@@ -60,6 +61,7 @@ DEGREES |= {"hutchinson_diagonal": 5, "xdiag": 5, "custom_trace": 5, "laplacian"
 DEGREES |= {"function_trace": 10 / 3, "slq_trace": 3 / 3, "function_diagonal": 3}
 
 
+@pytest.mark.slow
 def test_degrees_of_freedom() -> None:
     """One less than there are probes; of independent quadratic forms, which are skewed, a
     third of that, and of those of a Krylov space two thirds."""

@@ -109,6 +109,7 @@ def test_a_control_whose_forms_are_constant_is_not_used(dtype: Any, control: str
     close(got.standard_error, plain.standard_error, 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, float])
 def test_intervals_hold_and_are_narrower(dtype: Any) -> None:
     matrix = hermitian(1 / (1.0 + np.arange(N)), dtype)

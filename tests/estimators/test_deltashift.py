@@ -84,6 +84,7 @@ def test_no_bias_by_enumeration() -> None:
     close(jnp.mean(values), jnp.trace(now), 1e-12, float(jnp.max(jnp.abs(values))))
 
 
+@pytest.mark.slow
 def test_a_jump_is_forgotten() -> None:
     tracker = tx.deltashift(20)
     state = tracker.init(symmetric(1e6 * hermitian(spectrum("poly", N))), KEY)

@@ -52,7 +52,7 @@ def stacked(tree: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("general", complex),
+        slow("general", complex),
         ("psd", float),
         slow("general", float),
         slow("symmetric", float),
@@ -121,8 +121,9 @@ def test_unbiased_with_honest_bars_and_slopes(kind: str, budget: int) -> None:
     assert is_unbiased(slopes, moved)
 
 
-@pytest.mark.parametrize("kind", [slow("symmetric"), "general"])
-@pytest.mark.parametrize("budget", [slow(8), 20])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["symmetric", "general"])
+@pytest.mark.parametrize("budget", [8, 20])
 def test_a_leaf_of_one_entry_is_an_entry_of_the_diagonal(kind: str, budget: int) -> None:
     """From the same probes. The bar may be larger, by what sums have in common."""
     one = operator(matrices(kind) + jnp.eye(N), TAGS[kind])
@@ -142,13 +143,14 @@ def test_single_precision_at_any_scale(scale: float) -> None:
     close(stacked(scaled.standard_error) / factor, stacked(plain.standard_error), 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "budget"),
     [
-        slow("psd", 20),
-        slow("psd", 5),
-        slow("symmetric", 20),
-        slow("general", 4),
+        ("psd", 20),
+        ("psd", 5),
+        ("symmetric", 20),
+        ("general", 4),
         ("general", 8),
     ],
 )
@@ -179,7 +181,8 @@ def test_groups_of_exact_answers_and_slopes() -> None:
     close(slope, value, 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["psd", slow("general")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["psd", "general"])
 def test_intervals_of_groups_hold(kind: str) -> None:
     """Of the sum of all leaves, whose errors are correlated: over 400 keys."""
     decay = jnp.exp(-jnp.arange(N) / 25)
@@ -221,12 +224,14 @@ def test_bars_where_the_rank_is_the_number_of_probes(rest: float, tag: Any) -> N
         assert jnp.sqrt(jnp.mean(bar**2)) < 2.3 * jnp.sqrt(jnp.mean(error**2))
 
 
+@pytest.mark.slow
 def test_of_a_zero_operator_value_and_error_are_zero() -> None:
     estimate = tx.leaf_traces(operator(jnp.zeros((N, N)), PSD), KEY, 12)
     for part in (estimate.value, estimate.standard_error):
         assert jnp.all(stacked(part) == 0)
 
 
+@pytest.mark.slow
 def test_where_a_sketch_does_not_help_the_error_is_that_of_plain_probes() -> None:
     """A flat spectrum, 60 keys: 1.33 times that of 20 probes, XNysDiag's 2.8 times."""
     flat = operator(hermitian(np.linspace(1.0, 3.0, N), float), PSD)

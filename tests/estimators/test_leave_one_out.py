@@ -76,7 +76,7 @@ LOOPS: dict[str, tuple[Callable[..., tx.Estimate], Loop, int]] = {
 @pytest.mark.parametrize(
     ("dtype", "sampler"), [(float, tx.rademacher), (complex, tx.sphere)]
 )
-@pytest.mark.parametrize("k", [slow(1), 2, 7])
+@pytest.mark.parametrize("k", [slow(1), slow(2), 7])
 def test_leave_one_out(name: str, dtype: Any, sampler: Any, k: int) -> None:
     """Estimates equal those of the loop; the error is the jackknife's, recomputed from
     scratch without each probe in turn, but no less than what theory makes of residuals."""
@@ -131,7 +131,8 @@ def left_out_of_both(first: np.ndarray, rest: np.ndarray) -> Pairs:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sampler"), [(float, tx.rademacher), (float, tx.sphere), (complex, tx.sphere)]
+    ("dtype", "sampler"),
+    [slow(float, tx.rademacher), slow(float, tx.sphere), (complex, tx.sphere)],
 )
 def test_leave_one_out_of_a_krylov_space(dtype: Any, sampler: Any) -> None:
     n, m = 30, 13
@@ -152,8 +153,9 @@ def test_leave_one_out_of_a_krylov_space(dtype: Any, sampler: Any) -> None:
     close(got.standard_error, max(error, theory), 1e-9)
 
 
-@pytest.mark.parametrize("m", [slow(5), 13])
-@pytest.mark.parametrize("dtype", [slow(float), complex])
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [5, 13])
+@pytest.mark.parametrize("dtype", [float, complex])
 def test_leave_one_out_leaf_traces_in_a_krylov_space(dtype: Any, m: int) -> None:
     n, again = 70, m // 4 * (m >= 8)
     matrix = hermitian(spectrum("poly", n), dtype)
@@ -173,6 +175,7 @@ def test_leave_one_out_leaf_traces_in_a_krylov_space(dtype: Any, m: int) -> None
     close(got_error, error, 1e-8)
 
 
+@pytest.mark.slow
 def test_a_krylov_space_is_unbiased_by_enumeration() -> None:
     """Over all signs of three probes in five dimensions, many of which depend on each
     other; also for operators whose Krylov space is exhausted at once."""
@@ -366,18 +369,18 @@ def test_leave_one_out_row_norms(tagged: bool, dtype: Any, sampler: Any, k: int)
     ("name", "n", "budget", "count", "symmetric"),
     [
         ("hutchinson_trace", 5, 2, 2, False),
-        ("xtrace", 4, 2, 1, False),
+        slow("xtrace", 4, 2, 1, False),
         ("xtrace", 5, 4, 2, False),
         ("hutchpp_trace", 5, 3, 2, False),
         ("na_hutchpp_trace", 5, 4, 1, False),
-        ("xnystrace", 4, 1, 1, True),
+        slow("xnystrace", 4, 1, 1, True),
         ("xnystrace", 5, 2, 2, True),
         ("hutchinson_diagonal", 5, 2, 2, False),
         ("xdiag", 5, 4, 2, False),
-        ("xdiag", 5, 4, 2, True),
+        slow("xdiag", 5, 4, 2, True),
         ("xnysdiag", 5, 2, 2, True),
         ("diagpp", 5, 3, 2, False),
-        ("diagpp", 5, 3, 2, True),
+        slow("diagpp", 5, 3, 2, True),
         ("row_norms_squared", 5, 3, 1, False),
         ("row_norms_squared", 5, 4, 2, True),
         ("frobenius_norm_squared", 5, 4, 2, False),

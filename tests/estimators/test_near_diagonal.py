@@ -74,8 +74,9 @@ def test_forms_against_a_loop_and_as_blocks(dtype: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("again", [0, slow(1)])
-@pytest.mark.parametrize("dtype", [float, slow(complex)])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [0, 1])
+@pytest.mark.parametrize("dtype", [float, complex])
 def test_the_mean_over_all_probes_of_a_semidefinite_operator(
     again: int, dtype: Any
 ) -> None:
@@ -157,7 +158,8 @@ def test_more_budget_is_no_cliff(what: str, kind: str, budget: int, dtype: Any) 
     assert chosen[1] > 0.88
 
 
-@pytest.mark.parametrize("directions", [10, slow(12), slow(50)])
+@pytest.mark.slow
+@pytest.mark.parametrize("directions", [10, 12, 50])
 def test_laplacians_of_nearly_separable_functions(directions: int) -> None:
     """The error was 4,000 to 15,000 times that of signs."""
     x = jax.random.uniform(jax.random.key(0), (N,), minval=-1, maxval=1)
@@ -173,8 +175,9 @@ def test_laplacians_of_nearly_separable_functions(directions: int) -> None:
     assert error(None) < 1.6 * error(tx.rademacher)
 
 
-@pytest.mark.parametrize("name", ["trace", slow("frobenius_norm_squared")])
-@pytest.mark.parametrize("large", [1e8, slow(1e4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["trace", "frobenius_norm_squared"])
+@pytest.mark.parametrize("large", [1e8, 1e4])
 def test_one_large_eigenvalue_in_single_precision(name: str, large: float) -> None:
     """Over 1 in a diagonal matrix and, for the trace, in a full one. Errors were up to 58 %
     of the norm and 3 % of the trace."""

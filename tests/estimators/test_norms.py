@@ -76,6 +76,7 @@ def test_exact_from_the_smaller_side(shape: tuple[int, int]) -> None:
     assert tx.row_norms_squared(operator, KEY, 39).num_matvecs == 39
 
 
+@pytest.mark.slow
 def test_rows_are_the_leaves_of_the_output() -> None:
     """From a pytree to another of other shapes and precision."""
     matrix = low_rank(40, 70, 8, float)
@@ -95,6 +96,7 @@ def test_rows_are_the_leaves_of_the_output() -> None:
     close(tx.frobenius_norm_squared(operator, KEY, 33).value, truth.sum(), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(100_000, 6), (6, 100_000)])
 def test_probes_are_those_of_the_smaller_space(shape: tuple[int, int]) -> None:
     """In the larger one they would be signs."""
@@ -104,6 +106,7 @@ def test_probes_are_those_of_the_smaller_space(shape: tuple[int, int]) -> None:
     assert norm().value != norm(sampler=tx.rademacher).value
 
 
+@pytest.mark.slow
 def test_a_tangent_inside() -> None:
     """Its tags promise nothing, but the Gram operator is semidefinite all the same."""
     matrix, direction = general(70, complex), general(70, complex, seed=1)

@@ -56,7 +56,8 @@ def test_a_band_is_exact(dtype: Any, hermitian: bool) -> None:
     close(slope, at(tangent, CHAIN), 1e-12)
 
 
-@pytest.mark.parametrize("repeats", [1, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [1, 3])
 def test_an_inverse_with_honest_bars(repeats: int) -> None:
     """Neighbours' covariances of a field: over keys unbiased, with intervals that hold."""
     inverse = np.linalg.inv(GRID.toarray())
@@ -73,6 +74,7 @@ def test_an_inverse_with_honest_bars(repeats: int) -> None:
     assert jnp.mean(jnp.std(values, axis=0)) < 0.06 * jnp.mean(truth)
 
 
+@pytest.mark.slow
 def test_the_order_is_that_of_the_pattern() -> None:
     rows, columns = GRID.coords
     shuffled = np.random.default_rng(0).permutation(rows.size)
@@ -143,6 +145,7 @@ def test_in_loops_and_batches_without_leaks() -> None:
     close(values[1], want, 1e-10)
 
 
+@pytest.mark.slow
 def test_padding_has_no_entries() -> None:
     matrix = jnp.asarray(GRID.toarray())
     padded = BCOO.fromdense(matrix, nse=GRID.nnz + 3)

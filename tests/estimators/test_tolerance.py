@@ -43,6 +43,7 @@ def test_it_stops_where_two_errors_fit() -> None:
     assert sum(fake.sizes) < 400  # one run of 100 is enough
 
 
+@pytest.mark.slow
 def test_an_error_that_falls_fast_gets_larger_runs_and_a_slow_one_more_runs() -> None:
     fast, slow = Fake(order=1.5), Fake(order=0.25)
     for fake in (fast, slow):
@@ -109,6 +110,7 @@ def test_nan_ends_the_search(place: str) -> None:
     assert found.num_matvecs == 32 + 64
 
 
+@pytest.mark.slow
 def test_norms_of_diagonals_and_pytrees() -> None:
     """The tolerance is for all entries together."""
     matrix = hermitian(spectrum("poly", 200))
@@ -127,6 +129,7 @@ def test_norms_of_diagonals_and_pytrees() -> None:
     assert 2 * jnp.linalg.norm(found.standard_error["a"]) <= 0.1
 
 
+@pytest.mark.slow
 def test_several_runs_are_what_pool_makes_of_them() -> None:
     """Value, error and its part by quadrature, also of complex numbers."""
     runs = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, is_unbiased, over_keys, slow
+from tests.helpers import cases, close, contains, is_unbiased, over_keys
 from tests.matrices import general, hermitian, numbers, remainder
 from tests.wrappers import function
 from traceax._core.operator import LinearMap
@@ -45,7 +45,7 @@ MATRICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", cases(MATRICES, "complex", "Jordan, n"))
+@pytest.mark.parametrize("name", cases(MATRICES, "Jordan, n"))
 def test_exact_from_n_applications(name: str) -> None:
     """Values, prices and derivatives, forward and reverse; half of the digits, and more
     here, where there is no basis of eigenvectors."""
@@ -70,6 +70,7 @@ def test_exact_from_n_applications(name: str) -> None:
         close(jax.jit(slope(lambda t: value(t)[0]))(0.0), want, digits, scale)
 
 
+@pytest.mark.slow
 def test_what_fn_depends_on() -> None:
     matrix = MATRICES["general"]
 
@@ -143,7 +144,8 @@ def by_projectors(probes: np.ndarray, matrix: np.ndarray, resphered: bool) -> An
     return average
 
 
-@pytest.mark.parametrize(("dtype", "resphered"), [(float, True), slow(complex, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "resphered"), [(float, True), (complex, False)])
 def test_readings_against_explicit_projectors(dtype: Any, resphered: bool) -> None:
     """Of a cubic polynomial and of its derivative, for which quadrature is exact."""
     n = 30

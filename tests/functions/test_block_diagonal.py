@@ -56,7 +56,8 @@ def subject_of(matrix: Any, fn: Any) -> MatrixFunction:
 run_block = partial(block_diagonal, depth=SHAPE.depth)
 
 
-@pytest.mark.parametrize("dtype", [float, slow(complex)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [float, complex])
 def test_polynomials_have_no_quadrature_error(dtype: Any) -> None:
     """Up to degree d - q: then f(A) itself may stand in the definition, and not beyond."""
     matrix = hermitian(np.linspace(-1, 2, SMALL), dtype)
@@ -113,6 +114,7 @@ def decaying(x: Any) -> Any:
     return 1 / (x + 0.05)
 
 
+@pytest.mark.slow
 def test_it_is_unbiased_and_its_intervals_hold() -> None:
     """Intervals half as wide do not, and a value 2 % off is seen."""
     operator, fn = function(DECAY), scalar_function("test", decaying, jnp.dtype(float))[0]
@@ -172,6 +174,7 @@ def test_derivatives_are_unbiased(matrix: Any) -> None:
     assert 0.7 < np.mean(entries**2) ** 0.5 < 1.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_probes", "num_steps"), [(1, 6), (6, 1)])
 def test_one_probe_or_step_cannot_tell(num_probes: int, num_steps: int) -> None:
     estimate = tx.function_diagonal(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, is_unbiased, over_keys, refused, slow
+from tests.helpers import close, is_unbiased, over_keys, refused
 from tests.wrappers import function
 
 KEY = jax.random.key(3)
@@ -38,6 +38,7 @@ def estimate(key: Any, budget: int = 240, matrix: Any = SYSTEM, **how: Any) -> t
     return tx.arnoldi_trace(operator, jnp.log, key, budget, **how)
 
 
+@pytest.mark.slow
 def test_blocks_are_exact() -> None:
     """No two dimensions of one colour are connected, and the steps exhaust each block."""
     block = np.array([[2.0, 1.0, 0.0], [0.5, 3.0, 1.0], [0.0, 0.2, 2.0]])
@@ -49,7 +50,8 @@ def test_blocks_are_exact() -> None:
     assert found.num_matvecs <= 140
 
 
-@pytest.mark.parametrize("budget", [slow(60), 120, slow(240)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [60, 120, 240])
 def test_colours_are_far_better_than_none(budget: int) -> None:
     coloured, plain = estimate(KEY, budget), estimate(KEY, budget, pattern=None)
     assert "colours" in coloured.method
@@ -101,6 +103,7 @@ def test_derivatives_are_those_of_the_estimate() -> None:
     close(jax.jvp(lambda r: value(r, 0.1), (0.8,), (1.0,))[1], got[0], 1e-9)
 
 
+@pytest.mark.slow
 def test_complex_operators_and_values() -> None:
     matrix = SYSTEM + 0.3j * np.diag(np.linspace(0, 1, N)) + 0.1j * WEIGHTS
     found = estimate(KEY, 240, matrix)
@@ -110,6 +113,7 @@ def test_complex_operators_and_values() -> None:
     close(found.value.imag, phases, 4 * float(found.standard_error) / abs(phases))
 
 
+@pytest.mark.slow
 def test_the_sign_of_a_determinant() -> None:
     """The phase over pi is the number of negative eigenvalues: exact from n matvecs, known
     if one lies alone, and not if there are many."""

@@ -39,7 +39,7 @@ TRACES: dict[str, Callable[..., tx.Estimate]] = {
     "function_trace": left_out,
     "arnoldi_trace": arnoldi,
 }
-every_trace = pytest.mark.parametrize("name", TRACES)
+every_trace = pytest.mark.parametrize("name", cases(TRACES, "slq_trace", "function_trace"))
 
 
 def spectral(matrix: Any, fn: Any) -> Any:
@@ -111,6 +111,7 @@ def test_arnoldi_is_unbiased_by_enumeration() -> None:
     close(slope, np.trace(np.linalg.solve(matrix, direction + np.eye(n))), 1e-11)
 
 
+@pytest.mark.slow
 def test_second_derivatives_out_of_an_exhausted_space() -> None:
     """A multiple of I keeps every probe in one dimension; its derivative does not."""
     direction = hermitian(np.linspace(-1, 1, N))
@@ -218,9 +219,7 @@ LOGARITHMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("stored", [False, slow(True)])
-@pytest.mark.parametrize(
-    "name", cases(LOGARITHMS, "slq_trace", "function_diagonal", "logdet", "inv_quad")
-)
+@pytest.mark.parametrize("name", cases(LOGARITHMS, "slq_trace", "logdet"))
 def test_what_is_not_defined_is_visible(name: str, stored: bool) -> None:
     """NaN, never a finite wrong number: an indefinite operator under the logarithm, and one
     that is not Hermitian; infinite or NaN where the operator is singular."""
@@ -313,6 +312,7 @@ def test_the_density_s_own_grid(n: int) -> None:
     close(slope(None), slope(grid), 1e-8)
 
 
+@pytest.mark.slow
 def test_spectral_density_of_a_known_spectrum() -> None:
     """Wasserstein's distance is below 2 % of the range; Gaussians alone make 0.3 %."""
     n = 300

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, over_keys, refused
+from tests.helpers import close, contains, over_keys, refused
 from tests.matrices import hermitian
 from tests.wrappers import PSD, function, matrix_free
 
@@ -56,6 +56,7 @@ def test_second_derivatives_in_a_scale(matrix: Any, want: float) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_shifts_share_a_run() -> None:
     """Fifty of them, each in its interval, with gradients in all."""
     shifts = jnp.geomspace(0.1, 10.0, 50)
@@ -72,6 +73,7 @@ def test_shifts_share_a_run() -> None:
     np.testing.assert_allclose(slopes, inverse, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_shift_decides_what_is_positive_definite() -> None:
     """One that is too small for the negative eigenvalues, and one that is not."""
     eigenvalues = np.linspace(-1, 1, N)
@@ -81,6 +83,7 @@ def test_a_shift_decides_what_is_positive_definite() -> None:
     assert contains(enough, np.log(eigenvalues + 1.5).sum(), 0.999)
 
 
+@pytest.mark.slow
 def test_low_rank_and_multiples_of_the_identity() -> None:
     """The space is exhausted: exact, with its gradient, without NaN."""
     low_rank = hermitian((np.arange(N) < 5) * (3.0 + np.arange(N)))
@@ -98,7 +101,8 @@ def test_low_rank_and_multiples_of_the_identity() -> None:
         close(slopes[1], jnp.sum(1 / (eigenvalues + 0.1)), 1e-8)
 
 
-@pytest.mark.parametrize("dtype", cases([np.float32, np.complex128], "complex128"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_other_dtypes(dtype: Any) -> None:
     matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2, dtype)
     want = float(np.log(1 / (1.0 + np.arange(N)) ** 2 + 1e-2).sum())
@@ -118,6 +122,7 @@ def test_other_dtypes(dtype: Any) -> None:
     np.testing.assert_allclose(slope, (eigenvalues / (eigenvalues + 1e-2)).sum(), rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_free_of_scale(scale: float) -> None:
     matrix = hermitian(1 / (1.0 + np.arange(N)) ** 2, np.float32)
@@ -131,6 +136,7 @@ def test_free_of_scale(scale: float) -> None:
     close(float(value(factor)) - N * np.log(scale), value(np.float32(1)), 1e-3)
 
 
+@pytest.mark.slow
 def test_an_eigenvalue_as_often_as_there_are_probes() -> None:
     """15 probes, 15 times 2.5: rounding decides whether the space is one direction larger,
     which all complements share. Errors are 2.2, bars once were up to 1e5."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, contains, over_keys, slow
+from tests.helpers import close, contains, over_keys
 from tests.probes.helpers import grid, laplacian
 from tests.wrappers import function
 
@@ -17,7 +17,8 @@ PATTERN = grid(12, 11)
 PRECISION = jnp.asarray(laplacian(PATTERN)) + 0.3 * jnp.eye(132)
 
 
-@pytest.mark.parametrize("dtype", [float, slow(complex)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [float, complex])
 def test_what_colours_keep_apart_is_exact(dtype: Any) -> None:
     """A cube reaches three steps, and two steps of Lanczos integrate it: the value and the
     slopes in the operator and in the function are exact, and the error bar is rounding."""
@@ -54,6 +55,7 @@ def test_a_combination_has_the_error_of_its_parts() -> None:
     close(slope, jnp.trace(jnp.linalg.inv(PRECISION)), 0.05)
 
 
+@pytest.mark.slow
 def test_repeats_are_the_same_in_batches() -> None:
     """Two repeats or more have an error bar from their spread, colour by colour."""
     sampler = tx.probing(PATTERN, num_colours=8)
@@ -66,6 +68,7 @@ def test_repeats_are_the_same_in_batches() -> None:
     assert whole.degrees_of_freedom == pytest.approx(8 * 2 / 3)
 
 
+@pytest.mark.slow
 def test_patterns_that_are_too_dense_are_left() -> None:
     """Where colours cannot keep two steps apart, the estimate is that without a pattern."""
     dense = np.ones((132, 132))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, slow
+from tests.helpers import cases, close, contains
 from tests.wrappers import PSD, function
 
 KEY = jax.random.key(11)
@@ -23,8 +23,9 @@ def truth(matrix: Any, p: Any) -> Any:
     return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False) ** p) ** (1 / p)
 
 
-@pytest.mark.parametrize("p", [slow(1.0), 3.0])
-@pytest.mark.parametrize("shape", [slow((90, 150)), (150, 90)])
+@pytest.mark.slow
+@pytest.mark.parametrize("p", [1.0, 3.0])
+@pytest.mark.parametrize("shape", [(90, 150), (150, 90)])
 def test_rectangular(shape: tuple[int, int], p: float) -> None:
     """With derivatives in the operator and in p."""
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=shape))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, over_keys
+from tests.helpers import over_keys, slow
 from tests.wrappers import PSD, function, matrix_free
 
 N = 96
@@ -47,7 +47,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fn", cases(FUNCTIONS, "x log x"))
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", FUNCTIONS)
 def test_bars_are_finite_where_values_are(fn: str) -> None:
     """The slope at 0 is infinite; what zero is uncertain by is rounding all the same."""
     f = FUNCTIONS[fn]
@@ -102,6 +103,7 @@ def exact_answers(matrix: Any) -> dict[str, tx.Estimate]:
     }
 
 
+@pytest.mark.slow
 def test_the_error_of_an_exact_answer_includes_the_asymmetry() -> None:
     """It is the distance from the answers for the matrices of either triangle."""
     exact, asymmetric = map(exact_answers, (skewed(0), skewed(1e-4)))
@@ -122,7 +124,7 @@ def test_an_exact_answer_for_a_matrix_that_is_not_hermitian_is_nan() -> None:
         assert "is not Hermitian" in str(estimate)
 
 
-@pytest.mark.parametrize("num_matvecs", [60, N])
+@pytest.mark.parametrize("num_matvecs", [slow(60), N])
 def test_the_log_determinant_of_a_singular_gauss_newton_matrix(num_matvecs: int) -> None:
     """It has the same answer from a Krylov space and from a factorisation."""
     jacobian = jnp.asarray(np.random.default_rng(0).normal(size=(20, N)))
@@ -139,6 +141,7 @@ def test_a_clearly_indefinite_matrix_has_no_log_determinant() -> None:
     assert jnp.isnan(tx.logdet(operator, jax.random.key(0)).value)
 
 
+@pytest.mark.slow
 def test_batches_of_asymmetric_matrices() -> None:
     """Each has its own error, under jit and vmap."""
     matrices = jnp.stack([skewed(0), skewed(1e-4), skewed(1.0)])

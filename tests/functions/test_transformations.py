@@ -17,7 +17,7 @@ OTHERS = [name for name in REACHED if name not in names(ALL + REST_ALL)]
 EXECUTED = ("slq_trace", "laplacian", "function_trace", "arnoldi_trace", "leaf_traces")
 
 
-@pytest.mark.parametrize("name", cases(OTHERS, "slq_trace", "laplacian"))
+@pytest.mark.parametrize("name", cases(OTHERS, "laplacian"))
 def test_a_loop_in_a_batch_with_a_gradient(name: str) -> None:
     """A while loop around the estimate, and the gradient of a scan, in a batch of scales
     and keys, without leaks. A batch is the loop over what is in it. The zero cotangents

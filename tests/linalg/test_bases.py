@@ -77,7 +77,8 @@ def test_a_basis_of_any_block(method: str, name: str) -> None:
 DTYPES = [np.float32, np.complex64, np.complex128]
 
 
-@pytest.mark.parametrize("dtype", cases(DTYPES, "complex64"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_other_dtypes(dtype: Any) -> None:
     left, right, normal = factors(ROWS["randomised"])
     phases = np.exp(1j * normal) if np.issubdtype(dtype, np.complexfloating) else 1

@@ -55,6 +55,7 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
         close(basis @ result.remainders[i], remainder, 1e-7, size)
 
 
+@pytest.mark.slow
 def test_one_start_leaves_nothing() -> None:
     matrix = hermitian(SPECTRA["many"])
     block = numbers((N, 1))

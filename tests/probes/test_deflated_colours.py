@@ -36,8 +36,9 @@ def by_colours(operator: Any, key: Any = KEY) -> tx.Estimate:
     return tx.hutchinson_trace(operator, key, M, sampler=SAMPLER)
 
 
-@pytest.mark.parametrize("matrix", [RIGID, slow(RIGID + 0.1 * general(N) * FIELD)])
-@pytest.mark.parametrize("turn", [jnp.asarray, slow(phases)])
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", [RIGID, RIGID + 0.1 * general(N) * FIELD])
+@pytest.mark.parametrize("turn", [jnp.asarray, phases])
 def test_what_decays_is_probed_as_without_a_sketch(matrix: Any, turn: Any) -> None:
     operator = function(turn(matrix))
     found, plain = deflated(operator), by_colours(operator)
@@ -46,7 +47,7 @@ def test_what_decays_is_probed_as_without_a_sketch(matrix: Any, turn: Any) -> No
     close((found.value, found.standard_error), (plain.value, plain.standard_error), 1e-13)
 
 
-@pytest.mark.parametrize("wrap", [function, two_leaves])
+@pytest.mark.parametrize("wrap", [function, slow(two_leaves)])
 @pytest.mark.parametrize("turn", [jnp.asarray, slow(phases)])
 def test_low_rank_is_exact(wrap: Any, turn: Any) -> None:
     """Also for two leaves, whose probes are in another order than the pattern."""
@@ -83,6 +84,7 @@ def test_values_slopes_and_intervals(turn: Any) -> None:
         assert jnp.mean(abs(values - truth) < 2.57 * errors) > 0.9
 
 
+@pytest.mark.slow
 def test_low_modes_cost_less_than_by_colours() -> None:
     def errors(key: Any) -> Any:
         operator, truth = function(SMOOTH, PSD), jnp.trace(SMOOTH)

@@ -146,6 +146,7 @@ def test_functions_share(counts: Callable[[], Counts]) -> None:
     assert counts() == (4, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_traced_calls_share(counts: Callable[[], Counts]) -> None:
     pattern, matrix = scipy.sparse.csr_array(MATRIX), jnp.asarray(MATRIX)
 
@@ -164,6 +165,7 @@ def test_traced_calls_share(counts: Callable[[], Counts]) -> None:
     assert counts() == (3, 1, 1, 1)
 
 
+@pytest.mark.slow
 def test_the_own_pattern_is_not_read(counts: Callable[[], Counts]) -> None:
     """Of an operator that is too large to be factorised; shared with other calls."""
     side = 46

@@ -142,7 +142,8 @@ def test_intervals_hold(matrix: Any, pattern: Any, widest: float, repeats: int) 
     assert shortened < 0.9
 
 
-@pytest.mark.parametrize("estimate", cases(ESTIMATES, "hutchinson_diagonal"))
+@pytest.mark.slow
+@pytest.mark.parametrize("estimate", ESTIMATES)
 def test_a_band_of_its_own_pattern_has_no_error(estimate: Any) -> None:
     """Also if it is not symmetric: A_ab and A_ba are each seen exactly, and differ. Four
     colours of a chain keep three steps apart."""
@@ -211,7 +212,8 @@ def test_without_edges_the_error_is_infinite() -> None:
     assert neighbourhood_of(tx.probing(np.eye(5)), space) is None
 
 
-@pytest.mark.parametrize("repeats", [1, slow(3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("repeats", [1, 3])
 def test_scale_changes_nothing(repeats: int) -> None:
     sampler = tx.probing(FIELD, power=3)
     single = jnp.asarray(resolvent(FIELD, 0.5), jnp.float32)
@@ -241,7 +243,8 @@ def test_each_colour_has_a_spread_of_its_own() -> None:
 # The automatic choices.
 
 
-@pytest.mark.parametrize("automatic", cases([tx.diagonal, tx.trace], "diagonal"))
+@pytest.mark.slow
+@pytest.mark.parametrize("automatic", [tx.diagonal, tx.trace])
 def test_probing_is_chosen_if_colours_keep_three_steps_apart(automatic: Any) -> None:
     field = jnp.asarray(resolvent(FIELD, 1.0))
     operator = function(field, PSD)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, given, refused, slow
+from tests.helpers import cases, close, given, refused
 from tests.matrices import general, hermitian
 from tests.wrappers import PSD, function
 
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[int, Estimator]] = {
 }
 
 
-@pytest.mark.parametrize("name", [slow(n) if n[0] in "rf" else n for n in CASES])
+@pytest.mark.parametrize("name", cases(CASES, "hutchinson_trace", "xtrace"))
 def test_a_key_and_a_sampler_mean_the_same_probes_everywhere(name: str) -> None:
     """Those that the sampler draws when it is called."""
     count, estimator = CASES[name]
@@ -73,7 +73,8 @@ def mirrored(key: Any, structure: Any, num_probes: int) -> Any:
     return -tx.sphere(key, structure, num_probes)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, slow(float), slow(complex)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, float, complex])
 def test_a_rotation_invariant_sampler_is_resphered(dtype: Any) -> None:
     """So multiples of I are exact; with a plain function they are not."""
     operator = function(3 * jnp.eye(N, dtype=dtype), PSD)

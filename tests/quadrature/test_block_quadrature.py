@@ -26,7 +26,8 @@ def probes(dtype: Any) -> Any:
     return tx.sphere(KEY, jax.ShapeDtypeStruct((N,), dtype), SHAPE.width).T
 
 
-@pytest.mark.parametrize("dtype", [slow(float), complex])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [float, complex])
 def test_polynomials_are_as_defined(dtype: Any) -> None:
     """Up to degree 2 (d - q) + 1 there is no quadrature error in it."""
     matrix = hermitian(np.linspace(-1, 2, N), dtype)
@@ -54,7 +55,7 @@ def test_polynomials_are_as_defined(dtype: Any) -> None:
     ("largest", "dtype", "theta", "seed"),
     [
         (0, float, np.linspace(-1, 2, N), 0),
-        (1, float, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 2),
+        slow(1, float, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 2),
         (2, float, np.append(np.ones(N - 9), np.linspace(20, 40, 9)), 0),
         slow(1, complex, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 1),
     ],
@@ -85,6 +86,7 @@ def test_error_bars_are_as_defined(largest: int, dtype: Any, theta: Any, seed: i
     close(run(block).standard_error[0], errors[largest], 1e-6)
 
 
+@pytest.mark.slow
 def test_as_many_directions_as_probes() -> None:
     """If eight eigenvalues are equal, and eight probes share them, all samples are low
     together in most runs. The interval holds in at least 95 % of 200 runs in single
@@ -100,6 +102,7 @@ def test_as_many_directions_as_probes() -> None:
     assert held.mean() > 0.95
 
 
+@pytest.mark.slow
 def test_unbiased() -> None:
     """Value and gradient of a function that quadrature has exactly, over many keys."""
     matrix = hermitian(1 / np.arange(1.0, N + 1))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, given, is_unbiased, refused, slow
+from tests.helpers import cases, close, given, is_unbiased, refused
 from tests.matrices import hermitian
 from tests.wrappers import EVERY, function, matrix_free, part_of
 from traceax._quadrature.scalar import softening
@@ -142,7 +142,8 @@ def of_pair(t: Any) -> Any:
     return [2 * t["a"] - t["b"][1], jnp.real(phase * t["b"][0]) + t["a"], 1j * t["b"][0]]
 
 
-@pytest.mark.parametrize("name", ["slq_trace", slow("function_trace")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["slq_trace", "function_trace"])
 def test_linear_combinations_are_those_of_functions(name: str) -> None:
     """The value and all that is in the error bar; the Jacobian of a linear combination
     is no approximation, and there is no bias."""
@@ -246,6 +247,7 @@ def test_combinations_that_hold_parameters(name: str) -> None:
         close(slope, difference, 1e-6)
 
 
+@pytest.mark.slow
 def test_results_may_be_of_any_structure() -> None:
     estimate = block(function(smooth()), jnp.exp, Power(2))
     assert jax.tree.map(jnp.shape, estimate.value) == {"power": (), "shape": ((2,),)}

@@ -33,7 +33,7 @@ def roughness(n: int) -> Any:
 
 
 @pytest.mark.parametrize("side", [1, -1])
-@pytest.mark.parametrize("dtype", [float, complex, np.float32])
+@pytest.mark.parametrize("dtype", [slow(float), slow(complex), np.float32])
 def test_the_longer_projection_is_as_defined(dtype: Any, side: int) -> None:
     """Its corner makes the node an eigenvalue as often as a block has columns."""
     node, k = -0.5 * side, 3
@@ -117,9 +117,8 @@ def test_the_truth_lies_between_both_rules(name: str) -> None:
     assert error < 3 * bar < 3 * (high - low)
 
 
-@pytest.mark.parametrize(
-    "run", [slow("function_trace"), "slq_trace", slow("function_diagonal")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["function_trace", "slq_trace", "function_diagonal"])
 def test_negative_operators_are_as_good_as_positive_ones(run: str) -> None:
     matrix = 100 * roughness(N)
     counts = {"num_probes": 4, "num_steps": 6}
@@ -133,6 +132,7 @@ def test_negative_operators_are_as_good_as_positive_ones(run: str) -> None:
     close(one.standard_error, other.standard_error, 1e-6, 1.0)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_no_bound_is_dropped() -> None:
     """An untagged operator with an eigenvalue below zero: it is Gauss's rule alone."""
     spectrum = np.append(np.linspace(0, 2, N - 1), -0.5)
@@ -142,6 +142,7 @@ def test_a_node_that_is_no_bound_is_dropped() -> None:
     close(value, plain(num_probes=5, num_steps=6).value, 1e-12)
 
 
+@pytest.mark.slow
 def test_the_slope_along_the_operator_itself_is_a_trace() -> None:
     """d tr f(c A)/dc = tr A f'(A) has no error of its own: x f' is a multiple of f."""
     operator = applied(100 * roughness(N))

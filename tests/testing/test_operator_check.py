@@ -23,7 +23,7 @@ SYMMETRIC = hermitian(1.0 + np.arange(N))
 PSD, NSD = lx.positive_semidefinite_tag, lx.negative_semidefinite_tag
 
 
-@pytest.mark.parametrize("kind", cases(EVERY, "Matrix", "PyTree"))
+@pytest.mark.parametrize("kind", cases(EVERY, "Matrix"))
 def test_every_class_is_right(kind: str) -> None:
     check_operator(EVERY[kind](general(N, complex)), KEY)
 
