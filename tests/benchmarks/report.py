@@ -56,6 +56,7 @@ SECTIONS = (
     Section("Diagonals and norms: error and coverage", "diagonals"),
     Section("Sparse inverses: probes that know the graph", "probing"),
     Section("Functions of a matrix: error and coverage", "spectra --keys 100"),
+    Section("Functions of a matrix in single precision", "spectra --single --keys 100"),
     Section("Log-determinants of kernels, and their gradients", "functions logdet"),
     Section("Functions of a matrix beside rivals since 2025", "rivals"),
     Section("Noisy matvecs and single precision", "noise"),

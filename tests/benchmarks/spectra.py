@@ -1,8 +1,8 @@
 """Functions of matrices over spectra of all kinds: errors, and error bars.
 
 `python -m tests.benchmarks.spectra [--matvecs 240] [--keys 20] [--shape WIDTH DEPTH]
-[--diagonal] [NAME ...]`, from the root of the repository; float64, some ten minutes. For
-each function of a spectrum:
+[--diagonal | --single] [NAME ...]`, from the root of the repository; float64, some ten
+minutes. For each function of a spectrum:
 
 - *error*: of `function_trace`, relative, root mean square over the keys;
 - *slope*: the same of its derivative in c at c = 0, of A + c I;
@@ -16,6 +16,9 @@ how `function_trace` spends its matvecs: so its shapes were chosen.
 
 `--diagonal`: the same of `function_diagonal`, over all entries, the eigenvectors random;
 beside it, in the place of *slq*, `xdiag` of f(A) by Lanczos of as many steps.
+
+`--single`: `function_trace` and `slq_trace` of 20 steps, in float32. Beside each error is
+that of the same keys in float64 (*double*). The truth is that of the rounded spectrum.
 """
 
 import argparse
@@ -149,9 +152,16 @@ def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
     return block_trace(call, subject, structure, shape)
 
 
-def errors(case: Case, estimator: Callable[..., tx.Estimate], keys: Array) -> Array:
+def errors(
+    case: Case,
+    estimator: Callable[..., tx.Estimate],
+    keys: Array,
+    dtype: Any = float,
+    *,
+    with_slope: bool = True,
+) -> Array:
     """Value, standard error, ends of the interval, and slope for each key."""
-    diagonal = jnp.asarray(case.spectrum, float)
+    diagonal = jnp.asarray(case.spectrum, dtype)
     structure = jax.ShapeDtypeStruct(diagonal.shape, diagonal.dtype)
     tags = lx.positive_semidefinite_tag if np.min(case.spectrum) >= 0 else ()
 
@@ -161,7 +171,8 @@ def errors(case: Case, estimator: Callable[..., tx.Estimate], keys: Array) -> Ar
         return result.value, result
 
     def one(key: Array) -> Array:
-        slope, result = jax.grad(shifted, has_aux=True)(jnp.zeros(()), key)
+        run = jax.grad(shifted, has_aux=True) if with_slope else shifted
+        slope, result = run(jnp.zeros((), dtype), key)
         ends = result.interval(0.95)
         return jnp.stack([result.value, result.standard_error, *ends, slope])
 
@@ -185,6 +196,29 @@ def row(case: Case, mine: Callable[..., tx.Estimate], budget: int, keys: Array) 
     z = rms / jnp.sqrt(jnp.mean(claimed**2))
     sizes = f"{rms / abs(truth):>10.1e}{off / abs(steep):>10.1e}{plain / abs(truth):>10.1e}"
     return f"{sizes}{z:>7.2f}{held:>7.1%}"
+
+
+def single_row(case: Case, budget: int, keys: Array) -> str:
+    case = case._replace(spectrum=case.spectrum.astype(np.float32))
+    truth = jnp.sum(jax.vmap(case.fn)(jnp.asarray(case.spectrum, float)))
+    counts = {"num_probes": budget // 20, "num_steps": 20}
+    line = ""
+    for estimator in (
+        partial(tx.function_trace, num_matvecs=budget),
+        partial(tx.slq_trace, **counts),
+    ):
+        double, found = (
+            errors(case, estimator, keys, dtype, with_slope=False).astype(float)
+            for dtype in (float, jnp.float32)
+        )
+        value, claimed, low, high, _ = found
+        ours, theirs = (jnp.sqrt(jnp.mean((x - truth) ** 2)) for x in (value, double[0]))
+        z = ours / jnp.sqrt(jnp.mean(claimed**2))
+        held = jnp.mean((low <= truth) & (truth <= high))
+        line += (
+            f"{ours / abs(truth):>10.1e}{theirs / abs(truth):>10.1e}{z:>7.2f}{held:>7.1%}"
+        )
+    return line
 
 
 def with_vectors(spectrum: Spectrum) -> tuple[Array, Array]:
@@ -225,18 +259,26 @@ if __name__ == "__main__":
     parser.add_argument("--keys", type=int, default=20)
     parser.add_argument("--shape", type=int, nargs=2)
     parser.add_argument("--diagonal", action="store_true")
+    parser.add_argument("--single", action="store_true")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     chosen = Shape(*options.shape) if options.shape else shape_for(options.matvecs)
     print(f"{chosen.width} x {chosen.depth}, {chosen.inner}; {options.keys} keys.\n")
     beside = ["xdiag"] if options.diagonal else ["slope", "slq"]
+    beside = ["double"] if options.single else beside
     columns = "".join(f"{word:>10}" for word in ["error", *beside])
-    print(f"{'':<30}{columns}{'z':>7}{'held':>7}")
+    columns += f"{'z':>7}{'held':>7}"
+    if options.single:
+        print(f"{'':<30}{'function_trace':>34}{'slq_trace':>34}")
+        columns *= 2
+    print(f"{'':<30}{columns}")
     for name, case in (kernels() | graphs() | decays() | tortures()).items():
         if not options.names or any(part in name for part in options.names):
             seeds = jax.random.split(jax.random.key(7), options.keys)
             if options.diagonal:
                 line = diagonal_row(case, chosen, seeds)
+            elif options.single:
+                line = single_row(case, options.matvecs, seeds)
             else:
                 line = row(case, partial(forced, chosen), options.matvecs, seeds)
             print(f"{name:<30}{line}", flush=True)
