@@ -156,9 +156,10 @@ def test_a_kernel_that_is_semidefinite_up_to_rounding(sampler: Any) -> None:
 SIGNS = 2 * (np.arange(70) % 2) - 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "eigenvalues",
-    [np.full(70, -1.0), slow(SIGNS), slow(np.maximum(SIGNS, -0.5))],
+    [np.full(70, -1.0), SIGNS, np.maximum(SIGNS, -0.5)],
     ids=["negative", "traceless", "half as deep"],
 )
 def test_a_tag_that_is_clearly_wrong_gives_nan(eigenvalues: Any) -> None:

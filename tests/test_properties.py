@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import pytest
 
 import traceax as tx
 from tests.helpers import close
@@ -58,7 +59,8 @@ def drawn(draw: Any, *, semidefinite: bool) -> Case:
     return Case(operator, dense, key, budget)
 
 
-@each(ESTIMATORS, "xtrace")
+@pytest.mark.slow
+@each(ESTIMATORS)
 @hypothesis.given(data=st.data())
 def test_exact_at_full_budget_and_within_budget(entry: Entry, data: st.DataObject) -> None:
     """And the same key gives the same answer."""

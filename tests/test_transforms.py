@@ -26,7 +26,8 @@ def estimate(entry: Entry, matrix: Any, key: Any = KEY) -> tx.Estimate:
     return entry.of(function(matrix), key, BUDGET)
 
 
-@each([ESTIMATORS[-1], REST[2]], "xnystrace")
+@pytest.mark.slow
+@each([ESTIMATORS[-1], REST[2]])
 def test_vmap_is_a_loop(entry: Entry) -> None:
     """Also through the transformations of Equinox and `jax.checkpoint`."""
     matrices = jnp.stack([entry.matrix(N, seed=seed) for seed in range(2)])

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import pytest
 from jax.flatten_util import ravel_pytree
 
 import traceax as tx
@@ -123,6 +124,7 @@ def squares(outputs: Any, args: Any) -> Any:
     return jnp.sum(jnp.log1p(outputs**2))
 
 
+@pytest.mark.slow
 def test_reverse_mode_alone_is_enough() -> None:
     """With jac="bwd" a custom VJP gives the matrices of plain code, and their slopes."""
     v, key = jnp.linspace(-1.0, 1.0, 8), jax.random.key(0)

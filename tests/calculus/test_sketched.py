@@ -169,6 +169,7 @@ def exact_divergence(x: Any, args: Any) -> Any:
     return jnp.trace(jax.jacobian(decaying)(x, args))
 
 
+@pytest.mark.slow
 def test_a_divergence_is_sketched_from_twelve_products_on() -> None:
     def both(m: int, **how: Any) -> bool:
         got = tx.divergence(decaying, POINT, KEY, m, args=1.0, **how).value

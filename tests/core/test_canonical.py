@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.calls import CALLS, MATRIX
+from tests.calls import CALLS, MATRIX, WAYS
 from tests.helpers import cases, close, compilations, slow
 from tests.matrices import general
 from tests.wrappers import PSD, function, matrix_free
@@ -154,13 +154,14 @@ def test_tags_and_layouts_are_kept() -> None:
         assert layout_tag(by_application(one, application(one))) == layout
 
 
-@pytest.mark.parametrize("name", cases(CALLS, "xtrace"))
+@pytest.mark.parametrize("name", cases(CALLS | WAYS, "xtrace", "slq_trace"))
 def test_a_second_call_compiles_nothing(name: str) -> None:
     """With other numbers, another key, and functions that are made anew."""
-    CALLS[name](MATRIX, KEY)
+    call = (CALLS | WAYS)[name]
+    call(MATRIX, KEY)
     other, key = 2 * MATRIX, jax.random.key(1)
     with compilations() as seen:
-        CALLS[name](other, key)
+        call(other, key)
     assert not seen
 
 

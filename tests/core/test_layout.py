@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import sparse
 
 import traceax as tx
-from tests.helpers import cases, close, slow
+from tests.helpers import close, slow
 from tests.wrappers import matrix_free
 from traceax._core import layout
 from traceax._core.operator import LinearMap, layout_tag
@@ -71,7 +71,8 @@ def test_shifts_and_scattered_entries_of_small_blocks_are_a_batch() -> None:
     assert not loops(sparsely, 3000)
 
 
-@pytest.mark.parametrize("wish", cases(tx.Layout, "ROWS"))
+@pytest.mark.slow
+@pytest.mark.parametrize("wish", list(tx.Layout))
 def test_numbers_are_the_same(wish: tx.Layout) -> None:
     """Values, errors and gradients, also of stored matrices."""
     matrix = jax.random.normal(KEY, (60, 60)) + 5 * jnp.eye(60)

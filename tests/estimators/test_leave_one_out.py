@@ -130,9 +130,10 @@ def left_out_of_both(first: np.ndarray, rest: np.ndarray) -> Pairs:
     return of_first + [(first, others) for others, _ in left_out(rest)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "sampler"),
-    [slow(float, tx.rademacher), slow(float, tx.sphere), (complex, tx.sphere)],
+    [(float, tx.rademacher), (float, tx.sphere), (complex, tx.sphere)],
 )
 def test_leave_one_out_of_a_krylov_space(dtype: Any, sampler: Any) -> None:
     n, m = 30, 13

@@ -10,7 +10,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, contains, refused, slow
+from tests.helpers import close, contains, refused
 from tests.matrices import general
 from tests.tables import row_norms
 from tests.wrappers import function, matrix_free
@@ -23,9 +23,10 @@ def low_rank(p: int, n: int, rank: int, dtype: Any) -> Any:
     return left[:p, :rank] @ right[:rank, :n]
 
 
-SPACES = [slow("float32", (40, 70)), ("complex128", (70, 40))]
+SPACES = [("float32", (40, 70)), ("complex128", (70, 40))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "shape"), SPACES)
 def test_rectangular(shape: tuple[int, int], dtype: Any) -> None:
     """Exact below the sketch's rank, honest above it, differentiable, real."""

@@ -108,15 +108,16 @@ def read(outcome: Any, maps: Any) -> Any:
     return jnp.stack(promoted(outcome.value, *(outcome.readout(m) for m in maps)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "kind", "dtype"),
     [
         ("trace", "general", complex),
-        slow("trace", "general", float),
-        slow("diagonal", "general", complex),
-        slow("diagonal", "general", float),
-        slow("diagonal", "semidefinite", float),
-        slow("diagonal", "semidefinite", complex),
+        ("trace", "general", float),
+        ("diagonal", "general", complex),
+        ("diagonal", "general", float),
+        ("diagonal", "semidefinite", float),
+        ("diagonal", "semidefinite", complex),
     ],
 )
 def test_the_mean_over_all_probes_and_choices(

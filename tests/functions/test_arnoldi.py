@@ -121,7 +121,8 @@ def test_exact_across_a_branch_cut(negative: int) -> None:
     close(root, np.sum(np.sqrt(np.maximum(eigenvalues, 0))), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", cases([np.float32, np.complex64], "complex64"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_exact_in_single_precision(dtype: Any) -> None:
     matrix = jnp.asarray(MATRICES["complex"] if dtype == np.complex64 else jordan(2))
     single = matrix.astype(dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, refused, slow
+from tests.helpers import close, contains, refused, slow
 from tests.matrices import hermitian
 from tests.matrices import numbers as normal_numbers
 from tests.wrappers import EVERY, PSD, function, matrix_free, part_of, two_leaves
@@ -188,7 +188,8 @@ def test_diagonal_shifts() -> None:
 EXACT = ["Matrix", "small", "whole budget", "Diagonal"]
 
 
-@pytest.mark.parametrize("kind", cases(EXACT, "Diagonal"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXACT)
 def test_exact_where_exact_is_cheap(kind: str) -> None:
     n, make = 20 if kind == "small" else N, EVERY.get(kind, function)
     matrix = part_of(kind, kernel(jnp.asarray(0.0))[:n, :n])
@@ -291,6 +292,7 @@ def test_singular_matrices() -> None:
     assert exact.inv_quad.value == -exact.logdet.value == jnp.inf
 
 
+@pytest.mark.slow
 def test_singular_and_empty() -> None:
     """Zero, a multiple of I, rank 5; nothing on the right-hand side."""
     y = numbers(N)
@@ -306,7 +308,8 @@ def test_singular_and_empty() -> None:
     assert jnp.all(nothing.solution == 0)
 
 
-@pytest.mark.parametrize("scale", [1e-25, slow(1e25)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_single_precision_at_any_scale(scale: float) -> None:
     """The condition is 1000."""
     factor = np.float32(scale)

@@ -117,6 +117,7 @@ def test_the_error_of_an_exact_answer_includes_the_asymmetry() -> None:
         assert jnp.allclose(estimate.standard_error, distance, rtol=1e-6), name
 
 
+@pytest.mark.slow
 def test_an_exact_answer_for_a_matrix_that_is_not_hermitian_is_nan() -> None:
     for name, estimate in exact_answers(skewed(1.0)).items():
         assert jnp.all(jnp.isnan(estimate.value)), name

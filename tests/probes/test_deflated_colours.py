@@ -58,7 +58,8 @@ def test_low_rank_is_exact(wrap: Any, turn: Any) -> None:
     assert found.standard_error < 1e-9 * N
 
 
-@pytest.mark.parametrize("turn", [jnp.asarray, slow(phases)])
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", [jnp.asarray, phases])
 def test_values_slopes_and_intervals(turn: Any) -> None:
     """In `MIDDLE` the colours of the sketch decide differently."""
     tangent = general(N) / N + jnp.eye(N)
