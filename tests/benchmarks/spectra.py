@@ -19,7 +19,7 @@ beside it, in the place of *slq*, `xdiag` of f(A) by Lanczos of as many steps.
 
 `--single`: `function_trace` and `slq_trace` of 20 steps, in float32, of dense matrices with
 random eigenvectors. Beside each error is that of the same keys in float64 (*double*). The
-truth is that of the rounded matrix. It is NaN where rounding makes eigenvalues negative.
+truth is that of the rounded matrix.
 """
 
 import argparse
