@@ -17,9 +17,9 @@ how `function_trace` spends its matvecs: so its shapes were chosen.
 `--diagonal`: the same of `function_diagonal`, over all entries, the eigenvectors random;
 beside it, in the place of *slq*, `xdiag` of f(A) by Lanczos of as many steps.
 
-`--single`: `function_trace` and `slq_trace` of 20 steps, in float32, of dense matrices with
-random eigenvectors. Beside each error is that of the same keys in float64 (*double*). The
-truth is that of the rounded matrix.
+`--single`: `function_trace`, and `slq_trace` with 20 steps, of float32 matrices with random
+eigenvectors. *double* is the error of the same runs in float64. The truth is computed from
+the rounded matrix.
 """
 
 import argparse
