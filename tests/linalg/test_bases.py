@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close
+from tests.helpers import cases, close, slow
 from tests.wrappers import PSD, matrix_free
-from traceax._linalg.basis import downdate, orthonormalise
+from traceax._linalg.basis import downdate, orthonormalise, pivoted_qr
 from traceax._linalg.columns import times
 
 K = 20
@@ -91,6 +91,31 @@ def test_other_dtypes(dtype: Any) -> None:
         assert gap < 400 * np.finfo(dtype).eps
         error = jnp.max(jnp.abs(block - times(basis.scale, q) @ basis.factor))
         assert error < 400 * np.finfo(dtype).eps * basis.scale
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(float), slow(np.complex64), complex])
+def test_the_directions_above_noise(dtype: Any) -> None:
+    """The first two columns differ by noise, so a decomposition without pivots has noise
+    for its second direction. The last two rows stay as they are."""
+    draw = np.random.default_rng(0)
+    p, k, rank = 12, 6, 4
+    signal, mixed, noise = (draw.normal(size=s) for s in ((p, rank), (rank, k), (p, k)))
+    if np.issubdtype(dtype, np.complexfloating):
+        signal, noise = signal * (1 + 1j), noise * np.exp(1j * noise)
+    mixed[:, 1] = mixed[:, 0]
+    block = 1e3 * signal @ mixed + 0.01 * noise
+    block[-2:] = 0
+    decompose = jax.jit(pivoted_qr)
+    for most, expected in ((p - 1, rank), (3, 3)):
+        most = jnp.asarray(float(most), jnp.finfo(dtype).dtype)
+        turn, count = (np.asarray(x) for x in decompose(jnp.asarray(block, dtype), most))
+        assert count == expected
+        assert turn.dtype == dtype
+        rounding = 30 * np.finfo(dtype).eps
+        close(turn.conj().T @ turn, np.eye(p), rounding, 1)
+        close(turn[-2:], np.eye(p)[-2:], rounding, 1)
+        left = np.linalg.norm(turn[:, rank:].conj().T @ block, axis=0)
+        assert (left < 1).all() == (expected == rank)
 
 
 def test_nan_and_infinity_stay_visible() -> None:

@@ -37,6 +37,7 @@ from traceax._linalg.columns import (
     dot,
     largest_modulus,
     over,
+    squared_modulus,
     times,
 )
 
@@ -158,13 +159,43 @@ def _hash(index: Any) -> UInt32[Any, "..."]:
     return (bits ^ (bits >> 15)) | 1
 
 
-def random_rotation(k: int, dtype: jnp.dtype) -> Square:
-    """Return a rotation that depends on k alone, so it is independent of every block.
+def pivoted_qr(
+    block: Inexact[Array, "p k"], most: Float[Array, ""]
+) -> tuple[Inexact[Array, "p p"], Float[Array, ""]]:
+    """Return the unitary matrix of a QR decomposition with column pivoting, and how many of
+    its columns, but no more than `most`, span the block up to columns of length 1.
 
-    It is a constant of the program. (Hartley's transform fails on graded columns.)
+    Each reflection maps the longest column that is left to the next coordinate. Without
+    pivoting this column may be nothing but noise while a later one still has a direction of
+    the range. (A random rotation of the columns makes this rare, but not impossible: of a
+    range of 5 directions, all 3e4 times as long as the noise, one was lost in one of 1,500
+    blocks.) Coordinates in which the block is zero do not change.
     """
-    normal = np.random.default_rng(k).normal(size=(k, k))
-    return jnp.asarray(np.linalg.qr(normal)[0], dtype)
+    p, k = block.shape
+    index = jnp.arange(p, dtype=most.dtype)
+
+    def step(_: Array | int, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        rows, turn, taken = state
+        column = rows[jnp.argmax(jnp.sum(squared_modulus(rows), axis=1))]
+        length = jnp.sqrt(jnp.sum(squared_modulus(column)))
+        is_next = index == taken
+        head = jnp.sum(jnp.where(is_next, column, 0))
+        size = jnp.abs(head)
+        phase = jnp.where(size > 0, over(head, jnp.where(size > 0, size, 1)), 1)
+        goes_on = (length > 1) & (taken < most)
+        # The reflection is I - scaled column*.
+        column = jnp.where(is_next, head + times(length, phase), column)
+        scaled = times(jnp.where(goes_on, 1 / (length * (length + size)), 0), column)
+        rows = rows - dot(rows, scaled.conj())[:, None] * column[None, :]
+        turn = turn - dot(turn, column)[:, None] * scaled.conj()[None, :]
+        return (
+            jnp.where(is_next[None, :], 0, rows),
+            turn,
+            jnp.where(goes_on, taken + 1, taken),
+        )
+
+    start = block.T, jnp.eye(p, dtype=block.dtype), jnp.zeros_like(most)
+    return jax.lax.fori_loop(0, k, step, start)[1:]
 
 
 def extend(

@@ -25,8 +25,9 @@ columns s that S_i received last; at first they are the other starts. A step is
     [new s, new N_i] = [E, N_i] U.            (3)
 
 The V of (1) lies in the span of S_i, N_i and the next block E of coordinates. So all that
-is new to S_i in it has the k + q coordinates [E, N_i]* V. Their complete QR decomposition
-(2) puts the new directions first, and (3) hands these to S_i and leaves the others in N_i.
+is new to S_i in it has the k + q coordinates [E, N_i]* V. Their QR decomposition
+(2) has the new directions in its first columns, as its pivots are the longest columns that
+are left, and (3) hands these to S_i and leaves the others in N_i.
 Each step multiplies by another rotation, and orthogonalises nothing again, so the N_i are
 orthonormal to rounding however small the residuals are.
 
@@ -49,13 +50,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import approximate_svd, random_rotation, square_roots
+from traceax._linalg.basis import approximate_svd, pivoted_qr, square_roots
 from traceax._linalg.columns import (
     column_norms_squared,
     dot,
     largest_modulus,
     over,
-    row_norms_squared,
     squared_modulus,
     summed,
     times,
@@ -555,12 +555,8 @@ def _add_block(
     added = exists[:, None] & (count + index[:k, None] == index[None, :])
     extended = extended + dot(rows.conj().T, added.astype(new.dtype))
     count = count + jnp.sum(exists, dtype=count.dtype)
-    new = dot(new, random_rotation(k, new.dtype))
-    # The reflections of QR do not change columns that do not exist.
-    turn, triangle = lapack.complete_qr(dot(extended.conj().T, new))
     # S_i is never all of K, so the last column stays in N_i.
-    inside = (row_norms_squared(triangle) > 1) & (index < count - 1)
-    taken = index.size - jnp.max(jnp.where(inside, 0, index.size - index))
+    turn, taken = pivoted_qr(dot(extended.conj().T, new), count - 1)
     latest = dot(extended, jnp.where(index[None, :] < taken, turn, 0)[:, :k])
     count = count - taken
     stays = (index[:, None] == index[None, :] + taken) & (index[None, :] < count)

@@ -47,7 +47,6 @@ def one_by_one(decompose: Decomposition) -> Decomposition:
 
 # Each takes and returns the same as its namesake in `jnp.linalg`, but as a plain tuple.
 qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
-complete_qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block, mode="complete")))
 svd = one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
 eigh = one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
 eig = one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
