@@ -85,24 +85,33 @@ def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Arr
 
 @one_by_one
 def eigh_above(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
-    """Decompose a matrix that should be positive definite.
+    """Decompose a matrix that should be positive semidefinite.
 
     Return its eigenvalues, its eigenvectors, and how far rounding may have moved each
     eigenvalue. `eigh` moves each one by eps times the largest. The squares of the singular
     values of a Cholesky factor are moved by eps times the geometric mean of the largest and
-    themselves, so small ones keep twice as many digits. A matrix that has no Cholesky
-    factor is left to `eigh`.
+    themselves, so small ones keep twice as many digits. A matrix that rounding made
+    indefinite is lifted by a few rounding errors of its trace, which its eigenvalues then
+    lose again. So even the smallest ones are moved by much less than by `eigh`, to which a
+    matrix is left that has no Cholesky factor even so.
     """
     eps = float(jnp.finfo(shifted.dtype).eps)
-    factor = jnp.linalg.cholesky(shifted, symmetrize_input=False)
+    identity = jnp.eye(len(shifted), dtype=shifted.dtype)
+    lift = 10 * eps * jnp.sum(jnp.abs(jnp.diagonal(shifted)))
+    plain, lifted = (
+        jnp.linalg.cholesky(matrix, symmetrize_input=False)
+        for matrix in (shifted, shifted + lift.astype(identity.dtype) * identity)
+    )
+    is_definite = jnp.all(jnp.isfinite(plain))
+    factor, lift = jnp.where(is_definite, plain, lifted), jnp.where(is_definite, 0, lift)
     exists = jnp.all(jnp.isfinite(factor))
     # A batch on a GPU computes both branches, so the factor must be finite.
-    factor = jnp.where(exists, factor, jnp.eye(len(factor), dtype=factor.dtype))
+    factor = jnp.where(exists, factor, identity)
 
     def from_factor() -> tuple[Array, Array, Array]:
         vectors, roots, _ = jnp.linalg.svd(factor, full_matrices=False)
         vectors, roots = vectors[:, ::-1], roots[::-1]
-        return roots**2, vectors, 2 * eps * roots[-1] * roots
+        return roots**2 - lift, vectors, 2 * eps * roots[-1] * roots
 
     def from_matrix() -> tuple[Array, Array, Array]:
         values, vectors = jnp.linalg.eigh(shifted)
