@@ -185,7 +185,8 @@ def pivoted_qr(
         goes_on = (length > 1) & (taken < most)
         # The reflection is I - scaled column*.
         column = jnp.where(is_next, head + times(length, phase), column)
-        scaled = times(jnp.where(goes_on, 1 / (length * (length + size)), 0), column)
+        scale = jnp.where(goes_on, length * (length + size), 1)
+        scaled = jnp.where(goes_on, over(column, scale), 0)
         rows = rows - dot(rows, scaled.conj())[:, None] * column[None, :]
         turn = turn - dot(turn, column)[:, None] * scaled.conj()[None, :]
         return (
