@@ -394,12 +394,11 @@ class Frame(NamedTuple):
     """The coordinates in which T is applied.
 
     The rows of `axes` are the coordinates of the columns of Z. They are None if those are
-    the coordinates themselves. `square` is T in them, divided by its largest entry: a
-    matrix, or a vector if it is diagonal.
+    the coordinates themselves. `square` is T in them, divided by its largest entry.
     """
 
     axes: OnSpace | None
-    square: Inexact[Array, "..."]
+    square: OnSpace
 
     @property
     def rows(self) -> OnSpace:
@@ -420,18 +419,16 @@ class Frame(NamedTuple):
     def apply(self, block: Inexact[Array, "r k"]) -> Inexact[Array, "r k"]:
         """Return T times a block, each column in units of the size at which it is noise.
 
-        No terms cancel in eigenvectors, so rounding errors are as small as the image there.
-        The columns may differ by orders of magnitude.
+        Along its eigenvectors no terms cancel, so rounding errors are as small as the image
+        there. The columns may differ by orders of magnitude.
         """
-        eps = float(jnp.finfo(block.dtype).eps)
-        if self.square.ndim == 1:
-            # Each block is orthogonal to the one before to several tens of eps.
-            image = times(self.square[:, None], block)
-            noise = 100 * eps * jnp.sqrt(column_norms_squared(image))[None, :]
+        eps, image = float(jnp.finfo(block.dtype).eps), dot(self.square, block)
+        lengths = jnp.sqrt(column_norms_squared(image))
+        if self.axes is None:
+            noise = eps**0.5 * jnp.max(lengths) + 100 * eps * len(block) ** 0.5
         else:
-            image = dot(self.square, block)
-            longest = jnp.sqrt(jnp.max(column_norms_squared(image)))
-            noise = eps**0.5 * longest + 100 * eps * len(block) ** 0.5
+            # Each block is orthogonal to the one before to several tens of eps.
+            noise = 100 * eps * lengths[None, :]
         return over(image, jnp.where(noise > 0, noise, 1))
 
 
@@ -442,13 +439,20 @@ def plain_frame(projection: OnSpace, filled: Filled) -> Frame:
 
 
 def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None) -> Frame:
-    """Return the eigenvectors of T in single precision, the coordinates of Z in double.
+    """Return eigenvectors in single precision, the coordinates of Z in double.
 
     The columns s that S_i received last are short of the dominant directions, but only to
     rounding. What this leaves of them is multiplied by the largest eigenvalues. In the
     coordinates of Z it would spread over all starts, and S_i would no longer be independent
     of w_i. In eigenvectors it stays in the dominant directions, which are in S_i. `bound`
     is a lower bound of the spectrum; it makes small eigenvalues more accurate.
+
+    T is not Hermitian where matvecs are noisy. If an operator rounds its argument, as
+    products on GPUs do, T = Z* A (Z + E), with errors as small along the eigenvectors of A
+    as its eigenvalues. The Hermitian part has the adjoint errors E* A Z, too, and they are
+    as large as the largest eigenvalues. They would make S_i depend on w_i, and they turn
+    the eigenvectors V. So T itself is applied, and the frame is V Q, where Q has the
+    orthonormal columns of V* T V, largest first: Q turns V back to eigenvectors of A.
     """
     plain = plain_frame(projection, filled)
     square, identity = plain.square, plain.rows
@@ -456,9 +460,14 @@ def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None)
         return plain
     scale = largest_modulus(projection)
     shift = jnp.zeros_like(scale) if bound is None else over(bound, scale)
-    kept = jnp.where(jnp.diag(~filled), 1, square)
+    adjoint = square.conj().T
+    kept = jnp.where(jnp.diag(~filled), 1, (square + adjoint) / 2)
     values, axes, _ = lapack.eigh_above(kept - times(shift, identity))
-    return Frame(axes, (values + shift).astype(square.dtype))
+    order = jnp.argsort(-jnp.abs(values + shift))
+    axes, values = axes[:, order], (values + shift)[order]
+    noise = dot(axes.conj().T, (square - adjoint) / 2, axes)
+    turn, rows = lapack.qr(times(values[:, None], identity) + noise)
+    return Frame(dot(axes, turn), dot(rows, turn))
 
 
 class Complements(NamedTuple):

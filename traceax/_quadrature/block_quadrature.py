@@ -174,7 +174,8 @@ def levels_and_complements(
     w_i as before."""
     shape, bound = Shape(space.width, space.depth), subject.bound
     rank, square = space.width * shape.inner, space.completed(hermitian=hermitian)
-    first, filled = square[:rank, :rank], space.filled[:rank]
+    # The noise of T is smaller than that of its Hermitian part (see `eigenframe`).
+    first, filled = space.completed(hermitian=False)[:rank, :rank], space.filled[:rank]
     frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first, filled)
     spaces = complements(frame, filled, space.starts, len(space.basis), kept)
     sizes = [space.width * depth for depth in shape.levels(mixed=subject.node is not None)]
