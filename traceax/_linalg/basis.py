@@ -106,7 +106,7 @@ def _by_random_signs(
     # A zero singular value may come out as large as 4.2 floors at k = 20.
     raised = jnp.maximum(sizes, 4 * k**0.5 * floor)
     tall = dot(block, over(right.conj().T, raised[None, :]))
-    fresh = _hashed_signs(n, k, block.dtype) / n**0.5
+    fresh = hashed_signs(n, k, block.dtype) / n**0.5
     tall = jnp.where((raised > sizes)[None, :], fresh, tall)
     lower = lapack.cholesky(dot(tall.conj().T, tall))
     turn = _inverse(lower)
@@ -123,7 +123,7 @@ def approximate_svd(block: Inexact[Array, "n k"]) -> tuple[Float[Array, " k"], S
     n, k = block.shape
     if n >= TALL * k:
         count = 3 * k // 2 + 10
-        block = dot(_hashed_signs(n, count, block.dtype).T, block) / count**0.5
+        block = dot(hashed_signs(n, count, block.dtype).T, block) / count**0.5
     return lapack.svd(block)[1:]
 
 
@@ -145,7 +145,7 @@ def square_roots(gram: Square) -> tuple[Square, Square]:
     return 16 * y, z / 16
 
 
-def _hashed_signs(n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "n k"]:
+def hashed_signs(n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "n k"]:
     """Return signs: the highest bit of a hash of the row times a hash of the column."""
     products = _hash(jnp.arange(n))[:, None] * _hash(-1 - np.arange(k))[None, :]
     return 1 - 2 * (products >> 31).astype(dtype)

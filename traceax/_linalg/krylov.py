@@ -36,6 +36,14 @@ which becomes smaller by orders of magnitude as a space converges, and not the l
 (see `eigenframe`): what S_i lacks of the other starts' directions it would lack in favour
 of the directions of w_i. Directions that stay may be too many for N_i. Then K ends with the
 last block for which every N_i has room.
+
+Rounding errors of S_i lie in K, too, so they have a part along N_i, which are directions of
+w_i. If an eigenvalue far from all others has more eigenvectors than there are starts, this
+part grows from step to step, until S_i depends on w_i, as Lanczos' process finds converged
+eigenvectors again if nothing is orthogonalised against them. If half of the eigenvalues are
+zero and the others lie between 1 and 2, this takes 10 blocks in single precision, and 20 in
+double precision. So two of the spaces are computed a second time with other rounding
+errors, and K ends with the last block for which both agree.
 """
 
 from __future__ import annotations
@@ -50,7 +58,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import approximate_svd, pivoted_qr, square_roots
+from traceax._linalg.basis import (
+    approximate_svd,
+    hashed_signs,
+    pivoted_qr,
+    square_roots,
+)
 from traceax._linalg.columns import (
     column_norms_squared,
     dot,
@@ -70,6 +83,10 @@ ROUNDINGS = 10
 # An operator whose asymmetry exceeds this part of its size is not Hermitian. Noise explains
 # a smaller one, and widens error bars: solves at a tolerance of 1e-2 have about 0.05.
 ASYMMETRY = 0.1
+
+# So many spaces without one start are computed twice, to see what rounding does to them,
+# and this part of r_i may depend on it. It is multiplied by 4 or more in the next block.
+TWINS, DIFFERENCE = 2, 0.05
 
 # A linear map of blocks, which takes one matvec for each column.
 Matvecs = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
@@ -518,35 +535,65 @@ def complements(
     """
     r, k = len(filled), starts.shape[0]
     depth, dtype = r // k, starts.real.dtype
+    eps = float(jnp.finfo(dtype).eps)
     capacity = depth + k  # N_i has more than q columns only if ranks are exhausted
+    without = np.append(np.arange(kept, k), np.arange(kept, k)[:TWINS])
+    singles, twins = k - kept, len(without) - (k - kept)
+    scaled = frame.coordinates(starts / n**0.5)
+    left_out = scaled.T[without]
+    errors = 1 + eps * hashed_signs(r, k, dtype)
+    errors = jnp.where((np.arange(len(without)) < singles)[:, None, None], 1, errors[None])
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
         (extended, count, new, limit), (number, exists, rows) = carry, block
         add = jax.vmap(partial(_add_block, frame, exists, rows))
-        *after, new = add([extended, count, new])
-        # K ends with the last block for which every N_i has room.
-        goes_on = (limit == number) & jnp.all(after[1] <= capacity)
+        *after, new = add([extended, count, times(new, errors)])
+        tested = jnp.sum(after[0].conj() * left_out[:, :, None], axis=1)
+        rests = jnp.sum(after[0] * tested[:, None], axis=2)
+        differ = _differ(frame, rests[:twins], rests[singles:]) & (number > 0)
+        # K ends with the last block for which every N_i has room, and twins agree.
+        goes_on = (limit == number) & jnp.all(after[1] <= capacity) & ~differ
         after, before = (*after, limit + 1), (extended, count, limit)
         extended, count, limit = jax.tree.map(partial(jnp.where, goes_on), after, before)
         return (extended, count, new, limit), None
 
-    zero = jnp.zeros(k - kept, dtype)
-    is_left_out = jnp.eye(k, dtype=bool)[kept:, None, :]
-    scaled = frame.coordinates(starts / n**0.5)
+    is_left_out = jnp.asarray(np.eye(k, dtype=bool)[without, None])
     # The noise of the starts is taken for sqrt(eps).
-    others = jnp.where(is_left_out, 0, scaled[None] / float(jnp.finfo(dtype).eps) ** 0.5)
-    extended = jnp.zeros((k - kept, r, capacity + k), starts.dtype)
+    others = jnp.where(is_left_out, 0, scaled[None] / eps**0.5)
+    extended = jnp.zeros((len(without), r, capacity + k), starts.dtype)
     # Counts are of a floating type, whose reductions compile faster.
-    numbers = np.arange(depth, dtype=dtype)
+    numbers, zero = np.arange(depth, dtype=dtype), jnp.zeros(len(without), dtype)
     blocks = jnp.asarray(numbers), filled.reshape(depth, k), frame.rows.reshape(depth, k, r)
     carry = extended, zero, others, jnp.zeros((), dtype)
     (extended, count, _, limit), _ = jax.lax.scan(step, carry, blocks)
-    vectors = frame.back(extended[:, :, :capacity])
+    vectors = frame.back(extended[:singles, :, :capacity])
     tested = jnp.sum(vectors[:, :k].conj() * starts.T[kept:, :, None], axis=1)
     remainders = jnp.sum(vectors * tested[:, None], axis=2)
     inside = filled & (np.repeat(numbers, k) < limit)
-    dimensions = n - summed(inside.astype(dtype)) + count
+    dimensions = n - summed(inside.astype(dtype)) + count[:singles]
     return Complements(vectors, remainders, dimensions, inside)
+
+
+def _differ(
+    frame: Frame, rests: Inexact[Array, "t r"], twins: Inexact[Array, "t r"]
+) -> Bool[Array, ""]:
+    """Tell whether other rounding errors make other r_i, for any i.
+
+    Differences count by what T makes of them, less the mean of what it makes of r_i. So
+    they do not count if T is a multiple of I on all of the spectrum that is left, up to its
+    own rounding errors. (As a space converges this is left, and rounding decides on r_i.)
+    NaN is no difference.
+    """
+    count, eps = len(rests), float(jnp.finfo(rests.dtype).eps)
+    both = jnp.concatenate([rests, twins - rests])
+    images = dot(both, frame.square.T)
+    squares = summed(squared_modulus(rests))
+    forms = jnp.sum(rests.conj() * images[:count], axis=1)
+    means = over(forms, jnp.where(squares > 0, squares, 1))
+    images = images - jnp.concatenate([means, means])[:, None] * both
+    sizes = summed(squared_modulus(images))
+    least = (ROUNDINGS * eps) ** 2 * squares
+    return jnp.any(sizes[count:] > jnp.maximum(DIFFERENCE**2 * sizes[:count], least))
 
 
 def _add_block(
