@@ -411,11 +411,13 @@ class Frame(NamedTuple):
     """The coordinates in which T is applied.
 
     The rows of `axes` are the coordinates of the columns of Z. They are None if those are
-    the coordinates themselves. `square` is T in them, divided by its largest entry.
+    the coordinates themselves. `square` is T in them, divided by its largest entry. It is
+    exact to a norm of `noise`.
     """
 
     axes: OnSpace | None
     square: OnSpace
+    noise: Number
 
     @property
     def rows(self) -> OnSpace:
@@ -452,7 +454,8 @@ class Frame(NamedTuple):
 def plain_frame(projection: OnSpace, filled: Filled) -> Frame:
     """Return the coordinates of Z itself."""
     square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
-    return Frame(None, square)
+    rounding = ROUNDINGS * float(jnp.finfo(square.dtype).eps)
+    return Frame(None, square, jnp.asarray(rounding, square.real.dtype))
 
 
 def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None) -> Frame:
@@ -473,18 +476,20 @@ def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None)
     """
     plain = plain_frame(projection, filled)
     square, identity = plain.square, plain.rows
+    adjoint = square.conj().T
+    skew = (square - adjoint) / 2
+    noise = plain.noise + jnp.sqrt(jnp.sum(squared_modulus(skew)))
     if float(jnp.finfo(square.dtype).eps) < FINE:
-        return plain
+        return plain._replace(noise=noise)
     scale = largest_modulus(projection)
     shift = jnp.zeros_like(scale) if bound is None else over(bound, scale)
-    adjoint = square.conj().T
     kept = jnp.where(jnp.diag(~filled), 1, (square + adjoint) / 2)
     values, axes, _ = lapack.eigh_above(kept - times(shift, identity))
     order = jnp.argsort(-jnp.abs(values + shift))
     axes, values = axes[:, order], (values + shift)[order]
-    noise = dot(axes.conj().T, (square - adjoint) / 2, axes)
-    turn, rows = lapack.qr(times(values[:, None], identity) + noise)
-    return Frame(dot(axes, turn), dot(rows, turn))
+    turned = times(values[:, None], identity) + dot(axes.conj().T, skew, axes)
+    turn, rows = lapack.qr(turned)
+    return Frame(dot(axes, turn), dot(rows, turn), noise)
 
 
 class Complements(NamedTuple):
@@ -577,23 +582,21 @@ def complements(
 def _differ(
     frame: Frame, rests: Inexact[Array, "t r"], twins: Inexact[Array, "t r"]
 ) -> Bool[Array, ""]:
-    """Tell whether other rounding errors make other r_i, for any i.
+    """Tell whether other rounding errors make an r_i differ, and what T makes of it.
 
-    Differences count by what T makes of them, less the mean of what it makes of r_i. So
-    they do not count if T is a multiple of I on all of the spectrum that is left, up to its
-    own rounding errors. (As a space converges this is left, and rounding decides on r_i.)
-    NaN is no difference.
+    Differences at the level of the noise of T do not count, if the mean of what T makes of
+    r_i is taken off first. As a space converges, T is a multiple of I up to its noise on
+    what is left, and rounding decides on r_i, which does not matter. NaN is no difference.
     """
-    count, eps = len(rests), float(jnp.finfo(rests.dtype).eps)
-    both = jnp.concatenate([rests, twins - rests])
-    images = dot(both, frame.square.T)
-    squares = summed(squared_modulus(rests))
+    count, both = len(rests), jnp.concatenate([rests, twins - rests])
+    images, squares = dot(both, frame.square.T), summed(squared_modulus(both))
+    own = squares[:count]
     forms = jnp.sum(rests.conj() * images[:count], axis=1)
-    means = over(forms, jnp.where(squares > 0, squares, 1))
+    means = over(forms, jnp.where(own > 0, own, 1))
     images = images - jnp.concatenate([means, means])[:, None] * both
-    sizes = summed(squared_modulus(images))
-    least = (ROUNDINGS * eps) ** 2 * squares
-    return jnp.any(sizes[count:] > jnp.maximum(DIFFERENCE**2 * sizes[:count], least))
+    sizes, part = summed(squared_modulus(images)), DIFFERENCE**2
+    least = jnp.maximum(part * sizes[:count], times(frame.noise**2, own))
+    return jnp.any((squares[count:] > part * own) & (sizes[count:] > least))
 
 
 def _add_block(
