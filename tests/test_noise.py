@@ -104,10 +104,10 @@ def test_log_determinants(bits: int | None, matrix: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [TF32, BFLOAT16])
-@pytest.mark.parametrize(("dtype", "budget"), [("f4", 80), ("f4", 100), ("f8", 100)])
+@pytest.mark.parametrize(("dtype", "budget"), [("f4", 80), ("f8", 100)])
 def test_rounded_arguments(bits: int, dtype: str, budget: int) -> None:
     """Errors along small eigenvalues are small, and T must keep them small. With its
-    Hermitian part, errors were 2 to 7 bars, all upwards, and at most 2 intervals held."""
+    Hermitian part, errors were up to six bars, all upwards, and few intervals held."""
     operator = noisy(MATRICES["kernel"], bits, PSD, dtype)
     truth = truths("kernel", lambda x: np.log(x + 0.1))
     check(lambda key: tx.logdet(operator, key, budget, shift=0.1), truth, 6)

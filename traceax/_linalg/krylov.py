@@ -84,9 +84,10 @@ ROUNDINGS = 10
 # a smaller one, and widens error bars: solves at a tolerance of 1e-2 have about 0.05.
 ASYMMETRY = 0.1
 
-# So many spaces without one start are computed twice, to see what rounding does to them,
-# and this part of r_i may depend on it. It is multiplied by 4 or more in the next block.
-TWINS, DIFFERENCE = 2, 0.05
+# So many spaces without one start are computed twice, to see what rounding does to them.
+# These parts of r_i, and of what T makes of it, may depend on rounding. They are multiplied
+# by 4 or more in the next block.
+TWINS, CHANGE, DIFFERENCE = 2, 0.02, 0.05
 
 # A linear map of blocks, which takes one matvec for each column.
 Matvecs = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
@@ -596,7 +597,7 @@ def _differ(
     images = images - jnp.concatenate([means, means])[:, None] * both
     sizes, part = summed(squared_modulus(images)), DIFFERENCE**2
     least = jnp.maximum(part * sizes[:count], times(frame.noise**2, own))
-    return jnp.any((squares[count:] > part * own) & (sizes[count:] > least))
+    return jnp.any((squares[count:] > CHANGE**2 * own) & (sizes[count:] > least))
 
 
 def _add_block(
