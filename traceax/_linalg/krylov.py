@@ -85,8 +85,8 @@ ROUNDINGS = 10
 ASYMMETRY = 0.1
 
 # So many spaces without one start are computed twice, to see what rounding does to them.
-# These parts of r_i, and of what T makes of it, may depend on rounding. They are multiplied
-# by 4 or more in the next block.
+# These parts of r_i, and of what T makes of it, may depend on rounding. (They are
+# multiplied by 4 or more in the next block if an eigenvalue has too many eigenvectors.)
 TWINS, CHANGE, DIFFERENCE = 2, 0.02, 0.05
 
 # A linear map of blocks, which takes one matvec for each column.
@@ -551,17 +551,17 @@ def complements(
     errors = jnp.where((np.arange(len(without)) < singles)[:, None, None], 1, errors[None])
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
-        (extended, count, new, limit), (number, exists, rows) = carry, block
+        (extended, count, new, limit, rest), (number, exists, rows) = carry, block
         add = jax.vmap(partial(_add_block, frame, exists, rows))
         *after, new = add([extended, count, times(new, errors)])
         tested = jnp.sum(after[0].conj() * left_out[:, :, None], axis=1)
         rests = jnp.sum(after[0] * tested[:, None], axis=2)
-        differ = _differ(frame, rests[:twins], rests[singles:]) & (number > 0)
+        differ, rest = _differ(frame, rests[:twins], rests[singles:], rest)
         # K ends with the last block for which every N_i has room, and twins agree.
         goes_on = (limit == number) & jnp.all(after[1] <= capacity) & ~differ
         after, before = (*after, limit + 1), (extended, count, limit)
         extended, count, limit = jax.tree.map(partial(jnp.where, goes_on), after, before)
-        return (extended, count, new, limit), None
+        return (extended, count, new, limit, rest), None
 
     is_left_out = jnp.asarray(np.eye(k, dtype=bool)[without, None])
     # The noise of the starts is taken for sqrt(eps).
@@ -570,8 +570,9 @@ def complements(
     # Counts are of a floating type, whose reductions compile faster.
     numbers, zero = np.arange(depth, dtype=dtype), jnp.zeros(len(without), dtype)
     blocks = jnp.asarray(numbers), filled.reshape(depth, k), frame.rows.reshape(depth, k, r)
-    carry = extended, zero, others, jnp.zeros((), dtype)
-    (extended, count, _, limit), _ = jax.lax.scan(step, carry, blocks)
+    unknown = jnp.full(twins, jnp.inf, dtype)
+    carry = extended, zero, others, jnp.zeros((), dtype), unknown
+    (extended, count, _, limit, _), _ = jax.lax.scan(step, carry, blocks)
     vectors = frame.back(extended[:singles, :, :capacity])
     tested = jnp.sum(vectors[:, :k].conj() * starts.T[kept:, :, None], axis=1)
     remainders = jnp.sum(vectors * tested[:, None], axis=2)
@@ -581,13 +582,19 @@ def complements(
 
 
 def _differ(
-    frame: Frame, rests: Inexact[Array, "t r"], twins: Inexact[Array, "t r"]
-) -> Bool[Array, ""]:
+    frame: Frame,
+    rests: Inexact[Array, "t r"],
+    twins: Inexact[Array, "t r"],
+    before: Float[Array, " t"],
+) -> tuple[Bool[Array, ""], Float[Array, " t"]]:
     """Tell whether other rounding errors make an r_i differ, and what T makes of it.
 
-    Differences at the level of the noise of T do not count, if the mean of what T makes of
-    r_i is taken off first. As a space converges, T is a multiple of I up to its noise on
-    what is left, and rounding decides on r_i, which does not matter. NaN is no difference.
+    The mean of what T makes of r_i is taken off first. The second result is the square of
+    what is left. It shows the error of the samples, and its value `before` this block shows
+    that of ending K: differences count in units of that, since K may go on if that reduces
+    errors. Differences at the level of the noise of T never count. As a space converges, T
+    is a multiple of I up to its noise on what is left, and rounding decides on r_i, which
+    does not matter. NaN is no difference.
     """
     count, both = len(rests), jnp.concatenate([rests, twins - rests])
     images, squares = dot(both, frame.square.T), summed(squared_modulus(both))
@@ -595,9 +602,10 @@ def _differ(
     forms = jnp.sum(rests.conj() * images[:count], axis=1)
     means = over(forms, jnp.where(own > 0, own, 1))
     images = images - jnp.concatenate([means, means])[:, None] * both
-    sizes, part = summed(squared_modulus(images)), DIFFERENCE**2
-    least = jnp.maximum(part * sizes[:count], times(frame.noise**2, own))
-    return jnp.any((squares[count:] > CHANGE**2 * own) & (sizes[count:] > least))
+    sizes = summed(squared_modulus(images))
+    least = jnp.maximum(DIFFERENCE**2 * before, times(frame.noise**2, own))
+    differ = (squares[count:] > CHANGE**2 * own) & (sizes[count:] > least)
+    return jnp.any(differ), sizes[:count]
 
 
 def _add_block(
