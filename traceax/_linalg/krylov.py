@@ -589,12 +589,12 @@ def _differ(
 ) -> tuple[Bool[Array, ""], Float[Array, " t"]]:
     """Tell whether other rounding errors make an r_i differ, and what T makes of it.
 
-    The mean of what T makes of r_i is taken off first. The second result is the square of
-    what is left. It shows the error of the samples, and its value `before` this block shows
-    that of ending K: differences count in units of that, since K may go on if that reduces
-    errors. Differences at the level of the noise of T never count. As a space converges, T
-    is a multiple of I up to its noise on what is left, and rounding decides on r_i, which
-    does not matter. NaN is no difference.
+    The second result is the squares of |(T - m) r_i|, where m is the Rayleigh quotient of
+    r_i. They show the error of the samples. `before` has those of the block before, so it
+    shows the error if K ends there. K ends only if rounding changes (T - m) r_i by more
+    than a part of that, and by more than the noise of T. As a space converges, T becomes a
+    multiple of I on what is left, up to its noise. Then rounding decides on r_i, but r_i
+    does not matter. A difference that is NaN does not end K.
     """
     count, both = len(rests), jnp.concatenate([rests, twins - rests])
     images, squares = dot(both, frame.square.T), summed(squared_modulus(both))
