@@ -34,9 +34,7 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
         space = block_krylov(lambda x: matrix @ x, block, DEPTH)
         coordinates = space.basis[:, :WIDTH].conj().T @ block
         square = space.projection[:rank, :rank]
-        result = complements(
-            plain_frame(square, space.filled[:rank]), space.filled[:rank], coordinates, N
-        )
+        result = complements(plain_frame(square), space.filled[:rank], coordinates, N)
         return space.basis[:, :rank], space.filled[:rank], result
 
     basis, filled, result = spaces(matrix, block)
@@ -62,8 +60,6 @@ def test_one_start_leaves_nothing() -> None:
     space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), INNER)
     coordinates = space.basis[:, :1].T @ block
     square = space.projection[:INNER, :INNER]
-    result = complements(
-        plain_frame(square, space.filled[:INNER]), space.filled[:INNER], coordinates, N
-    )
+    result = complements(plain_frame(square), space.filled[:INNER], coordinates, N)
     assert result.dimensions[0] == N
     close(space.basis[:, :INNER] @ result.remainders[0], block[:, 0], 1e-13)

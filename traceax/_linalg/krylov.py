@@ -452,9 +452,9 @@ class Frame(NamedTuple):
         return over(image, jnp.where(noise > 0, noise, 1))
 
 
-def plain_frame(projection: OnSpace, filled: Filled) -> Frame:
+def plain_frame(projection: OnSpace) -> Frame:
     """Return the coordinates of Z itself."""
-    square = over(jnp.where(filled[None, :], projection, 0), largest_modulus(projection))
+    square = over(projection, largest_modulus(projection))
     rounding = ROUNDINGS * float(jnp.finfo(square.dtype).eps)
     return Frame(None, square, jnp.asarray(rounding, square.real.dtype))
 
@@ -475,7 +475,7 @@ def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None)
     the eigenvectors V. So T itself is applied, and the frame is V Q, where Q has the
     orthonormal columns of V* T V, largest first: Q turns V back to eigenvectors of A.
     """
-    plain = plain_frame(projection, filled)
+    plain = plain_frame(projection)
     square, identity = plain.square, plain.rows
     adjoint = square.conj().T
     skew = (square - adjoint) / 2
@@ -543,27 +543,27 @@ def complements(
     depth, dtype = r // k, starts.real.dtype
     eps = float(jnp.finfo(dtype).eps)
     capacity = depth + k  # N_i has more than q columns only if ranks are exhausted
-    without = np.append(np.arange(kept, k), np.arange(kept, k)[:TWINS])
-    singles, twins = k - kept, len(without) - (k - kept)
+    # Second versions come first, and then all spaces as they are.
+    twins = min(TWINS, k - kept)
+    without = np.append(np.arange(kept, kept + twins), np.arange(kept, k))
+    is_twin = (np.arange(len(without)) < twins)[:, None, None]
     scaled = frame.coordinates(starts / n**0.5)
-    left_out = scaled.T[without]
-    errors = 1 + eps * hashed_signs(r, k, dtype)
-    errors = jnp.where((np.arange(len(without)) < singles)[:, None, None], 1, errors[None])
+    tested = scaled.T[kept : kept + twins]
+    errors = 1 + eps * jnp.where(is_twin, hashed_signs(r, k, dtype), 0)
 
     def step(carry: tuple[Array, ...], block: tuple[Array, ...]) -> tuple:
-        (extended, count, new, limit, rest), (number, exists, rows) = carry, block
+        (extended, count, new, limit, scatter), (number, exists, rows) = carry, block
         add = jax.vmap(partial(_add_block, frame, exists, rows))
         *after, new = add([extended, count, times(new, errors)])
-        tested = jnp.sum(after[0].conj() * left_out[:, :, None], axis=1)
-        rests = jnp.sum(after[0] * tested[:, None], axis=2)
-        differ, rest = _differ(frame, rests[:twins], rests[singles:], rest)
+        pairs = after[0][: 2 * twins].reshape(2, twins, *extended.shape[1:])
+        differ, scatter = _differ(frame, _along(pairs, tested[None]), scatter)
         # K ends with the last block for which every N_i has room, and twins agree.
         goes_on = (limit == number) & jnp.all(after[1] <= capacity) & ~differ
         after, before = (*after, limit + 1), (extended, count, limit)
         extended, count, limit = jax.tree.map(partial(jnp.where, goes_on), after, before)
-        return (extended, count, new, limit, rest), None
+        return (extended, count, new, limit, scatter), None
 
-    is_left_out = jnp.asarray(np.eye(k, dtype=bool)[without, None])
+    is_left_out = np.eye(k, dtype=bool)[without, None]
     # The noise of the starts is taken for sqrt(eps).
     others = jnp.where(is_left_out, 0, scaled[None] / eps**0.5)
     extended = jnp.zeros((len(without), r, capacity + k), starts.dtype)
@@ -573,39 +573,44 @@ def complements(
     unknown = jnp.full(twins, jnp.inf, dtype)
     carry = extended, zero, others, jnp.zeros((), dtype), unknown
     (extended, count, _, limit, _), _ = jax.lax.scan(step, carry, blocks)
-    vectors = frame.back(extended[:singles, :, :capacity])
-    tested = jnp.sum(vectors[:, :k].conj() * starts.T[kept:, :, None], axis=1)
-    remainders = jnp.sum(vectors * tested[:, None], axis=2)
+    vectors = frame.back(extended[twins:, :, :capacity])
+    remainders = _along(vectors, starts.T[kept:])
     inside = filled & (np.repeat(numbers, k) < limit)
-    dimensions = n - summed(inside.astype(dtype)) + count[:singles]
+    dimensions = n - summed(inside.astype(dtype)) + count[twins:]
     return Complements(vectors, remainders, dimensions, inside)
 
 
+def _along(
+    vectors: Inexact[Array, "... r p"], start: Inexact[Array, "... s"]
+) -> Inexact[Array, "... r"]:
+    """Return N N* w, where w is zero beyond its first coordinates."""
+    first = vectors[..., : start.shape[-1], :]
+    inside = jnp.sum(first.conj() * start[..., None], axis=-2)
+    return jnp.sum(vectors * inside[..., None, :], axis=-1)
+
+
 def _differ(
-    frame: Frame,
-    rests: Inexact[Array, "t r"],
-    twins: Inexact[Array, "t r"],
-    before: Float[Array, " t"],
+    frame: Frame, rests: Inexact[Array, "2 t r"], before: Float[Array, " t"]
 ) -> tuple[Bool[Array, ""], Float[Array, " t"]]:
     """Tell whether other rounding errors make an r_i differ, and what T makes of it.
 
-    The second result is the squares of |(T - m) r_i|, where m is the Rayleigh quotient of
-    r_i. They show the error of the samples. `before` has those of the block before, so it
-    shows the error if K ends there. K ends only if rounding changes (T - m) r_i by more
-    than a part of that, and by more than the noise of T. As a space converges, T becomes a
-    multiple of I on what is left, up to its noise. Then rounding decides on r_i, but r_i
-    does not matter. A difference that is NaN does not end K.
+    `rests` are the r_i of both versions of a space. The second result is the squares of
+    |(T - m) r_i|, where m is the Rayleigh quotient of r_i. They show the error of the
+    samples. `before` has those of the block before, so it shows the error if K ends there.
+    K ends only if rounding changes (T - m) r_i by more than a part of that, and by more
+    than the noise of T. As a space converges, T becomes a multiple of I on what is left, up
+    to its noise. Then rounding decides on r_i, but r_i does not matter. A difference that
+    is NaN does not end K.
     """
-    count, both = len(rests), jnp.concatenate([rests, twins - rests])
-    images, squares = dot(both, frame.square.T), summed(squared_modulus(both))
-    own = squares[:count]
-    forms = jnp.sum(rests.conj() * images[:count], axis=1)
-    means = over(forms, jnp.where(own > 0, own, 1))
-    images = images - jnp.concatenate([means, means])[:, None] * both
-    sizes = summed(squared_modulus(images))
-    least = jnp.maximum(DIFFERENCE**2 * before, times(frame.noise**2, own))
-    differ = (squares[count:] > CHANGE**2 * own) & (sizes[count:] > least)
-    return jnp.any(differ), sizes[:count]
+    images = dot(rests, frame.square.T)
+    squares = summed(squared_modulus(rests[1]))
+    forms = summed(rests[1].conj() * images[1])
+    means = over(forms, jnp.where(squares > 0, squares, 1))
+    images = images - means[None, :, None] * rests
+    change, difference = (summed(squared_modulus(x[0] - x[1])) for x in (rests, images))
+    least = jnp.maximum(DIFFERENCE**2 * before, times(frame.noise**2, squares))
+    differ = (change > CHANGE**2 * squares) & (difference > least)
+    return jnp.any(differ), summed(squared_modulus(images[1]))
 
 
 def _add_block(

@@ -54,6 +54,7 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.rule import Outcome
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    diagonal_of,
     dot,
     einsum,
     largest_of_rows,
@@ -175,8 +176,8 @@ def levels_and_complements(
     shape, bound = Shape(space.width, space.depth), subject.bound
     rank, square = space.width * shape.inner, space.completed(hermitian=hermitian)
     # The noise of T is smaller than that of its Hermitian part (see `eigenframe`).
-    first, filled = space.completed(hermitian=False)[:rank, :rank], space.filled[:rank]
-    frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first, filled)
+    first, filled = space.projection[:rank, :rank], space.filled[:rank]
+    frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first)
     spaces = complements(frame, filled, space.starts, len(space.basis), kept)
     sizes = [space.width * depth for depth in shape.levels(mixed=subject.node is not None)]
     return truncated(square, sizes), spaces
@@ -218,7 +219,7 @@ def spectrum_of(
     """
     eigen, grain = decompose_above(levels, subject.bound)
     noise = _noise(space, eigen, grain[0])
-    own = jnp.diagonal(noise)[None]
+    own = diagonal_of(noise)[None]
     fn = subject.fn
     edge = 0 if subject.bound is None else subject.bound
     largest = largest_of(eigen.values)
