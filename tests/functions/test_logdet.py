@@ -101,6 +101,20 @@ def test_low_rank_and_multiples_of_the_identity() -> None:
         close(slopes[1], jnp.sum(1 / (eigenvalues + 0.1)), 1e-8)
 
 
+def test_a_zero_operator_in_single_precision() -> None:
+    """The shift is far larger than the largest entry of T."""
+    matrix = jnp.zeros((N, N), jnp.float32)
+
+    @jax.jit
+    def run(shift: Any) -> Any:
+        return tx.logdet(function(matrix), KEY, BUDGET, shift=shift)
+
+    for shift in (0.1, 5.0, 1e6):
+        estimate, want = run(jnp.float32(shift)), N * np.log(shift)
+        close(estimate.value, want, 1e-6, N)
+        assert float(estimate.standard_error) < 1e-5 * abs(want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.complex128])
 def test_other_dtypes(dtype: Any) -> None:

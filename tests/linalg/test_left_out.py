@@ -1,4 +1,4 @@
-"""Krylov spaces without one of their starts, or two, against spaces made one by one."""
+"""Krylov spaces without one of their starts, against spaces made one by one."""
 
 from typing import Any
 

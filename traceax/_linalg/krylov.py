@@ -18,7 +18,7 @@ orthonormal basis N_i with
     K = S_i + range(N_i),
 
 in the coordinates of Z. `complements` computes the N_i block by block. It remembers the
-columns s that S_i received last; at first they are the other starts. A step is
+columns s that S_i received last. In the first step V has the other starts. A step is
 
     V = T s,                                  (1)
     [E, N_i]* V = U R,                        (2)
@@ -31,19 +31,19 @@ are left, and (3) hands these to S_i and leaves the others in N_i.
 Each step multiplies by another rotation, and orthogonalises nothing again, so the N_i are
 orthonormal to rounding however small the residuals are.
 
-Directions at the level of rounding stay in N_i, and S_i is smaller. This is the level of V,
-which becomes smaller by orders of magnitude as a space converges, and not the level of T
-(see `eigenframe`): what S_i lacks of the other starts' directions it would lack in favour
-of the directions of w_i. Directions that stay may be too many for N_i. Then K ends with the
-last block for which every N_i has room.
+Directions at the level of rounding stay in N_i, and S_i is smaller. `Frame.apply` measures
+this level by V itself, which becomes smaller by orders of magnitude as a space converges.
+If S_i lost a direction of the other starts, a direction of w_i would take its place.
+Directions that stay may be too many for N_i. Then K ends with the last block for which
+every N_i has room.
 
 Rounding errors of S_i lie in K, too, so they have a part along N_i, which are directions of
 w_i. If an eigenvalue far from all others has more eigenvectors than there are starts, this
-part grows from step to step, until S_i depends on w_i, as Lanczos' process finds converged
-eigenvectors again if nothing is orthogonalised against them. If half of the eigenvalues are
-zero and the others lie between 1 and 2, this takes 10 blocks in single precision, and 20 in
-double precision. So two of the spaces are computed a second time with other rounding
-errors, and K ends with the last block for which both agree.
+part grows from step to step, until S_i depends on w_i. (In the same way Lanczos' process
+finds converged eigenvectors again if nothing is orthogonalised against them.) If half of
+the eigenvalues are zero and the others lie between 1 and 2, this takes 10 blocks in single
+precision, and 20 in double precision. So `complements` computes two of the spaces again
+with other rounding errors. K ends with the last block for which both versions agree.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ from traceax._linalg.columns import (
     times,
 )
 
-# Of numbers that are finer than this, small differences keep enough digits.
+# If eps is below this, differences of nearby numbers keep enough digits.
 FINE = 1e-10
 
-# A residual is noise up to so many rounding errors of the product that it is left of.
+# A residual is noise if it is shorter than so many rounding errors of the product.
 ROUNDINGS = 10
 
 # An operator whose asymmetry exceeds this part of its size is not Hermitian. Noise explains
@@ -269,13 +269,15 @@ class Extended(NamedTuple):
 class BlockKrylov(NamedTuple):
     """A block Krylov space K(A, block), spanned by the orthonormal columns Z of `basis`.
 
-    T = Z* A Z is the projection. Columns that breakdown leaves empty are zero, and not
-    `filled`. The block itself is `starts` in the first columns of Z. If the next block was
-    asked for, `more` has it.
+    T = Z* A Z is the projection. `asymmetry` is the Frobenius norm of (T - T*)/2. It comes
+    from noise alone, and is None after Arnoldi's process. Columns that breakdown leaves
+    empty are zero, and not `filled`. The block itself is `starts` in the first columns of
+    Z. If the next block was asked for, `more` has it.
     """
 
     basis: Inexact[Array, "n r"]
     projection: OnSpace
+    asymmetry: Number | None
     filled: Filled
     starts: Inexact[Array, "b b"]
     more: Extended | None = None
@@ -295,10 +297,11 @@ class BlockKrylov(NamedTuple):
         """Tell whether the last block is empty, so that more blocks would add nothing."""
         return ~jnp.any(self.filled[-self.width :])
 
-    def completed(self, *, hermitian: bool = True) -> OnSpace:
-        """Return T, or its Hermitian part, with a diagonal that is filled."""
+    def completed(self) -> OnSpace:
+        """Return T, or its Hermitian part after Lanczos' process, with a diagonal that is
+        filled."""
         square = self.projection
-        if hermitian:
+        if self.asymmetry is not None:
             square = (square + square.conj().T) / 2
         # A Rayleigh quotient fills the diagonal at empty columns.
         return jnp.where(jnp.diag(~self.filled), square[0, 0], square)
@@ -314,10 +317,10 @@ def block_krylov(
 ) -> BlockKrylov:
     """Make a block Krylov space by depth * b matvecs, which a progress meter shows.
 
-    Every block is orthogonalised against all others. The entries of `block` should be of
-    the size of 1. If `hermitian`, this is Lanczos' process, and T is NaN if the operator is
-    found not to be Hermitian; else it is Arnoldi's process. Set `extend` to have the next
-    block, too, from the last residual.
+    Every block is orthogonalised against all earlier ones. The entries of `block` should be
+    of the size of 1. If `hermitian`, this is Lanczos' process, and T is NaN if the operator
+    is found not to be Hermitian. If not, it is Arnoldi's process. Set `extend` to have the
+    next block, too, from the last residual.
     """
     n, width = block.shape
     rank, eps = depth * width, float(jnp.finfo(block.dtype).eps)
@@ -348,7 +351,7 @@ def block_krylov(
         (basis, projection, residual, shown), (here, before) = carry, place
         new, factor = next_block(basis, residual)
         basis = _updated(basis, new, (0, here))
-        # The first step writes this into the last columns, which the last step overwrites.
+        # The first step writes this into the last columns, which a later one overwrites.
         projection = _updated(projection, factor, (here, before))
         args = projection, residual.scale, shown, basis, new, here
         if extend:
@@ -374,17 +377,19 @@ def block_krylov(
     )
     if meter is not None:
         meter.close(shown)
-    square = projection[:rank]
+    square, asymmetry = projection[:rank], None
     if hermitian:
-        scaled = over(square, largest_modulus(square))
+        largest = largest_modulus(square)
+        scaled = over(square, largest)
         parts = squared_modulus(scaled - scaled.conj().T), squared_modulus(scaled)
         skew, size = map(jnp.sum, parts)
         square = jnp.where(skew > ASYMMETRY**2 * size, jnp.nan, square)
+        asymmetry = largest * jnp.sqrt(skew) / 2
     more = Extended(basis, jnp.concatenate([square, projection[rank:]])) if extend else None
     starts = dot(basis.conj().T, block)[:width]
     basis = basis[:, :rank]
     filled = column_norms_squared(basis) > 0
-    return BlockKrylov(basis, square, filled, starts, more)
+    return BlockKrylov(basis, square, asymmetry, filled, starts, more)
 
 
 def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel, Array]:
@@ -437,10 +442,11 @@ class Frame(NamedTuple):
         return vectors if self.axes is None else dot(self.axes, vectors)
 
     def apply(self, block: Inexact[Array, "r k"]) -> Inexact[Array, "r k"]:
-        """Return T times a block, each column in units of the size at which it is noise.
+        """Return T times a block, in units of the size at which a column is noise.
 
-        Along its eigenvectors no terms cancel, so rounding errors are as small as the image
-        there. The columns may differ by orders of magnitude.
+        In eigenvectors no terms cancel, so rounding errors are as small as the image, and
+        each column has its own unit. The columns may differ by orders of magnitude. In
+        other coordinates all columns have one unit.
         """
         eps, image = float(jnp.finfo(block.dtype).eps), dot(self.square, block)
         lengths = jnp.sqrt(column_norms_squared(image))
@@ -452,49 +458,51 @@ class Frame(NamedTuple):
         return over(image, jnp.where(noise > 0, noise, 1))
 
 
-def plain_frame(projection: OnSpace) -> Frame:
+def plain_frame(projection: OnSpace, asymmetry: Number | float = 0.0) -> Frame:
     """Return the coordinates of Z itself."""
-    square = over(projection, largest_modulus(projection))
-    rounding = ROUNDINGS * float(jnp.finfo(square.dtype).eps)
-    return Frame(None, square, jnp.asarray(rounding, square.real.dtype))
+    scale, eps = largest_modulus(projection), float(jnp.finfo(projection.dtype).eps)
+    return Frame(None, over(projection, scale), ROUNDINGS * eps + asymmetry / scale)
 
 
-def eigenframe(projection: OnSpace, filled: Filled, bound: Number | None = None) -> Frame:
+def eigenframe(
+    projection: OnSpace,
+    asymmetry: Number,
+    filled: Filled,
+    bound: Number | None = None,
+) -> Frame:
     """Return eigenvectors in single precision, the coordinates of Z in double.
 
     The columns s that S_i received last are short of the dominant directions, but only to
     rounding. What this leaves of them is multiplied by the largest eigenvalues. In the
     coordinates of Z it would spread over all starts, and S_i would no longer be independent
     of w_i. In eigenvectors it stays in the dominant directions, which are in S_i. `bound`
-    is a lower bound of the spectrum; it makes small eigenvalues more accurate.
+    is a lower bound of the spectrum. Eigenvalues near it become more accurate.
 
-    T is not Hermitian where matvecs are noisy. If an operator rounds its argument, as
-    products on GPUs do, T = Z* A (Z + E), with errors as small along the eigenvectors of A
-    as its eigenvalues. The Hermitian part has the adjoint errors E* A Z, too, and they are
-    as large as the largest eigenvalues. They would make S_i depend on w_i, and they turn
-    the eigenvectors V. So T itself is applied, and the frame is V Q, where Q has the
-    orthonormal columns of V* T V, largest first: Q turns V back to eigenvectors of A.
+    If matvecs are noisy, T is not Hermitian. Suppose that an operator rounds its argument,
+    as products on GPUs do, so that T = Z* A (Z + E). Along an eigenvector of A the error
+    Z* A E is as small as its eigenvalue. The Hermitian part has the adjoint error E* A Z,
+    too, which is as large as the largest eigenvalue. This error would make S_i depend on
+    w_i, and it turns the eigenvectors V. So T itself is applied, and the frame is V Q. The
+    orthonormal Q of the QR decomposition of V* T V turns V back to eigenvectors of A.
     """
-    plain = plain_frame(projection)
-    square, identity = plain.square, plain.rows
-    adjoint = square.conj().T
-    skew = (square - adjoint) / 2
-    noise = plain.noise + jnp.sqrt(jnp.sum(squared_modulus(skew)))
+    plain = plain_frame(projection, asymmetry)
+    square = plain.square
     if float(jnp.finfo(square.dtype).eps) < FINE:
-        return plain._replace(noise=noise)
-    scale = largest_modulus(projection)
-    shift = jnp.zeros_like(scale) if bound is None else over(bound, scale)
-    kept = jnp.where(jnp.diag(~filled), 1, (square + adjoint) / 2)
-    values, axes, _ = lapack.eigh_above(kept - times(shift, identity))
-    order = jnp.argsort(-jnp.abs(values + shift))
-    axes, values = axes[:, order], (values + shift)[order]
-    turned = times(values[:, None], identity) + dot(axes.conj().T, skew, axes)
+        return plain
+    adjoint, scale = square.conj().T, largest_modulus(projection)
+    skew = (square - adjoint) / 2
+    completed = jnp.where(jnp.diag(~filled), 1, (square + adjoint) / 2)
+    least = jnp.zeros_like(scale) if bound is None else over(bound, scale)
+    values, axes, _ = lapack.eigh_above(completed, least)
+    order = jnp.argsort(-jnp.abs(values))
+    axes, values = axes[:, order], values[order]
+    turned = times(values[:, None], plain.rows) + dot(axes.conj().T, skew, axes)
     turn, rows = lapack.qr(turned)
-    return Frame(dot(axes, turn), dot(rows, turn), noise)
+    return Frame(dot(axes, turn), dot(rows, turn), plain.noise)
 
 
 class Complements(NamedTuple):
-    """The complements of the spaces S_i, for every start i, in the coordinates of Z.
+    """The complements of the spaces S_i, for every probe i, in the coordinates of Z.
 
     `vectors` are N_i, in which columns that are not needed are zero. `remainders` are
     r_i = N_i N_i* w_i, the part of w_i outside S_i. `dimensions` are n - dim S_i. `inside`
@@ -592,15 +600,16 @@ def _along(
 def _differ(
     frame: Frame, rests: Inexact[Array, "2 t r"], before: Float[Array, " t"]
 ) -> tuple[Bool[Array, ""], Float[Array, " t"]]:
-    """Tell whether other rounding errors make an r_i differ, and what T makes of it.
+    """Tell whether other rounding errors change an r_i, and also change (T - m) r_i.
 
-    `rests` are the r_i of both versions of a space. The second result is the squares of
-    |(T - m) r_i|, where m is the Rayleigh quotient of r_i. They show the error of the
-    samples. `before` has those of the block before, so it shows the error if K ends there.
-    K ends only if rounding changes (T - m) r_i by more than a part of that, and by more
-    than the noise of T. As a space converges, T becomes a multiple of I on what is left, up
-    to its noise. Then rounding decides on r_i, but r_i does not matter. A difference that
-    is NaN does not end K.
+    Here m is the Rayleigh quotient of r_i. `rests` are the r_i of both versions of a space.
+    The second result is the squares of |(T - m) r_i|, which show the error of the samples.
+    `before` has those of the block before, and shows the error if K ends there. K ends only
+    if rounding changes r_i by more than `CHANGE` of its length, and (T - m) r_i by more
+    than `DIFFERENCE` of its length in the block before and by more than the noise of T. As
+    a space converges, T becomes a multiple of I on what is left, up to its noise. Then
+    rounding decides on r_i, but r_i does not matter. A difference that is NaN does not end
+    K.
     """
     images = dot(rests, frame.square.T)
     squares = summed(squared_modulus(rests[1]))

@@ -15,7 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Inexact, PyTree
+from jaxtyping import Array, Bool, Float, Inexact, PyTree
+
+from traceax._linalg.columns import largest_modulus, times
 
 Decomposition = Callable[[Any], Any]
 
@@ -83,8 +85,24 @@ def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Arr
     return factor, jax.lax.cond(exists, lambda: jnp.array(False), is_singular)
 
 
+def eigh_above(
+    matrix: Inexact[Array, "k k"], bound: Float[Array, ""]
+) -> tuple[Array, Array, Array]:
+    """Decompose a matrix whose eigenvalues should be at least `bound`.
+
+    Return its eigenvalues, its eigenvectors, and how far rounding may have moved each
+    eigenvalue. Those near the bound keep more digits than with `eigh`. A bound far below
+    the spectrum would take digits instead, so it is raised to -k times the largest entry,
+    which is a bound, too.
+    """
+    bound = jnp.maximum(bound, -len(matrix) * largest_modulus(matrix))
+    identity = jnp.eye(len(matrix), dtype=matrix.dtype)
+    values, *rest = _eigh_semidefinite(matrix - times(bound, identity))
+    return values + bound, *rest
+
+
 @one_by_one
-def eigh_above(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
+def _eigh_semidefinite(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
     """Decompose a matrix that should be positive semidefinite.
 
     Return its eigenvalues, its eigenvectors, and how far rounding may have moved each

@@ -112,7 +112,7 @@ def block_arnoldi(
     A leading axis of two entries belongs to the p_i and to the e_i, in this order."""
     # The run, and what it leaves out.
     space = block_krylov(subject.linear_map, probes, depth, hermitian=False)
-    levels, spaces = levels_and_complements(space, subject=subject, hermitian=False)
+    levels, spaces = levels_and_complements(space, subject=subject)
     spaces = spaces.resphered() if resphered else spaces
     k, rank = spaces.remainders.shape
 
@@ -243,9 +243,7 @@ def coloured_arnoldi(
 
     def run(start: Inexact[Array, " n"]) -> tuple[Array, Array, Array]:
         space = block_krylov(subject.linear_map, start[:, None], depth, hermitian=False)
-        unused, square = jnp.diag(~space.filled), space.projection
-        square = jnp.where(unused, square[0, 0], square)
-        return space.basis, truncated(square, sizes), space.starts[0, 0]
+        return space.basis, truncated(space.completed(), sizes), space.starts[0, 0]
 
     basis, levels, lengths = jax.vmap(run)(block.T)
     modes = jax.vmap(partial(_modes, rank=1))(levels)

@@ -149,38 +149,37 @@ def trace_from_spectrum(
     """Estimate tr f(A) from a space, and the spectrum and the complements made of it."""
     rule = quadrature(spectrum, spaces.resphered())
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
-    starts, num_steps = rule.matrix[None], max(5 * space.depth, 40)
+    coefficients, num_steps = rule.matrix[None], max(5 * space.depth, 40)
     if spectrum.basis is None or spectrum.radau is None:
-        split = SplitRule(space.basis.T[None], whole, starts, num_steps)
+        split = SplitRule(space.basis.T[None], whole, coefficients, num_steps)
     else:
         rules = spectrum.nodes, jnp.mean(rule.weights, axis=1, keepdims=True)
         first = spectrum.radau.first(slice(0, 1))
         basis = spectrum.basis.T[None]
-        split = SplitRule(basis, whole, starts, num_steps, rules, first)
+        split = SplitRule(basis, whole, coefficients, num_steps, rules, first)
     samples = rule.mixture(spectrum.values)[0]
     traces = Traces(mean(samples), samples, spectrum.values, spectrum.bounds, split.nodes())
     return traces_outcome(subject, traces, rule.error)
 
 
 def levels_and_complements(
-    space: BlockKrylov,
-    *,
-    subject: MatrixFunction,
-    hermitian: bool = True,
-    kept: int = 0,
+    space: BlockKrylov, *, subject: MatrixFunction, kept: int = 0
 ) -> tuple[Inexact[Array, "levels m m"], Complements]:
     """Return T at all of its levels, and the complements of the S_i.
 
-    The first `kept` starts are no probes. They are in every S_i, which is independent of
-    w_i as before."""
+    The first `kept` starts are not probes. They belong to every S_i, and S_i is still
+    independent of w_i."""
     shape, bound = Shape(space.width, space.depth), subject.bound
-    rank, square = space.width * shape.inner, space.completed(hermitian=hermitian)
-    # The noise of T is smaller than that of its Hermitian part (see `eigenframe`).
+    # T itself has less noise than its Hermitian part (see `eigenframe`).
+    rank = space.width * shape.inner
     first, filled = space.projection[:rank, :rank], space.filled[:rank]
-    frame = eigenframe(first, filled, bound) if hermitian else plain_frame(first)
+    if space.asymmetry is None:
+        frame = plain_frame(first)
+    else:
+        frame = eigenframe(first, space.asymmetry, filled, bound)
     spaces = complements(frame, filled, space.starts, len(space.basis), kept)
     sizes = [space.width * depth for depth in shape.levels(mixed=subject.node is not None)]
-    return truncated(square, sizes), spaces
+    return truncated(space.completed(), sizes), spaces
 
 
 class Spectrum(NamedTuple):
@@ -327,7 +326,7 @@ class Quadrature(eqx.Module):
 
     `vectors` are the eigenvectors V of T, `sides` are [N_i, r_i]* V, the last ones with
     factors sqrt(c_i), and `matrix` is M. The variance of the value by noise is g* blur g,
-    where g is |f'| times the largest node. K has `inside` of the coordinates of Z."""
+    where g is |f'| times the largest node. K has the coordinates of Z that are `inside`."""
 
     vectors: Inexact[Array, "m m"]
     weights: Float[Array, "rules k w"]
@@ -358,25 +357,24 @@ class Quadrature(eqx.Module):
         totals = mean(every)
         samples, share = mixture(every if self.is_mixed else every[:1])
         weights = jnp.mean(self.weights[0], axis=0)[None, :]
-        sizes, slopes, bends = (jnp.where(weights > 0, x, 0) for x in bounds)
+        bends, *rates = (jnp.where(weights > 0, x, 0) for x in bounds[::-1])
         # Squares must not overflow. Slopes may be far larger than values.
-        scale, steepest = largest_of_rows(jnp.stack([sizes, slopes]))
+        rates = jnp.stack(rates)
+        scales = largest_of_rows(rates)
+        slopes, sizes = over(rates, scales[..., None])
         m, value = len(self.blur), mean(samples)
-        slopes = over(slopes, steepest[:, None])
         moved = slopes[:, :m] * dot(slopes[:, :m], self.blur)
-        terms = (weights * over(sizes, scale[:, None])) ** 2
-        pad = [(0, 0), (0, weights.shape[1] - m)]
-        sums = summed(jnp.stack([jnp.pad(moved, pad), terms, weights * bends]))
-        moved = 2 * steepest * jnp.sqrt(sums[0]) + sums[2]
+        moved = jnp.pad(moved, [(0, 0), (0, weights.shape[1] - m)])
+        sums = summed(jnp.stack([moved, (weights * sizes) ** 2, weights * bends]))
+        moved, size = scales * jnp.sqrt(sums[:2])
         # Sums are made in this precision. The noise of a coarser operator is measured.
         eps = float(jnp.finfo(weights.dtype).eps)
-        size = scale * jnp.sqrt(sums[1]) + jnp.abs(value)
-        rounding = jnp.hypot(4 * eps * size, moved)
+        rounding = jnp.hypot(4 * eps * (size + jnp.abs(value)), 2 * moved + sums[2])
         error = jackknife.shared_error(samples, rounding)
         if samples.shape[-1] > 1:
             used = jnp.where(weights > 0, values[0], 0)[:, :m]
-            theory = self._error_by_theory(over(used, scale[:, None]))
-            error = jnp.maximum(error, scale * theory)
+            theory = self._error_by_theory(over(used, scales[1][:, None]))
+            error = jnp.maximum(error, scales[1] * theory)
         if self.is_mixed:
             return error, jackknife.bracket_error(totals, share, rounding=rounding)
         # Without a shorter run to compare with, the quadrature error is unknown.
@@ -427,8 +425,10 @@ def squared_norm_on_complements(
     lengths: Float[Array, " k"],
     beyond: Float[Array, "v k"] | float = 0.0,
 ) -> Float[Array, " v"]:
-    """Return |B|_F^2 as in `Quadrature`, from the `forms` of `forms_on_complements`, the
-    |r_i|^2, and the squares of what B r_i has beyond the space."""
+    """Return |B|_F^2, in which the part on N_i counts twice, as `Quadrature` needs it.
+
+    It comes from the `forms` of `forms_on_complements`; from the `lengths`, which are c_i
+    |r_i|^2; and from the squares of what B r_i has beyond the space, with these factors."""
     squares = squared_modulus(forms)
     along = over(squares[..., -1, -1], jnp.where(lengths > 0, lengths, 1)[None])
     across = squares[..., :-1, -1] + squares[..., -1, :-1]

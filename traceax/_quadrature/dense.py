@@ -63,10 +63,9 @@ def decompose_above(
         eigen = decompose(matrices)
         return eigen, jnp.broadcast_to(eps * largest_of(eigen.values), eigen.values.shape)
     *batch, m, _ = matrices.shape
-    identity = jnp.eye(m, dtype=matrices.dtype)
-    shifted = matrices.reshape(-1, m, m) - times(bound, identity)[None]
-    values, vectors, grain = jax.vmap(lapack.eigh_above)(shifted)
-    values, grain = (x.reshape(*batch, m) for x in (values + bound, grain))
+    each = jax.vmap(lapack.eigh_above, in_axes=(0, None))
+    values, vectors, grain = each(matrices.reshape(-1, m, m), bound)
+    values, grain = (x.reshape(*batch, m) for x in (values, grain))
     return Eigen(values, vectors.reshape(*batch, m, m)), grain
 
 

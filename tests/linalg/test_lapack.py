@@ -1,0 +1,56 @@
+"""Decompositions of matrices with a lower bound of the spectrum, in single precision."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.matrices import hermitian
+from traceax._linalg import lapack
+
+K = 40
+EPS = float(np.finfo(np.float32).eps)
+FALLING = 10.0 ** -np.linspace(0, 6, K)
+
+
+def decomposed(matrix: Any, bound: float) -> tuple[Any, Any, Any]:
+    """Eigenvalues, their errors, and the errors that `eigh_above` expects."""
+    rounded = np.asarray(matrix, np.float32)
+    truth = np.linalg.eigvalsh(rounded.astype(float))
+    values, vectors, grain = lapack.eigh_above(jnp.asarray(rounded), jnp.float32(bound))
+    np.testing.assert_allclose(vectors.T @ vectors, np.eye(K), atol=20 * EPS)
+    return truth, np.abs(np.asarray(values, float) - truth), np.asarray(grain)
+
+
+def test_eigenvalues_near_the_bound_keep_their_digits() -> None:
+    """They are moved by eps times the geometric mean of the largest and themselves. LAPACK
+    moves each one by eps times the largest."""
+    truth, errors, grain = decomposed(hermitian(FALLING), 0.0)
+    np.testing.assert_allclose(grain, 2 * EPS * np.sqrt(truth * truth[-1]), rtol=0.1)
+    assert np.all(errors <= 20 * grain)
+    by_lapack = jnp.linalg.eigh(jnp.asarray(hermitian(FALLING), jnp.float32))[0]
+    assert np.any(np.abs(np.asarray(by_lapack, float) - truth) > 20 * grain)
+
+
+@pytest.mark.parametrize("bound", [-1e2, -1e6, -1e30])
+def test_a_bound_far_below_takes_no_digits(bound: float) -> None:
+    _, errors, grain = decomposed(hermitian(FALLING), bound)
+    largest = min(K * np.abs(hermitian(FALLING)).max(), -bound)
+    assert np.max(grain) <= 2.2 * EPS * (largest + 1)
+    assert np.max(errors) <= 4 * np.max(grain)
+
+
+def test_a_matrix_that_rounding_made_indefinite() -> None:
+    """A little more than rounding moves the least eigenvalues below the bound."""
+    falling = np.where(np.arange(K) < 20, FALLING, -3 * EPS)
+    truth, errors, grain = decomposed(hermitian(falling), 0.0)
+    assert truth[0] < -2 * EPS
+    assert np.all(errors <= 4 * grain + 10 * EPS * falling.clip(0).sum())
+    assert np.max(grain[:20]) < EPS / 10
+
+
+def test_a_matrix_below_its_bound_is_decomposed_as_usual() -> None:
+    _, errors, grain = decomposed(hermitian(np.linspace(-1, 1, K)), 0.0)
+    np.testing.assert_allclose(grain, EPS, rtol=1e-3)
+    assert np.max(errors) <= 20 * EPS
