@@ -1,6 +1,8 @@
 """Error messages name the argument, the least that suffices, and a cure that works."""
 
+import inspect
 import re
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from scipy.sparse.linalg import aslinearoperator
 import traceax
 from tests.helpers import refused, slow
 from tests.wrappers import matrix_free
+from traceax._core.checks import check_callable
 
 KEY = jax.random.key(3)
 N = 300
@@ -83,8 +86,12 @@ def test_wrong_samplers_vectors_and_meters() -> None:
         rejected(value, words, call, a, jnp.exp, KEY, **COUNTS, **by_colours)
     words = r"hutchinson_trace\(sampler=.*got ndarray.*probing\(colours\)"
     rejected(kind, words, trace, sampler=COLOURS)
-    words = r"hutchinson_trace\(sampler=.*got traceax.probing itself.*probing\(colours\)"
-    rejected(kind, words, trace, sampler=tx.probing)
+    words = r"hutchinson_trace\(sampler=.*take 3 arguments.*probing\(colours\)"
+    # The tests wrap the functions of traceax, and a wrapper takes all arguments.
+    for maker in (inspect.unwrap(tx.probing), Fraction, lambda key, structure: structure):
+        rejected(kind, words, trace, sampler=maker)
+    rejected(kind, r"Sampler\(draw=.*take 3 arguments", tx.Sampler, lambda key: key)
+    rejected(kind, r"Sampler\(draw=.*function.*got int", tx.Sampler, 3)
     rejected(kind, "real, a number or an lx.Diagonal.*got", likelihood, shift=[0.1, 0.2])
     words = "vector=.*Make arrays of these shapes"
     rejected(value, words, tx.inv_quad_logdet, a, [1.0] * N, KEY)
@@ -185,7 +192,7 @@ def test_integers_of_numpy_are_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_functions_of_one_argument() -> None:
     x, square = jnp.ones(3), lambda x: x @ x
     for name in ("laplacian", "biharmonic", "hessian_diagonal"):
-        words = rf"{name}\(fn=.*fn\(x, args\).*got \(x\)\. Add the second argument"
+        words = rf"{name}\(fn=.*fn\(x, args\).*got \(x\)\. Pass lambda x, args"
         rejected(TypeError, words, getattr(tx, name), square, x, KEY, 2)
     words = r"divergence\(fn=.*fn\(x, args\)"
     rejected(TypeError, words, tx.divergence, lambda x: x, x, KEY, 2)
@@ -199,10 +206,99 @@ def test_functions_of_one_argument() -> None:
     tx.laplacian(lambda x, args=None: x @ x, x, KEY, 2)
 
 
+def of_two(x: Any, y: Any) -> Any:
+    return x
+
+
+FUNCTIONS: dict[str, tuple[str, Any]] = {
+    "function_trace": ("fn", partial(tx.function_trace, a, of_two, KEY)),
+    "slq_trace": ("fn", partial(tx.slq_trace, a, of_two, KEY, **COUNTS)),
+    "arnoldi_trace": ("fn", partial(tx.arnoldi_trace, a, of_two, KEY)),
+    "function_diagonal": ("fn", partial(tx.function_diagonal, a, of_two, KEY)),
+    "leaf_traces": ("groups", partial(tx.leaf_traces, a, KEY, groups=of_two)),
+    "unbiased_square": ("estimate_fn", partial(tx.unbiased_square, of_two, KEY)),
+    "as_operator": ("matrix", partial(tx.as_operator, of_two, 3)),
+    "custom_trace": ("algorithm", partial(tx.custom_trace, jnp.exp, a, KEY, 4)),
+    "adaptive": ("estimate", partial(tx.adaptive, jnp.exp, KEY)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_a_wrong_number_of_arguments(name: str) -> None:
+    argument, call = FUNCTIONS[name]
+    rejected(TypeError, rf"{name}\({argument}=.*must take \d argument", call)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [jnp.exp, np.abs, float, jax.jit(jnp.exp), jax.vmap(jnp.exp), partial(of_two, 1.0)],
+)
+def test_signatures_that_fit_or_are_not_known(fn: Any) -> None:
+    check_callable("trace", "fn", fn, "of a scalar", "")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (aslinearoperator(np.eye(N)), "square.*LinearOperator of SciPy.*dense or sparse"),
+        (OPERATOR, "square.*got FunctionLinearOperator"),
+        ([[1, 2], [3]], "rows of one length.*a list of several"),
+    ],
+)
+def test_patterns_that_are_no_matrices(pattern: Any, words: str) -> None:
+    for call in (tx.trace, tx.logdet):
+        words_of_call = rf"{call.__name__}\(pattern=.*{words}"
+        rejected(ValueError, words_of_call, call, a, KEY, 20, pattern=pattern)
+
+
+def test_a_pattern_of_objects() -> None:
+    pattern = np.eye(N, k=1).astype(object)
+    assert np.array_equal(tx.colouring(pattern), tx.colouring(np.eye(N, k=1)))
+
+
+@pytest.mark.parametrize("level", [jnp.asarray([0.5, 0.9]), np.full((2, 3), 0.8)])
+def test_intervals_of_several_levels(level: Any) -> None:
+    value = {"a": jnp.asarray(1.0), "b": jnp.arange(3.0)}
+    estimate = tx.Estimate(value, jax.tree.map(lambda x: x + 1, value), 10, 4.0)
+    low, high = estimate.interval(level)
+    for place in np.ndindex(level.shape):
+        one = estimate.interval(float(level[place]))
+        several = jax.tree.map(lambda x, at=place: x[at], (low, high))
+        assert jax.tree.all(jax.tree.map(lambda x, y: jnp.allclose(x, y), one, several))
+    rejected(ValueError, r"interval\(level=.*between", estimate.interval, 2 * level)
+
+
+def test_estimates_of_numbers_of_python() -> None:
+    low, _ = tx.Estimate(1, 0.5, 10).interval()
+    assert float(low) == pytest.approx(0.02, abs=0.01)
+    found = tx.adaptive(lambda _, m: tx.Estimate(1.0, m**-0.5, m), KEY, rtol=0.1)
+    assert found.converged
+    assert float(found.value) == 1.0
+
+
 def test_the_interval_of_a_complex_value() -> None:
     estimate = tx.Estimate(jnp.asarray(1 + 1j), jnp.asarray(1.0), 10)
     words = r"^traceax\.Estimate\.interval must be asked of a real value"
     refused(TypeError, words, estimate.interval)
+
+
+def test_a_module_as_a_structure() -> None:
+    class Model(eqx.Module):
+        weight: jax.Array
+        name: str = "batch"
+
+    model, identity = Model(jnp.ones(3)), lambda v: v
+    words = r"structure=.*name=str.*eqx\.filter\(module, eqx\.is_inexact_array\)"
+    rejected(TypeError, words, tx.as_operator, identity, model)
+    rejected(TypeError, "structure=.*vectors", tx.as_operator, identity, {"a": jnp.float32})
+    operator = tx.as_operator(identity, eqx.filter(model, eqx.is_inexact_array))
+    assert float(tx.trace(operator, KEY).value) == pytest.approx(3.0)
+    rejected(ValueError, "matrix=.*one length", tx.as_operator, [[1.0, 2.0], [3.0]])
+
+
+def test_shifts_without_numbers() -> None:
+    for call in (tx.logdet, partial(tx.inv_quad_logdet, vector=jnp.ones(N))):
+        rejected(ValueError, "shift=.*one number", call, a, key=KEY, shift=jnp.zeros(0))
 
 
 def test_a_pytree_of_shifts() -> None:

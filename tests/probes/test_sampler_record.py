@@ -1,6 +1,7 @@
 """Samplers with properties, and that a key means the same probes everywhere."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, given, refused
+from tests.helpers import cases, close, given, refused, slow
 from tests.matrices import general, hermitian
 from tests.wrappers import PSD, function
 
@@ -55,6 +56,30 @@ def test_a_key_and_a_sampler_mean_the_same_probes_everywhere(name: str) -> None:
     got, want = (estimator(operator, s) for s in (tx.rademacher, given(probes)))
     close(got.value, want.value, 1e-12)
     close(got.standard_error, want.standard_error, 1e-9)
+
+
+SAMPLERS = [
+    (tx.rademacher, 2, 0.0),
+    (tx.normal, 2, 0.0),
+    (tx.sphere, 2, 0.0),
+    (tx.probing(np.arange(5) % 3), 2, 0.0),
+    (tx.hadamard, 1, 0.0),
+    (tx.orthogonal, 1, 1e-5),  # the numbers of a basis are rounded
+]
+
+
+@pytest.mark.parametrize(("sampler", "fewest", "tolerance"), SAMPLERS, ids=repr)
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.complex64)])
+def test_whether_probes_depend_on_their_number(
+    sampler: tx.Sampler, fewest: int, tolerance: float, dtype: Any
+) -> None:
+    """The first ones do not, from so many samples on. A single one is different."""
+    structure = jax.ShapeDtypeStruct((5,), dtype)
+    many = sampler(KEY, structure, 4 * sampler.group)
+    for count in (1, 2, 3):
+        few = sampler(KEY, structure, count * sampler.group)
+        same = jnp.max(jnp.abs(few - many[: few.shape[0]])) <= tolerance
+        assert bool(same) == (count >= fewest)
 
 
 @pytest.mark.parametrize("sampler", [tx.rademacher, tx.normal, tx.sphere], ids=repr)
@@ -120,5 +145,6 @@ def test_partial_functions_of_samplers_are_samplers() -> None:
         close(
             got.value, tx.hutchinson_trace(operator, KEY, 9, sampler=tx.sphere).value, 1e-9
         )
-    refused(TypeError, "probing itself", tx.xtrace, operator, KEY, 9, sampler=tx.probing)
+    maker = inspect.unwrap(tx.probing)
+    refused(TypeError, "take 3 arguments", tx.xtrace, operator, KEY, 9, sampler=maker)
     refused(TypeError, "sampler=.*function", tx.xtrace, operator, KEY, 9, sampler=3)

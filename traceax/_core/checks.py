@@ -34,7 +34,7 @@ def invalid(
 
 def show(structure: object) -> str:
     def short(leaf: Any) -> str:
-        if not hasattr(leaf, "dtype"):
+        if not hasattr(leaf, "shape"):
             return type(leaf).__name__
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
@@ -50,7 +50,7 @@ def check_operator(
     """The canonical operator. The conversion comes before any other question, because
     Equinox and lineax keep the functions that they are asked about for ever."""
     if not isinstance(operator, Operator):
-        must, got = "be a lineax operator", _with_library(operator)
+        must, got = "be a lineax operator", with_library(operator)
         is_function = callable(operator) and not hasattr(operator, "matvec")
         cure = f"Make it one: traceax.as_operator({'function, n' if is_function else 'a'})."
         if _is_key(operator):
@@ -79,7 +79,7 @@ def check_operator(
 _LIBRARIES = {"numpy": "NumPy", "scipy": "SciPy", "jax": "JAX", "jaxlib": "JAX"}
 
 
-def _with_library(thing: object) -> str:
+def with_library(thing: object) -> str:
     """Return the type of an object, and the library that it is from."""
     kind = "array" if isinstance(thing, jax.Array) else type(thing).__name__
     library = _LIBRARIES.get(type(thing).__module__.split(".")[0])
@@ -271,6 +271,9 @@ def check_shift(
         if kind == jax.tree.structure(operator.in_structure()) and kind.num_nodes > 1:
             cure = "Pass a pytree of shifts as lx.DiagonalLinearOperator(pytree)."
         raise invalid(TypeError, name, "shift", must, repr(shift), cure)
+    if not all(map(jnp.size, numbers)):
+        must, cure = "have at least one number", "Pass 0.0 for none."
+        raise invalid(ValueError, name, "shift", must, f"shape {jnp.shape(shift)}", cure)
     space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
     expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)
     shapes = jax.tree.map(jnp.shape, got)
@@ -329,6 +332,16 @@ def check_tracked(
         raise invalid(ValueError, name, "operator", must, got, cure)
 
 
+def check_array(name: str, argument: str, matrix: Any) -> np.ndarray:
+    """A dense matrix as an array of NumPy, which makes none of a ragged list."""
+    try:
+        return np.asarray(matrix)
+    except ValueError:
+        must, got = "have rows of one length", f"a {type(matrix).__name__} of several"
+        cure = "Fill up the rows with zeros."
+        raise invalid(ValueError, name, argument, must, got, cure) from None
+
+
 # Functions that users give, and what they return.
 
 _NUMBERS: dict[str, Any] = {
@@ -338,31 +351,29 @@ _NUMBERS: dict[str, Any] = {
 }
 
 
-def check_callable(name: str, argument: str, fn: object, form: str, cure: str) -> None:
+def check_callable(
+    name: str, argument: str, fn: object, form: str, cure: str, count: int = 1
+) -> None:
+    """A function that can be called with `count` arguments, as far as its signature is
+    known."""
     if not callable(fn):
         must, got = f"be a function {form}", type(fn).__name__
         raise invalid(TypeError, name, argument, must, got, cure)
-
-
-def _check_takes_args(name: str, argument: str, fn: Any, form: str) -> None:
-    """Refuse a function of one argument, if its signature is known."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(None, None)
+        signature.bind(*range(count))
     except TypeError:
-        must, got = f"be a function {form}, which is called with two arguments", signature
-        cure = "Add the second argument, args, which is None if you pass none."
-        raise invalid(TypeError, name, argument, must, f"{got}", cure) from None
+        must = f"take {count} argument{'s' * (count > 1)}, as a function {form}"
+        raise invalid(TypeError, name, argument, must, signature, cure) from None
 
 
 def check_field(name: str, fn: object, x: object) -> None:
     """A function `fn(x, args)`, and a point at which its derivatives are taken."""
-    cure = "Pass lambda x, args: ..., or an eqx.Module that is one."
-    check_callable(name, "fn", fn, "fn(x, args)", cure)
-    _check_takes_args(name, "fn", fn, "fn(x, args)")
+    cure = "Pass lambda x, args: ..., where args is None if you pass none."
+    check_callable(name, "fn", fn, "fn(x, args)", cure, 2)
     leaves, _ = jax.tree.flatten_with_path(x)
     wrong = [at for at in leaves if not _is_differentiable(at[1])]
     if wrong or not sum(jnp.size(leaf) for _, leaf in leaves):
@@ -423,8 +434,7 @@ def check_scalar(name: str, argument: str, structure: object) -> None:
 def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
     """The loss of a model's outputs."""
     cure = "Pass lambda outputs, args: ..., of what fn returns."
-    check_callable(name, "loss", loss, "loss(outputs, args)", cure)
-    _check_takes_args(name, "loss", loss, "loss(outputs, args)")
+    check_callable(name, "loss", loss, "loss(outputs, args)", cure, 2)
     check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, PyTree
 
 from traceax._core.canonical import canonical
-from traceax._core.checks import invalid
+from traceax._core.checks import check_array, check_callable, invalid, show
 from traceax._core.operator import Operator
 from traceax._core.sparse import SparseOperator, entries_of, is_of_jax, table
 
@@ -73,6 +73,7 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     if library in ("torch", "networkx", "pandas"):
         raise _no_matrix(matrix, library)
     if callable(matrix):
+        check_callable(NAME, "matrix", matrix, "v -> A v", "Close over all but v.")
         space = _space(structure)
         code = canonical(matrix, space)
         operator = lx.FunctionLinearOperator(code, space, tags, closure_convert=False)
@@ -80,7 +81,8 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         return operator
     if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
         raise _no_matrix(matrix, library)
-    array = matrix if isinstance(matrix, jax.Array) else np.asarray(matrix)
+    known = isinstance(matrix, jax.Array)
+    array = matrix if known else check_array(NAME, "matrix", matrix)
     _check_square(array.shape)
     return lx.MatrixLinearOperator(_as_inexact(array), tags)
 
@@ -186,10 +188,14 @@ def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:
     if isinstance(structure, int) and not isinstance(structure, bool) and structure > 0:
         structure = jax.ShapeDtypeStruct((structure,), jnp.result_type(float))
     leaves = jax.tree.leaves(structure)
-    if not leaves or not all(hasattr(leaf, "dtype") for leaf in leaves):
+    is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    if not leaves or not all(is_array):
         must = "say what vectors the function takes"
-        cure = "Pass their number of entries, or an example of one."
-        raise invalid(TypeError, NAME, "structure", must, repr(structure), cure)
+        cure = (
+            "Pass their number of entries, or an example of one. Of a module, take it by "
+            "eqx.filter(module, eqx.is_inexact_array)."
+        )
+        raise invalid(TypeError, NAME, "structure", must, show(structure), cure)
     # The type of a result: inside `jax.shard_map` it has a mesh, which lineax compares.
     once = lambda x: x * jnp.ones((), x.dtype)  # noqa: E731
     return jax.eval_shape(partial(jax.tree.map, once), structure)

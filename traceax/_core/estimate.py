@@ -49,6 +49,16 @@ export.register_pytree_node_serialization(
 )
 
 
+def _arrays(tree: Any) -> Any:
+    """Return numbers of Python as arrays of floats or of complex numbers."""
+
+    def array(leaf: Any) -> Any:
+        is_number = isinstance(leaf, int | float | complex)
+        return jnp.asarray(leaf, jnp.result_type(leaf, float)) if is_number else leaf
+
+    return jax.tree.map(array, tree)
+
+
 class Estimate(eqx.Module):
     """An estimate, its standard error, and its cost.
 
@@ -98,8 +108,8 @@ class Estimate(eqx.Module):
     **See also**: `pool`, `adaptive`, `unbiased_square`.
     """
 
-    value: PyTree[Inexact[Array | np.ndarray, "..."]]
-    standard_error: PyTree[Float[Array | np.ndarray, "..."]]
+    value: PyTree[Inexact[Array | np.ndarray, "..."]] = eqx.field(converter=_arrays)
+    standard_error: PyTree[Float[Array | np.ndarray, "..."]] = eqx.field(converter=_arrays)
     num_matvecs: int | Int[Array | np.ndarray, "..."]
     degrees_of_freedom: float | Float[Array, "..."] = 1e6
     converged: Bool[Array, ""] | bool | None = None
@@ -117,22 +127,22 @@ class Estimate(eqx.Module):
         return f"<{in_words(self)}>" if is_readable(self) else in_words(self)
 
     def interval(
-        self, level: float | Float[Array, ""] = 0.95
+        self, level: float | Float[Array | np.ndarray, "*levels"] = 0.95
     ) -> tuple[PyTree[Array], PyTree[Array]]:
         """Return a two-sided Student-t confidence interval for the exact value.
 
         **Arguments**
 
         - `level`: the probability, strictly between 0 and 1, that the interval contains the
-          exact value. Default 0.95.
+          exact value, or an array of several. Default 0.95.
 
-        **Returns** `(low, high)`, each with the structure and shape of `value`. They cannot
-        be differentiated. Complex values have no interval, so take an `Estimate` of the
-        real part.
+        **Returns** `(low, high)`, each with the structure and shape of `value`. An array of
+        levels adds its axes in front. They cannot be differentiated. Complex values have no
+        interval, so take an `Estimate` of the real part.
         """
         name, cure = "Estimate.interval", "Pass 0.95, for example."
         if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
-            must = "be a number, because it is a probability"
+            must = "be a number or an array, because it is a probability"
             raise invalid(TypeError, name, "level", must, repr(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
         if not all(0 < number < 1 for number in known):
@@ -142,6 +152,8 @@ class Estimate(eqx.Module):
             must, got = "be asked of a real value, as these have an order", "a complex one"
             cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
             raise invalid(TypeError, name, "", must, got, cure)
+        if jnp.ndim(level):
+            return jax.vmap(self.interval)(jnp.asarray(level))
         degrees = jnp.asarray(self.degrees_of_freedom)
 
         def width(error: Any) -> Array:

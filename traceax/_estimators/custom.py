@@ -94,7 +94,7 @@ def custom_trace(
     **See also**: `hutchpp_trace`, and `check_estimator` in `traceax.testing`.
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
-    checks.check_callable("custom_trace", "algorithm", algorithm, form, cure)
+    checks.check_callable("custom_trace", "algorithm", algorithm, form, cure, 2)
     call = begin(
         "custom_trace",
         operator,

@@ -119,7 +119,7 @@ def adaptive(
     **See also**: `adaptive_trace`, `pool`.
     """
     name = "adaptive"
-    checks.check_callable(name, "estimate", estimate, "of a key and a budget", _CURE)
+    checks.check_callable(name, "estimate", estimate, "of a key and a budget", _CURE, 2)
     checks.check_key(name, key)
     _check_eager(name, "key", key)
     for argument, number in (("rtol", rtol), ("atol", atol)):

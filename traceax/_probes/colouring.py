@@ -36,8 +36,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Int
 
-from traceax._core.checks import check_count, invalid
-from traceax._core.sparse import Pattern, entries_of, own_pattern
+from traceax._core.checks import check_array, check_count, invalid, with_library
+from traceax._core.sparse import Pattern, entries_of, is_of_jax, own_pattern
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
 # takes longer than importing all of traceax.
@@ -91,13 +91,16 @@ def places(name: str, pattern: Any) -> Pattern:
         must = "be concrete, because it is coloured on the host"
         cure = "Colour it outside of jax.jit."
         raise invalid(TypeError, name, "pattern", must, "a traced array", cure)
-    shape = np.shape(pattern)
+    is_sparse = is_of_jax(pattern) or hasattr(pattern, "tocoo")
+    matrix = pattern if is_sparse else check_array(name, "pattern", pattern) != 0
+    shape = np.shape(matrix)
     batched = getattr(pattern, "n_batch", 0) or getattr(pattern, "n_dense", 0)
     if len(shape) != 2 or shape[0] != shape[1] or batched:
         must = "be a square matrix, a row and a column for each dimension"
-        cure = "Take B.T @ B or B @ B.T of a rectangular B, and a BCOO without batches."
-        raise invalid(ValueError, name, "pattern", must, f"shape {shape}", cure)
-    return entries_of(pattern)[1]
+        cure = "Pass a dense or sparse array, B.T @ B or B @ B.T of a rectangular B."
+        got = f"shape {shape}" if shape else with_library(pattern)
+        raise invalid(ValueError, name, "pattern", must, got, cure)
+    return entries_of(matrix)[1]
 
 
 @memo

@@ -322,9 +322,6 @@ def probing(
     return Probing(np.unique(flat, return_inverse=True)[1], None)
 
 
-probing.makes_samplers = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 @memo
 def probing_of(coloured: Coloured) -> Probing:
     """Return the sampler of a colouring. A graph without edges has no neighbourhood."""

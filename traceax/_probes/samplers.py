@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_count, check_key, invalid
+from traceax._core.checks import check_callable, check_count, check_key, invalid
 from traceax._core.vectors import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
@@ -53,7 +53,8 @@ class Sampler:
       ("resphering"), which makes `xtrace` exact for multiples of I. Default `False`.
     - `independent`: whether each sample may be drawn with a key of its own. Then `draw` is
       called for one sample at a time (under `jax.vmap`), and estimators may draw samples in
-      batches. A probe then does not depend on the number of probes. Default `False`.
+      batches. The first probes are then the same for any number of samples from two on. A
+      single sample is drawn with the key itself, and is a different one. Default `False`.
     - `group`: the number of probes that make one sample. The sum of their z z* has the mean
       `group` times I, as with the colours of `probing`. Default 1.
     - `population`: a function that maps n to the size of the population, if probes are
@@ -91,6 +92,7 @@ class Sampler:
         group: int = 1,
         population: Callable[[int], int] | None = None,
     ) -> None:
+        _check_draw("Sampler", "draw", draw)
         # `help` then shows a sampler as the function, and as its name if it is a default.
         functools.update_wrapper(self, draw)
         self.__name__ = getattr(draw, "__name__", type(draw).__name__)
@@ -126,6 +128,12 @@ class Sampler:
         return self.__name__
 
 
+def _check_draw(name: str, argument: str, draw: object) -> None:
+    form = "(key, structure, num_probes) -> probes"
+    cure = "Pass traceax.rademacher or traceax.probing(colours)."
+    check_callable(name, argument, draw, form, cure, 3)
+
+
 def as_sampler(name: str, sampler: Any) -> Sampler:
     """Return the sampler that the user gave, or make one of a plain function.
 
@@ -147,14 +155,9 @@ def as_sampler(name: str, sampler: Any) -> Sampler:
             group=inner.group,
             population=inner.population,
         )
-    elif callable(sampler) and not getattr(sampler, "makes_samplers", False):
-        made, plain = Sampler(sampler), True
     else:
-        must = "be a function (key, structure, num_probes) -> probes"
-        itself = callable(sampler)
-        got = "traceax.probing itself" if itself else type(sampler).__name__
-        cure = "Pass traceax.rademacher or traceax.probing(colours)."
-        raise invalid(TypeError, name, "sampler", must, got, cure)
+        _check_draw(name, "sampler", sampler)
+        made, plain = Sampler(sampler), True
     made.is_plain = plain
     return made
 
