@@ -83,7 +83,7 @@ def trace(
     is known to be Hermitian.
 
     **Cost**: the cost of the chosen estimator. A pattern is coloured on the host, once for
-    all calls with entries at the same places. The latest few colourings are kept.
+    all calls with entries at the same places. The latest eight colourings are kept.
 
     **Example**
 
