@@ -1,5 +1,7 @@
 """Divergence, Laplacian and Hessian diagonal, beside dense automatic differentiation."""
 
+import itertools
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +13,16 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import traceax as tx
-from tests.helpers import cases, close, contains, given, is_unbiased, leaks_checked, refused
+from tests.helpers import (
+    cases,
+    close,
+    contains,
+    given,
+    is_unbiased,
+    leaks_checked,
+    refused,
+    slow,
+)
 from tests.matrices import all_signs, numbers
 from traceax._linalg.columns import promoted
 
@@ -243,6 +254,38 @@ def test_the_mean_over_all_signs_is_the_truth(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [2, slow(3)])
+def test_squares_of_a_hessian_diagonal(count: int) -> None:
+    """Enumerated over all signs: the variance makes the square too large, and the square
+    of the error bar is the variance on average."""
+    n = 4
+    hessian = (A + A.T)[:n, :n]
+    signs = jnp.asarray(all_signs(n))
+    choices = jnp.asarray(list(itertools.product(range(len(signs)), repeat=count)))
+
+    def squares(choice: Any) -> Any:
+        sampler = tx.Sampler(lambda *_: signs[choice])
+        fn = lambda x, args: x @ hessian @ x / 2  # noqa: E731
+        entries = tx.hessian_diagonal(fn, X[:n], KEY, count, sampler=sampler)
+        return entries.value**2, entries.value**2 - entries.standard_error**2
+
+    square, unbiased = jax.jit(lambda: jax.lax.map(squares, choices, batch_size=256))()
+    truth = jnp.diagonal(hessian) ** 2
+    close(unbiased.mean(axis=0), truth, 1e-10)
+    variance = ((hessian**2).sum(axis=1) - truth) / count
+    close(square.mean(axis=0), truth + variance, 1e-10)
+
+
+@pytest.mark.parametrize("count", [2, slow(9)])
+def test_a_hessian_diagonal_of_few_probes_is_plain(count: int) -> None:
+    """So the error bar of the default is the spread of independent signs, too."""
+    net = network("hessian_diagonal", 12)
+    call = partial(tx.hessian_diagonal, lambda x, args: net(x), jnp.ones(12), KEY, count)
+    got, plain = call(), call(sampler=tx.rademacher)
+    close(got.value, plain.value, 1e-12)
+    close(got.standard_error, plain.standard_error, 1e-12)
+
+
 def test_a_hessian_diagonal_is_sketched_where_that_is_better() -> None:
     """As `diagonal` would; not in batches, nor with a sampler that somebody asks for."""
     net = network("hessian_diagonal", 12)

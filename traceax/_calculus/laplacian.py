@@ -377,6 +377,11 @@ def hessian_diagonal(
 
     **Returns** an `Estimate` with a value of the structure of x.
 
+    The square of an entry is too large, on average by the variance of the entry. With 2 to
+    9 matvecs, or with `sampler=tx.rademacher` and at least 2, `value**2 -
+    standard_error**2` is an unbiased estimate of it. If you use a sketch, or differentiate
+    the square, use `unbiased_square`.
+
     **Cost**: `num_matvecs` matvecs with the Hessian (forward over reverse mode, with one
     backward pass), in one batch. Each costs about four times as much as `fn`. About 4
     blocks of n x `num_matvecs` / 2 must fit in memory, or, with `batch_size`, one block of
@@ -392,7 +397,7 @@ def hessian_diagonal(
     **Reference**: Bekas, Kokiopoulou and Saad (2007),
     [doi:10.1016/j.apnum.2007.01.003](https://doi.org/10.1016/j.apnum.2007.01.003).
 
-    **See also**: `laplacian`, `diagonal`, `hutchinson_diagonal`.
+    **See also**: `laplacian`, `diagonal`, `hutchinson_diagonal`, `unbiased_square`.
     """
     name = "hessian_diagonal"
     check_jac(name, jac)

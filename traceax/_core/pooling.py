@@ -204,7 +204,9 @@ def unbiased_square(
 
     The square of one estimate is on average too large by its variance, and training on it
     does not minimise t^2. The product of two independent estimates has the mean t^2, and
-    the mean of its gradient is the gradient of t^2.
+    the mean of its gradient is the gradient of t^2. If you need no gradient, and the
+    estimate is a mean of independent probes, value^2 - standard_error^2 also has the mean
+    t^2, and no second estimate is needed. `hessian_diagonal` says when this holds.
 
     **Arguments** (details are in the guide's conventions)
 
@@ -235,7 +237,7 @@ def unbiased_square(
     **Reference**: Baird (1995), Residual algorithms, ICML. Hu et al. (2024),
     [arXiv:2312.14499](https://arxiv.org/abs/2312.14499).
 
-    **See also**: `laplacian`, `biharmonic`, `divergence`.
+    **See also**: `laplacian`, `hessian_diagonal`, `biharmonic`, `divergence`.
     """
     cure = "Pass lambda key: traceax.trace(operator, key), for example."
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
