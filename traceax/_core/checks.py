@@ -271,9 +271,9 @@ def check_shift(
         if kind == jax.tree.structure(operator.in_structure()) and kind.num_nodes > 1:
             cure = "Pass a pytree of shifts as lx.DiagonalLinearOperator(pytree)."
         raise invalid(TypeError, name, "shift", must, repr(shift), cure)
-    if not all(map(jnp.size, numbers)):
+    if not any(map(jnp.size, numbers)):
         must, cure = "have at least one number", "Pass 0.0 for none."
-        raise invalid(ValueError, name, "shift", must, f"shape {jnp.shape(shift)}", cure)
+        raise invalid(ValueError, name, "shift", must, "an empty array", cure)
     space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
     expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)
     shapes = jax.tree.map(jnp.shape, got)
