@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains, is_unbiased, over_keys
+from tests.helpers import cases, close, contains, is_unbiased, over_keys, slow
 from tests.matrices import general, hermitian, numbers, remainder
 from tests.wrappers import function
 from traceax._core.operator import LinearMap
@@ -131,6 +131,28 @@ def test_exact_in_single_precision(dtype: Any) -> None:
     close(estimate.value.real, np.linalg.slogdet(matrix)[1], 1e-5)
     logdet = lambda s: exact(function(s.astype(dtype) * single), jnp.log)  # noqa: E731
     close(jax.grad(lambda s: logdet(s).value.real)(np.float32(1.0)), N, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.complex64)])
+@pytest.mark.parametrize("probes", [5, slow(2)])
+def test_single_precision_at_any_scale(dtype: Any, probes: int) -> None:
+    """The relative value, error bar and derivative do not depend on units."""
+    matrix = jnp.asarray(MATRICES["complex" if dtype == np.complex64 else "general"], dtype)
+
+    @jax.jit
+    def run(unit: Any) -> Any:
+        def value(s: Any) -> Any:
+            operator = function((s * unit).astype(dtype) * matrix)
+            estimate = exact(operator, lambda x: (x / unit.astype(x.dtype)) ** 2, probes)
+            return estimate.value.real, estimate.standard_error
+
+        slope, error = jax.grad(value, has_aux=True)(np.float32(1.0))
+        return value(np.float32(1.0))[0], error, slope
+
+    plain = run(np.float32(1.0))
+    close(plain[2], 2 * plain[0], 1e-5)
+    for power in (-60, -40, 40, 60):
+        close(run(np.float32(2.0**power)), plain, 1e-5)
 
 
 WIDTH, DEPTH, INNER = 3, 5, 3

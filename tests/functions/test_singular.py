@@ -157,3 +157,22 @@ def test_batches_of_asymmetric_matrices() -> None:
         np.testing.assert_allclose(batch.value[k], one.value, rtol=1e-12)
         np.testing.assert_allclose(batch.standard_error[k], one.standard_error, rtol=1e-6)
     assert (batch.standard_error[0], bool(jnp.isnan(batch.value[2]))) == (0, True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(np.float64), slow(np.complex64)])
+def test_the_gradient_of_a_diagonal_at_the_zero_operator(dtype: Any) -> None:
+    """It is that of a multiple of I: in both, spaces are exhausted after one step."""
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(c: Any, level: Any) -> Any:
+        fn = lambda x: jnp.exp(x - level)  # noqa: E731
+        operator = matrix_free(lambda v: c.astype(dtype) * v, N, lx.symmetric_tag, dtype)
+        how: Any = {"num_probes": 4, "num_steps": 5}
+        return jnp.sum(tx.function_diagonal(operator, fn, jax.random.key(0), **how).value)
+
+    level = np.ones((), np.finfo(dtype).dtype)
+    (at_zero, slope), (at_one, expected) = run(0 * level, 0 * level), run(level, level)
+    np.testing.assert_allclose((at_zero, at_one), N, rtol=1e-5)
+    np.testing.assert_allclose(slope, expected, rtol=0.05)
+    assert abs(slope - N) < 0.05 * N

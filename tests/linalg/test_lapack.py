@@ -1,4 +1,4 @@
-"""Decompositions of matrices with a lower bound of the spectrum, in single precision."""
+"""Decompositions in single precision: of matrices of any scale, and with a lower bound."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.matrices import hermitian
+from tests.matrices import general, hermitian
 from traceax._linalg import lapack
 
 K = 40
@@ -54,3 +54,17 @@ def test_a_matrix_below_its_bound_is_decomposed_as_usual() -> None:
     _, errors, grain = decomposed(hermitian(np.linspace(-1, 1, K)), 0.0)
     np.testing.assert_allclose(grain, EPS, rtol=1e-3)
     assert np.max(errors) <= 20 * EPS
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_eigenvalues_of_general_matrices_of_any_scale(dtype: Any) -> None:
+    matrix = general(K, dtype)
+    values, vectors = map(np.asarray, lapack.eig(matrix))
+    for power in (-60, -40, 40, 60):
+        unit = np.float32(2.0**power)
+        scaled, vectors_too = map(np.asarray, lapack.eig(matrix * unit.astype(dtype)))
+        np.testing.assert_array_equal(scaled / unit, values)
+        np.testing.assert_array_equal(vectors_too, vectors)
+        alone = np.asarray(lapack.eigvals(matrix * unit.astype(dtype)))
+        np.testing.assert_allclose(np.sum(alone / unit), np.trace(matrix), rtol=1e-5)
+    np.testing.assert_array_equal(lapack.eigvals(0 * matrix), 0)

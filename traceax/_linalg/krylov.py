@@ -186,8 +186,7 @@ def _advance(
     basis, q, previous, beta, scale, skew = state
     eps = float(jnp.finfo(q.dtype).eps)
     alpha = dot(q.conj(), product).real
-    parts = jax.lax.stop_gradient(jnp.maximum(jnp.abs(alpha), beta))
-    scale = jnp.maximum(scale, parts)
+    scale = jnp.maximum(scale, jax.lax.stop_gradient(jnp.abs(alpha)))
     residual = product - times(alpha, q) - times(beta, previous)
     against = jnp.stack([previous, q]) if basis is None else basis
     overlaps = dot(against.conj(), residual)
@@ -195,8 +194,10 @@ def _advance(
     if basis is not None:
         residual = residual - dot(overlaps, basis)
     size = norm(residual)
-    alive = jax.lax.stop_gradient(size) > 10 * eps * q.size**0.5 * scale
-    scale = jnp.maximum(scale, jax.lax.stop_gradient(size))
+    # A coupling that was made up causes rounding, but is not part of the scale of A.
+    held, known = jax.lax.stop_gradient((size, jnp.maximum(scale, beta)))
+    alive = held > 10 * eps * q.size**0.5 * known
+    scale = jnp.where(alive, jnp.maximum(scale, held), scale)
     if differentiable and basis is not None:
         added = times(eps**0.5 * jnp.where(scale > 0, scale, 1), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))

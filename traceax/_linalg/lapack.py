@@ -51,11 +51,27 @@ def one_by_one(decompose: Decomposition) -> Decomposition:
 qr = one_by_one(lambda block: tuple(jnp.linalg.qr(block)))
 svd = one_by_one(lambda block: tuple(jnp.linalg.svd(block, full_matrices=False)))
 eigh = one_by_one(lambda matrix: tuple(jnp.linalg.eigh(matrix)))
-eig = one_by_one(lambda matrix: tuple(jnp.linalg.eig(matrix)))
-eigvals = one_by_one(jnp.linalg.eigvals)
+eig = one_by_one(lambda matrix: _scaled_back(jnp.linalg.eig, matrix))
+eigvals = one_by_one(lambda matrix: _scaled_back(jnp.linalg.eigvals, matrix))
 solve = one_by_one(lambda equations: jnp.linalg.solve(*equations))
 # It reads the lower triangle, and returns NaN if the matrix is not positive definite.
 cholesky = one_by_one(lambda matrix: jnp.linalg.cholesky(matrix, symmetrize_input=False))
+
+
+def _scaled_back(decompose: Decomposition, matrix: Inexact[Array, "*batch n n"]) -> Any:
+    """Decompose a matrix in units of about its largest entry.
+
+    LAPACK scales matrices with entries beyond about 1e12 or 1e-12 itself in single
+    precision, but the one in SciPy 1.17, which jaxlib calls, does not scale eigenvalues
+    back. The unit is a power of two, so it changes no digit.
+    """
+    size = jax.lax.stop_gradient(largest_modulus(matrix))
+    size = jnp.minimum(size, jnp.finfo(size.dtype).max / 4)
+    unit = size / jnp.frexp(size)[0]
+    result = decompose(times(1 / unit, matrix))
+    if isinstance(result, tuple):
+        return times(unit, result[0]), *result[1:]
+    return times(unit, result)
 
 
 @one_by_one
