@@ -367,10 +367,9 @@ def value_and_error(
     """
     (n, k), of_a = known.block.shape, known.fitted
     # The ridge has the same ratio to I as the shift has to A, so that the estimate is exact
-    # for multiples of I.
-    size = jnp.sum(column_dots(known.test, known.images).real)
-    proportion = jnp.sum(column_norms_squared(known.test)) / jnp.where(size != 0, size, 1)
-    ridge = of_a.shift * proportion
+    # for multiples of I. Noise may make the size negative. No ridge is a bias.
+    size = jnp.maximum(jnp.sum(column_dots(known.test, known.images).real), of_a.shift)
+    ridge = of_a.shift * (jnp.sum(column_norms_squared(known.test)) / size)
     of_one = fit_to_core(known.test, known.test, known.directions, ridge)
     factors = jnp.ones_like(of_a.squares)
     if resphere:
