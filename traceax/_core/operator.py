@@ -137,7 +137,9 @@ class LinearMap(eqx.Module):
         if self.checked:
             turns = np.cos(np.outer(np.arange(k), [1, 2]))
             turns = jnp.asarray(turns / np.linalg.norm(turns, axis=0), probes.dtype)
-            one, other = (jnp.matmul(x, turns, precision="highest") for x in (probes, images))
+            one, other = (
+                jnp.matmul(x, turns, precision="highest") for x in (probes, images)
+            )
             change = self(one) / scale.astype(images.dtype) - other
             found = jnp.maximum(found, jnp.linalg.norm(change) * (k / 2) ** 0.5)
         size = jnp.linalg.norm(images) * n**0.5

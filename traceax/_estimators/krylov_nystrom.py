@@ -135,7 +135,9 @@ def xnystrace(
     asymmetry of Omega* A Omega shows this noise. An operator that is semidefinite only up
     to rounding of its entries is estimated without bias. The tag is taken to be wrong if
     the most negative eigenvalue is larger in modulus than a hundredth of the largest one,
-    and noise does not explain this. The value and the error are then NaN.
+    and noise does not explain this. The value and the error are then NaN. Use a correct tag
+    then, for example `lx.symmetric_tag`. If large parts cancel in the products, compute
+    them in float64, or estimate the whole operator and subtract the trace of the part.
 
     **Derivatives**: they follow XTrace's rule on the same sketch, which is frozen. The rule
     is exact for a multiple of I, and also holds for indefinite tangents. A gradient costs
