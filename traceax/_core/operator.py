@@ -118,7 +118,7 @@ class LinearMap(eqx.Module):
         return unit_roundoff(self.operator)
 
     def eps_of(
-        self, probes: Inexact[Array, "n k"], images: Inexact[Array, "n k"]
+        self, probes: Inexact[Array, "n k"], images: Inexact[Array, "p k"]
     ) -> Float[Array, ""]:
         """Return the relative error of a form w* A w, which is at least rounding.
 
