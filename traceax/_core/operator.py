@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.canonical import (
@@ -88,12 +89,12 @@ DOUBLE = 1e-10
 class LinearMap(eqx.Module):
     """An operator, p x n, as a map of n x k blocks: one matvec for each column.
 
-    `noise` is the relative error of a matvec that `measured` found. A float32 operator may
-    compute in TF32 or bfloat16 inside, or end a solve at a tolerance, and its dtype does
-    not show it."""
+    If it is `checked`, two matvecs measure the noise of matvecs (`eps_of`). A float32
+    operator may compute in TF32 or bfloat16 inside, or end a solve at a tolerance, and its
+    dtype does not show it."""
 
     operator: Operator
-    noise: Float[Array, ""] | None = None
+    checked: bool = eqx.field(static=True, default=False)
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
         if jnp.iscomplexobj(block) and jnp.issubdtype(self.dtype, jnp.floating):
@@ -112,25 +113,39 @@ class LinearMap(eqx.Module):
         return working_dtype(self.operator)
 
     @property
-    def eps(self) -> Any:
-        """The relative error of a form w* A w. It is the rounding error of a matvec, a
-        float, or an array: the measured noise, but at least the rounding error of sums."""
-        if self.noise is None:
-            return unit_roundoff(self.operator)
-        return jnp.maximum(self.noise, float(jnp.finfo(self.dtype).eps))
+    def eps(self) -> float:
+        """The rounding error of a matvec, as its dtype shows it."""
+        return unit_roundoff(self.operator)
 
-    def measured(self, vector: Inexact[Array, " n"]) -> LinearMap:
-        """Measure the noise by two matvecs: A(1.37 x)/1.37 is A x but for rounding errors.
+    def eps_of(
+        self, probes: Inexact[Array, "n k"], images: Inexact[Array, "p k"]
+    ) -> Float[Array, ""]:
+        """Return the relative error of a form w* A w, which is at least rounding.
 
-        A power of two would show nothing. The error of a matvec has no preferred direction,
-        so the error of a form is smaller than its length by the root of n."""
-        factors = jnp.array([1, 1.37], vector.real.dtype).astype(vector.dtype)
-        one, other = (self(vector[:, None] * factors[None, :]) / factors[None, :]).T
-        scale = jnp.max(jnp.abs(one))
-        scale = jnp.where(scale > 0, scale, 1).astype(one.dtype)
-        size, error = map(jnp.linalg.norm, (one / scale, (one - other) / scale))
-        noise = 2 * error / jnp.where(size > 0, size, 1) / vector.size**0.5
-        return LinearMap(self.operator, jax.lax.stop_gradient(noise))
+        `images` are A Omega. The asymmetry of Omega* A Omega shows the noise of a Hermitian
+        operator. If the operator is `checked`, two more matvecs compare A Omega c with
+        (A Omega) c. Each of both sums up the noise of all probes, because the noise of a
+        single matvec may be zero by chance. The error of a matvec is taken to have no
+        preferred direction, so that the error of a form is smaller by the root of n."""
+        (n, k), dtype = probes.shape, probes.real.dtype
+        scale = jnp.max(jnp.abs(images))
+        scale = jnp.where(scale > 0, scale, 1)
+        images, found = images / scale.astype(images.dtype), jnp.zeros((), dtype)
+        if self.is_hermitian and k > 1:
+            core = jnp.matmul(probes.conj().T, images, precision="highest")
+            found = jnp.linalg.norm(core - core.conj().T) / (k - 1) ** 0.5
+        if self.checked:
+            turns = np.cos(np.outer(np.arange(k), [1, 2]))
+            turns = jnp.asarray(turns / np.linalg.norm(turns, axis=0), probes.dtype)
+            one, other = (
+                jnp.matmul(x, turns, precision="highest") for x in (probes, images)
+            )
+            change = self(one) / scale.astype(images.dtype) - other
+            found = jnp.maximum(found, jnp.linalg.norm(change) * (k / 2) ** 0.5)
+        size = jnp.linalg.norm(images) * n**0.5
+        noise = jax.lax.stop_gradient(2 * found / jnp.where(size > 0, size, 1))
+        least = float(jnp.finfo(dtype).eps) if self.checked else self.eps
+        return jnp.maximum(noise, jnp.asarray(least, dtype))
 
     @property
     def is_hermitian(self) -> bool:

@@ -321,12 +321,13 @@ class _Growing(NamedTuple):
         self, linear_map: LinearMap, sketch: _Sketch
     ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
         """Return the estimate of tr A from a sketch, and its error bar."""
-        eps, resphere = linear_map.eps, self.resphere
+        resphere = self.resphere
         if sketch.basis is None:
             known = products_of_sketch(sketch.products, sketch.probes)
             value, error, _ = value_and_error(known, resphere=resphere)
             return self.sign * value, error
         loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
+        eps = linear_map.eps_of(sketch.probes, sketch.products)
         return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
 
     def pairs(self, sketch: _Sketch) -> _Pairs:

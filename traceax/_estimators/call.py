@@ -220,7 +220,7 @@ class Call:
         result, or None if it is a number.
         """
         if self.num_checks:
-            algorithm = partial(_with_noise, algorithm)
+            algorithm = partial(_checked, algorithm)
         return rule.estimate(
             algorithm,
             LinearMap(self.operator) if subject is None else subject,
@@ -266,6 +266,6 @@ def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Ou
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _with_noise(run: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
-    """Run an algorithm on a linear map whose noise was measured with one of the probes."""
-    return run(linear_map.measured(jax.tree.leaves(probes)[0][:, 0]), probes)
+def _checked(run: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
+    """Run an algorithm on a linear map whose noise two matvecs measure."""
+    return run(LinearMap(linear_map.operator, checked=True), probes)

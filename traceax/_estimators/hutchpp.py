@@ -36,6 +36,7 @@ from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
     dot,
+    frobenius_norm,
     largest_modulus,
     mean,
     row_dots,
@@ -196,19 +197,20 @@ def na_hutchpp_trace(
 
 def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
     test, rest = probes
-    q = orthonormalise(linear_map(test)).columns
+    sketch = linear_map(test)
+    eps, q = linear_map.eps_of(test, sketch), orthonormalise(sketch).columns
     mu, resphering = _project(rest, q, resphere)
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
+    least = frobenius_norm(sketch) / test.shape[1] ** 0.5
     rounding = summed(jnp.abs(h)) + mean(jnp.abs(samples))
-    error = standard_error(samples, _roundoff(linear_map) * rounding)
+    error = standard_error(samples, _roundoff(eps) * jnp.maximum(rounding, least))
     return Outcome(summed(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
 
 
-def _roundoff(linear_map: LinearMap) -> Float[Array, ""] | float:
+def _roundoff(eps: Float[Array, ""]) -> Float[Array, ""]:
     """Return the relative rounding error of a trace on the range of Q."""
-    of_basis = OF_BASIS * float(jnp.finfo(linear_map.dtype).eps)
-    return 4 * linear_map.eps + of_basis
+    return 4 * eps + OF_BASIS * float(jnp.finfo(eps.dtype).eps)
 
 
 def _sketch_and_rest(num_matvecs: int) -> tuple[int, int]:
@@ -230,7 +232,8 @@ def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Out
     missed = products - dot(q, dot(inverse, dot(co_range.conj().T, rest)))
     samples = column_dots(rest, missed)
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
-    error = standard_error(samples, _roundoff(linear_map) * rounding)
+    roundoff = _roundoff(linear_map.eps_of(rest, products))
+    error = standard_error(samples, roundoff * rounding)
     weight = _hutchpp_pairs(q, *_project(rest, q, resphere))
     return Outcome(low + mean(samples), error, weight)
 
@@ -323,7 +326,8 @@ def diagpp(
 
 def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
     test, rest = probes
-    q = orthonormalise(linear_map(test)).columns
+    sketch = linear_map(test)
+    eps, q = linear_map.eps_of(test, sketch), orthonormalise(sketch).columns
     shares = jnp.full(rest.shape[1], 1 / rest.shape[1], rest.real.dtype)
     one, mu = jnp.ones((), shares.dtype), rest - dot(q, dot(q.conj().T, rest))
     weight = TwoSided(each, q, None, rest, mu, shares, one, one)
@@ -334,5 +338,5 @@ def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
     known = weight.known(image, image).real if hermitian else row_dots(q, image)
     scattered = largest_modulus(image) / q.shape[0] ** 0.5
     rounding = row_dots(jnp.abs(q), jnp.abs(image)) + mean(jnp.abs(samples)) + scattered
-    error = standard_error(samples, 4 * linear_map.eps * rounding)
+    error = standard_error(samples, 4 * eps * rounding)
     return Outcome(known + mean(samples), error, weight)

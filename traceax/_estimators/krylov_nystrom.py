@@ -135,7 +135,9 @@ def xnystrace(
     asymmetry of Omega* A Omega shows this noise. An operator that is semidefinite only up
     to rounding of its entries is estimated without bias. The tag is taken to be wrong if
     the most negative eigenvalue is larger in modulus than a hundredth of the largest one,
-    and noise does not explain this. The value and the error are then NaN.
+    and noise does not explain this. The value and the error are then NaN. Use a correct tag
+    then, for example `lx.symmetric_tag`. If large parts cancel in the products, compute
+    them in float64, or estimate the whole operator and subtract the trace of the part.
 
     **Derivatives**: they follow XTrace's rule on the same sketch, which is frozen. The rule
     is exact for a multiple of I, and also holds for indefinite tangents. A gradient costs
@@ -367,10 +369,9 @@ def value_and_error(
     """
     (n, k), of_a = known.block.shape, known.fitted
     # The ridge has the same ratio to I as the shift has to A, so that the estimate is exact
-    # for multiples of I.
-    size = jnp.sum(column_dots(known.test, known.images).real)
-    proportion = jnp.sum(column_norms_squared(known.test)) / jnp.where(size != 0, size, 1)
-    ridge = of_a.shift * proportion
+    # for multiples of I. Noise may make the size negative. No ridge is a bias.
+    size = jnp.maximum(jnp.sum(column_dots(known.test, known.images).real), of_a.shift)
+    ridge = of_a.shift * (jnp.sum(column_norms_squared(known.test)) / size)
     of_one = fit_to_core(known.test, known.test, known.directions, ridge)
     factors = jnp.ones_like(of_a.squares)
     if resphere:

@@ -181,7 +181,7 @@ def _row_norms(
     known = readout.known(image)
     samples = known + readout.remainders(remainder)
     sizes = mean(jnp.abs(samples))
-    rounding = 4 * linear_map.eps * (sizes + mean(sizes))
+    rounding = 4 * linear_map.eps_of(block, first) * (sizes + mean(sizes))
     n, k = block.shape
     if k < 3:
         error = jackknife.standard_error(samples, rounding)

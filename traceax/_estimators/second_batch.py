@@ -177,7 +177,8 @@ def sketched_or_sampled_trace(
 ) -> Outcome:
     """Estimate the trace from Y = A Omega and one of A Q and A F."""
     first, fresh = probes.first, probes.fresh
-    sketch, eps = linear_map(first), linear_map.eps
+    sketch = linear_map(first)
+    eps = linear_map.eps_of(first, sketch)
     loo = leave_one_out(sketch, first, resphere=resphere)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
     choice = choose(trace_weights(loo, near), probes.uniform)
@@ -203,7 +204,8 @@ def sketched_or_sampled_diagonal(
 ) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
     first, fresh = probes.first, probes.fresh
-    sketch, eps = linear_map(first), linear_map.eps
+    sketch = linear_map(first)
+    eps = linear_map.eps_of(first, sketch)
     hermitian = linear_map.is_hermitian
     loo = leave_one_out(sketch, first, resphere=False)
     near = near_diagonal(first, over(sketch, loo.basis.scale))

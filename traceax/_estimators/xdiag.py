@@ -155,7 +155,7 @@ def _xdiag(
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
-    eps, hermitian = linear_map.eps, linear_map.is_hermitian
+    eps, hermitian = linear_map.eps_of(block, sketch), linear_map.is_hermitian
     samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
     value, error = samples.value_and_error()
     return Outcome(value, error, two_sided(loo, reduce))

@@ -128,7 +128,8 @@ def _xtrace(
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
-    value, error = xtrace_of(loo, sketch, images, linear_map.eps, resphere=resphere)
+    eps = linear_map.eps_of(block, sketch)
+    value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
     return Outcome(value, error, trace_pairs(loo))
 
 
@@ -154,8 +155,10 @@ def xtrace_of(
     resphered = times(loo.resphering, remainders)
     samples = trace_of(h) - column_dots(s, dot(h, s)) + resphered
 
+    # If Q contains the direction of the noise, tr H has all of it (`LinearMap.eps_of`).
+    least = frobenius_norm(over(sketch, scale)) / k**0.5
     rounding = frobenius_norm(h) + mean(jnp.abs(resphered))
-    rounding = 4 * eps * rounding
+    rounding = 4 * eps * jnp.maximum(rounding, least)
     if k < 3:
         error = jackknife.standard_error(samples, rounding)
     else:

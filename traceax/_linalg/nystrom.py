@@ -91,15 +91,21 @@ def fit_to_core(
     a matvec. The shift covers the noise of the whole core. A matrix that was rounded once
     (a kernel in float32) is Hermitian, but may have negative eigenvalues: then the shift is
     twice the depth of the lowest one, and no eigenvalue is changed but by the shift. This
-    widens no error bar, because the estimate is unbiased whatever the shift is. The result
-    is NaN if the lowest eigenvalue is too deep for noise: then the tag is wrong.
+    widens no error bar, because the estimate is unbiased whatever the shift is.
+
+    The result is NaN if the lowest eigenvalue is too deep for noise: then the tag is wrong.
+    The noise of a matvec may lie in one direction u (of the largest logit, in a softmax
+    head), and Q contains u. Then |Q* E| is as large as E, while Omega* E is smaller by the
+    root of n and columns of Q are n^(1/2) long in S. So the asymmetry may be smaller than
+    the depth by the root of n/m.
     """
     core = dot(test.conj().T, images)
     skew = core - core.conj().T
     noise = noise + frobenius_norm(skew) / 2
     values, vectors = lapack.eigh((core + core.conj().T) / 2)
     depth, largest = jnp.maximum(-values[0], 0), jnp.max(jnp.abs(values))
-    depth = jnp.where(depth - noise > NOISE * largest, jnp.nan, depth)
+    deepest = 2 * (test.shape[0] / test.shape[1]) ** 0.5 * noise
+    depth = jnp.where(depth - deepest > NOISE * largest, jnp.nan, depth)
     shift = jnp.maximum(noise, 2 * depth)
     skew = dot(vectors.conj().T, skew, vectors)
     return fit(values, vectors, images, directions, shift, skew)
