@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 
@@ -97,3 +98,25 @@ def test_error_bars_hold_and_beat_those_without_a_pattern(shift: float) -> None:
     (ours, held), (others, _) = run(PATTERN), run(None)
     assert jnp.mean(held) >= 0.9
     assert jnp.mean((ours - truth) ** 2) < jnp.mean((others - truth) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", [lx.symmetric_tag, lx.positive_semidefinite_tag])
+def test_steps_that_runs_do_not_resolve_have_wide_bars(tag: object) -> None:
+    """Runs four or two steps shorter meet a step in the middle of the spectrum alike."""
+    disorder = np.random.default_rng(18).uniform(-1, 1, 196)
+    matrix = jnp.asarray(np.diag(5.5 + 1.5 * disorder) - grid(14, 14))
+    ends = 5.5 + jnp.asarray([-0.4, 0.0, 0.1, 0.3])
+
+    def fn(x: Any) -> Any:
+        soft = jax.nn.sigmoid((ends - x) / 0.05)
+        return jnp.stack([jnp.where(x < ends, 1.0, 0.0), soft, jnp.abs(x - ends)])
+
+    truth = jax.vmap(fn)(jnp.linalg.eigvalsh(matrix)).sum(0)
+
+    def held(key: Any) -> Any:
+        operator = function(matrix, tag)
+        how = {"num_probes": 11, "num_steps": 16, "pattern": grid(14, 14)}
+        return contains(tx.function_trace(operator, fn, key, **how), truth)
+
+    assert jnp.min(jnp.mean(over_keys(held, KEY, 25), axis=0)) >= 0.88

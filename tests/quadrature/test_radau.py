@@ -208,3 +208,15 @@ def test_series_that_have_not_begun_to_converge() -> None:
     assert quadrature_error(steady, unresolved=True, rounding=1.0) < 10
     converging = jnp.array([1.11, 1.1, 1.0])
     close(quadrature_error(converging, unresolved=True), 0.01, 1e-12)
+
+
+def test_levels_at_the_same_phase_say_nothing() -> None:
+    """Where runs two or four steps shorter agree by chance, the other runs show the error.
+    Where these lie between the full runs and the shorter ones, they change nothing."""
+    series = jnp.array([3.0, 3.01, 3.0, 2.0, 2.5])
+    close(quadrature_error(series, unresolved=True), 1.0, 1e-12)
+    pairs, between = jnp.array([3.0, 4.0, 2.9, 4.1]), jnp.array([2.95, 4.05])
+    for ends, want in ((between, None), (jnp.array([2.0, 4.05]), 0.9)):
+        every, share = jnp.concatenate([pairs, ends])[:, None], jnp.full(1, 0.5)
+        want = bracket_error(pairs[:, None], share)[0] if want is None else want
+        close(bracket_error(every, share)[0], want, 1e-12)

@@ -438,11 +438,14 @@ def sample(
 
 def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
     """Return the numbers of steps at which T is read: all, and a quarter and two quarters
-    of them less; or, for the mixture of two rules, two steps less."""
+    of them less, and one and two less than all (see `jackknife.quadrature_error`); or, for
+    the mixture of two rules, two steps less and one less (`jackknife.bracket_error`)."""
     if mixed:
-        return [num_steps, max(num_steps - 2, 1)] if num_steps > 1 else [1]
+        fewer = [0, 2, 1] if num_steps > 2 else range(num_steps)
+        return [num_steps - less for less in fewer]
     stride = max(1, num_steps // 4)
-    return [num_steps - stride * less for less in range(3) if stride * less < num_steps]
+    fewer = [0, stride, 2 * stride, *range(1, min(stride, 3))]
+    return [num_steps - less for less in fewer if less < num_steps]
 
 
 def _radau(

@@ -160,7 +160,11 @@ def bracket_error(
     If Gauss's rule is taken alone, its last change is c, and its error is c s/(1 - s), but
     at least c. If s is unknown, because Radau's rule is infinite, the error is 8 c. If c is
     at the level of `rounding`, s says nothing. Without shorter runs, it is half of the
-    distance. `whole` is the sum of the totals if these are parts, such as the entries of a
+    distance. Rules of a function with such derivatives move one way as the runs get longer.
+    If there are rules of one step less, between the full and the shorter runs, the error is
+    at least the distance by which they lie outside those: it is zero for smooth functions,
+    but a step may meet nodes two steps apart at the same phase (see `quadrature_error`).
+    `whole` is the sum of the totals if these are parts, such as the entries of a
     diagonal. It has less noise than they have, and gives s and the share.
     """
     width = jnp.abs(totals[1] - totals[0])
@@ -175,7 +179,13 @@ def bracket_error(
     least = jnp.where(ratio < 0.1, jnp.minimum(0.07, 0.4 * share * (1 - share)), 0.07)
     error = width * jnp.maximum(least, ratio**4 / 2)
     alone = change * jnp.maximum(1, ratio / (1 - ratio))
-    return jnp.where(share < 1, error, alone)
+    error = jnp.where(share < 1, error, alone)
+    if len(totals) == 4:
+        return error
+    full, before, between = totals[:2], totals[2:4], totals[4:]
+    detour = jnp.abs(full - between) + jnp.abs(between - before) - jnp.abs(full - before)
+    outside = jnp.max(detour, axis=0) / 2
+    return jnp.where(outside > 10 * rounding, jnp.maximum(error, outside), error)
 
 
 def quadrature_error(
@@ -198,6 +208,13 @@ def quadrature_error(
     eigenvalues are not resolved, and makes the error up to a hundred times the last change.
     Changes that alternate, and those at the level of `rounding`, say nothing of the kind.
     The entries of a diagonal have one ratio `together`, since their own are noisy.
+
+    For a step, m nodes are off by a saw-tooth of the step's place between its neighbours.
+    They lie near cos(pi (j - 1/2)/m), so k steps less move the phase by k t/pi, t being the
+    angle of the step. If that is about an integer (as for t = pi/2 and k = 4), the change
+    says nothing, but the change for another k does. So the results after the third, of
+    runs longer than the second, are compared with the first one too, and the error is at
+    least the largest change. The changes of smooth functions are smaller than the second's.
     """
     changes = totals[:-1] - totals[1:]
     if changes.shape[0] == 0:
@@ -214,7 +231,8 @@ def quadrature_error(
     larger = jnp.maximum(jnp.maximum(last, before), jnp.finfo(last.dtype).tiny)
     most = jnp.where(is_steady, 0.98, 0.8)
     root = jnp.sqrt(jnp.minimum(jnp.minimum(last, before) / larger, most))
-    return error * jnp.maximum(1, root / (1 - root))
+    others = jnp.max(jnp.abs(totals[:1] - totals[3:]), axis=0, initial=0)
+    return jnp.maximum(error * jnp.maximum(1, root / (1 - root)), others)
 
 
 def jackknife_error(replicates: ByProbe, rounding: Errors) -> Errors:
