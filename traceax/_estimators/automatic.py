@@ -101,7 +101,9 @@ def trace(
     pattern = check_pattern(call.name, call.operator, pattern)
     if (exact := exact_if_cheap(call, TOTAL)) is not None:
         return exact
-    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
+    if (
+        sampler := for_pattern(call.name, call.operator, max(num_matvecs - 1, 1), pattern)
+    ) is not None:
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
     if call.is_semidefinite and num_matvecs >= FEWEST_PROBES:
@@ -163,7 +165,9 @@ def diagonal(
     pattern = check_pattern(call.name, call.operator, pattern)
     if (exact := exact_if_cheap(call, by_row(call.operator))) is not None:
         return exact
-    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
+    if (
+        sampler := for_pattern(call.name, call.operator, max(num_matvecs - 1, 1), pattern)
+    ) is not None:
         return estimate_by_ratio(call.using(sampler))
     return choose_diagonal(call)
 
