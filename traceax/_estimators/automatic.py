@@ -46,7 +46,9 @@ def trace(
        exact and takes no matvecs. If it is tagged diagonal, one matvec gives it exactly.
     2. If n <= 64 or `num_matvecs` reaches n, the trace is exact and takes n matvecs.
     3. If a `pattern` is given and `num_matvecs` colours are enough for a `colouring` of
-       power 3, `hutchinson_trace` with `probing` is used. If there are at least 32 colours,
+       power 3, `hutchinson_trace` with `probing` is used. If a matvec is left over, it
+       tests whether the pattern covers the operator, and widens the error bar if it does
+       not. If there are at least 32 colours,
        the matvecs with 8 of them decide whether dominant directions are deflated, as in
        Hutch++, and fewer colours probe the rest.
     4. If the operator is tagged positive or negative semidefinite, `xnystrace` is used from
@@ -101,9 +103,7 @@ def trace(
     pattern = check_pattern(call.name, call.operator, pattern)
     if (exact := exact_if_cheap(call, TOTAL)) is not None:
         return exact
-    if (
-        sampler := for_pattern(call.name, call.operator, max(num_matvecs - 1, 1), pattern)
-    ) is not None:
+    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
     if call.is_semidefinite and num_matvecs >= FEWEST_PROBES:
@@ -165,9 +165,7 @@ def diagonal(
     pattern = check_pattern(call.name, call.operator, pattern)
     if (exact := exact_if_cheap(call, by_row(call.operator))) is not None:
         return exact
-    if (
-        sampler := for_pattern(call.name, call.operator, max(num_matvecs - 1, 1), pattern)
-    ) is not None:
+    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         return estimate_by_ratio(call.using(sampler))
     return choose_diagonal(call)
 

@@ -79,11 +79,12 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     """Estimate the trace, or return None if deflation cannot help.
 
     After Q and the sketch are paid for, at least half of the colours must be left for
-    coarse probes, and the budget must be too small to repeat the fine colours. `pattern` is
-    the sparsity pattern from which the coarse colouring is made.
+    coarse probes. The budget must be too small to repeat the fine colours, and must pay
+    for one more probe, which tests the pattern. `pattern` is the sparsity pattern from
+    which the coarse colouring is made.
     """
     count, near = fine.num_colours, fine.neighbourhood
-    if near is None or count < 4 * SKETCH or call.num_matvecs >= 2 * count:
+    if near is None or count < 4 * SKETCH or not count < call.num_matvecs < 2 * count:
         return None
     coarse = for_pattern(call.name, call.operator, count - 2 * SKETCH, pattern)
     if coarse is None:

@@ -84,7 +84,7 @@ def selected_entries(
     if known is None or not known.rows.size:
         must, cure = "have entries", "Store what may be zero, too: stored zeros count."
         raise invalid(ValueError, name, "pattern", must, "none", cure)
-    coloured = for_pattern(name, operator, max(num_matvecs - 1, 1), known, 2)
+    coloured = for_pattern(name, operator, num_matvecs, known, 2)
     structure = jax.ShapeDtypeStruct((known.rows.size,), working_dtype(operator))
     entries, subject = SelectedEntries(known), EntryMap(operator)
     if call.is_exact:

@@ -185,8 +185,7 @@ def block_trace(
     probes for colours that keep two steps apart, the estimate uses `probing` and the
     quadrature of each probe instead.
     """
-    most = max(shape.width - 1, 1)  # One probe tests the pattern.
-    coloured = for_pattern(call.name, call.operator, most, pattern, 2)
+    coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
     if coloured is not None:
         return quadratures(call.using(coloured), subject, structure, shape)
     return call.using(sphere).finish(

@@ -498,7 +498,7 @@ def _in_domain(
 
 
 def _indicator(
-    z: Inexact[Array, "n N"],
+    z: Inexact[Array, "n k"],
     krylov: Krylov,
     eigen: Eigen,
     values: Inexact[Array, "N m p"],

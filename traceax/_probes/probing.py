@@ -71,6 +71,7 @@ from traceax._linalg.columns import (
     over,
     row_norms_squared,
     squared_modulus,
+    times,
 )
 from traceax._probes.colouring import (
     Coloured,
@@ -130,7 +131,7 @@ class Neighbourhood(eqx.Module):
         if self.weights is None:
             return z
         signs = jnp.where(self.in_test, jnp.sum(z, axis=1), 0)
-        return jnp.hstack([z, (signs * self.weights)[:, None]])
+        return jnp.hstack([z, times(signs, self.weights)[:, None]])
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
@@ -224,7 +225,9 @@ class NeighbourResiduals(eqx.Module):
             variances = (variances + mean(variances[near.neighbours])) / 2
         error = self.scale * jnp.sqrt(variances) / repeats
         if self.is_exact is not None:
-            return error if hermitian else jnp.where(self.is_exact, 0, error)
+            least = (16 * eps) ** 2 * jnp.sum(self.size**2)
+            is_rounding = jnp.sum(variances) <= least if hermitian else True
+            return jnp.where(self.is_exact & is_rounding, 0, error)
         none, has_beyond = self.beyond <= 4 * eps * self.size[:, None], near.has_beyond
         everywhere = jnp.any(has_beyond, axis=0) & jnp.all(none | ~has_beyond, axis=0)
         is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
@@ -281,10 +284,13 @@ def neighbour_residuals(
         return NeighbourResiduals(squares, beyond, size, scale)
     image, seen = over(image[:, 0], scale), over(products, scale)
     own = jnp.argmax(near.in_test)
-    explained = seen[:, near.colours[own]] * jnp.append(near.weights, 0)[near.nearest]
+    weights = jnp.append(near.weights, 0)[near.nearest]
+    explained = times(seen[:, near.colours[own]], weights)
     missed, known = squared_modulus(image - explained), squared_modulus(explained)
-    is_exact = jnp.sum(missed) <= (16 * jnp.finfo(known.dtype).eps) ** 2 * jnp.sum(known)
-    missed = jnp.sum(jnp.where(near.in_test, missed, 0)) / jnp.sum(near.in_test)
+    is_exact = jnp.sum(missed) <= (16 * float(jnp.finfo(known.dtype).eps)) ** 2 * jnp.sum(
+        known
+    )
+    missed = jnp.mean(missed, where=near.in_test)
     missed = missed / (2 * count)
     return NeighbourResiduals(squares, beyond, size, scale, missed, is_exact)
 
