@@ -19,6 +19,7 @@ from traceax._probes.probing import neighbour_residuals, neighbourhood_of
 
 KEY = jax.random.key(4)
 ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]
+KEYS = jax.random.split(jax.random.key(7), 60)
 
 
 def variances_of(matrix: Any, colours: Any, pattern: Any, signs: Any) -> Any:
@@ -273,3 +274,45 @@ def test_probing_is_chosen_if_colours_keep_three_steps_apart(automatic: Any) -> 
     star[0] = star[:, 0] = 1
     assert np.all(near(star, 2))
     close(automatic(operator, KEY, 40, pattern=star).value, sketched.value, 1e-12)
+
+
+@pytest.mark.parametrize("which", [tx.trace, slow(tx.logdet)])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(float)])
+def test_a_pattern_that_does_not_cover(which: Any, dtype: Any) -> None:
+    """Error bars cover a chain in another order than its pattern, and entries between
+    dimensions of one colour. Those of the right pattern are at the level of rounding."""
+    n, budget = 120, 25 if which is tx.trace else 150
+    chain = 3 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+    order, space = (
+        np.random.default_rng(0).permutation(n),
+        jax.ShapeDtypeStruct((n,), dtype),
+    )
+    colours = budget - 1 if which is tx.trace else 11
+    far = 0.5 * (np.eye(n, k=colours) + np.eye(n, k=-colours))
+    for matrix, covered in (
+        (chain[order][:, order], False),
+        (chain + far, False),
+        (chain, True),
+    ):
+        truth = np.trace(matrix) if which is tx.trace else np.linalg.slogdet(matrix)[1]
+
+        def held(key: Any, entries: Any, truth: Any = truth) -> Any:
+            operator = lx.FunctionLinearOperator(lambda v: entries @ v, space, PSD)
+            estimate = which(operator, key, budget, pattern=chain)
+            low, high = estimate.interval(0.95)
+            return (low <= truth) & (truth <= high), estimate.standard_error
+
+        entries = jnp.asarray(matrix, dtype)
+        inside, bars = jax.jit(lambda e: jax.lax.map(lambda k: held(k, e), KEYS))(entries)
+        assert jnp.mean(inside) >= 0.88
+        assert (jnp.max(bars) < 1e-3 * n) == covered
+
+
+def test_a_test_probe_is_within_the_budget() -> None:
+    """It takes the matvec that colours leave over, if they leave one."""
+    chain = np.eye(90) + np.eye(90, k=1) + np.eye(90, k=-1)
+    operator, sampler = function(jnp.asarray(chain), PSD), tx.probing(chain, num_colours=9)
+    for budget in (9, 10, 17):
+        estimate = tx.hutchinson_trace(operator, KEY, budget, sampler=sampler)
+        assert estimate.num_matvecs == min(budget, 10)
+    assert tx.trace(operator, KEY, 9, pattern=chain).num_matvecs == 9

@@ -46,7 +46,9 @@ def trace(
        exact and takes no matvecs. If it is tagged diagonal, one matvec gives it exactly.
     2. If n <= 64 or `num_matvecs` reaches n, the trace is exact and takes n matvecs.
     3. If a `pattern` is given and `num_matvecs` colours are enough for a `colouring` of
-       power 3, `hutchinson_trace` with `probing` is used. If there are at least 32 colours,
+       power 3, `hutchinson_trace` with `probing` is used. If a matvec is left over, it
+       tests whether the pattern covers the operator, and widens the error bar if it does
+       not. If there are at least 32 colours,
        the matvecs with 8 of them decide whether dominant directions are deflated, as in
        Hutch++, and fewer colours probe the rest.
     4. If the operator is tagged positive or negative semidefinite, `xnystrace` is used from

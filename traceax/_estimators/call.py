@@ -71,6 +71,11 @@ class Streamed(eqx.Module):
     meter: ProgressMeter
     design: SamplingDesign = eqx.field(static=True)
 
+    @property
+    def num_matvecs(self) -> int:
+        near = self.neighbourhood
+        return self.design.num_probes + (0 if near is None else near.num_tests)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -161,9 +166,11 @@ class Call:
         """Draw as many independent samples as the budget allows, in batches."""
         sampler, operator = self.source, self.operator
         design = design_of(self.name, operator.in_size(), self.num_matvecs, sampler)
-        count, batch = design.num_probes, self.batch_size
+        count, most, batch = design.num_probes, self.num_matvecs, self.batch_size
         probes = stream(self.name, operator, self.key, count, sampler, batch)
         neighbourhood = neighbourhood_of(sampler, operator.in_structure())
+        if neighbourhood is not None and design.num_samples == 1 and count < most:
+            neighbourhood = neighbourhood.tested(self.key, working_dtype(operator))
         return Streamed(probes, neighbourhood, self.meter, design)
 
     def exact(self, reduce: Reduce) -> Estimate:

@@ -79,11 +79,12 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     """Estimate the trace, or return None if deflation cannot help.
 
     After Q and the sketch are paid for, at least half of the colours must be left for
-    coarse probes, and the budget must be too small to repeat the fine colours. `pattern` is
-    the sparsity pattern from which the coarse colouring is made.
+    coarse probes. The budget must be too small to repeat the fine colours, and must pay
+    for one more probe, which tests the pattern. `pattern` is the sparsity pattern from
+    which the coarse colouring is made.
     """
     count, near = fine.num_colours, fine.neighbourhood
-    if near is None or count < 4 * SKETCH or call.num_matvecs >= 2 * count:
+    if near is None or count < 4 * SKETCH or not count < call.num_matvecs < 2 * count:
         return None
     coarse = for_pattern(call.name, call.operator, count - 2 * SKETCH, pattern)
     if coarse is None:
@@ -100,7 +101,7 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
         _deflated,
         DeflatedProbes(z[:, order], few, near, near_coarse),
         method="the better of hutchpp_trace and hutchinson_trace",
-        spent=count,
+        spent=count + near.num_tests,
         degrees=DEGREES,
     )
 
@@ -111,7 +112,8 @@ def _probes_of(
     """Draw one probe for each colour, and return them with their neighbourhood."""
     operator, count = call.operator, sampler.num_colours
     block = draw(call.name, sampler, key, operator, count)
-    return block, neighbourhood_of(sampler, operator.in_structure())
+    near = neighbourhood_of(sampler, operator.in_structure())
+    return block, None if near is None else near.tested(key, block.dtype)
 
 
 def _adjacent_first(
@@ -143,13 +145,17 @@ def _deflated(linear_map: LinearMap, probes: DeflatedProbes) -> Outcome:
     x, v = dot(q.conj().T, z), jnp.where(plain[:, None], z, 0)
     mu, d = z - dot(q, x), z.shape[1]
     right = jnp.where(some, _filled(others, q, mu), others)
-    products = jnp.hstack([sketch, linear_map(right)])
+    test = outside(q, None, probes.near_coarse.with_test(z)[:, -1:])
+    test = jnp.where(some, test, probes.near.with_test(probes.fine)[:, -1:])
+    products = jnp.hstack([sketch, linear_map(jnp.hstack([right, test]))])
+    products, image = products[:, :-1], products[:, -1:]
     read = _filled(others, q - dot(v, x.conj().T) / d, (mu - v) / d)
     read = jnp.where(some, read, others / probes.fine.shape[1])
     left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
     forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
     rounding = 4 * linear_map.eps * jnp.sum(sizes)
-    error = length(_errors(linear_map, probes, q, products, plain, some), rounding)
+    errors = _errors(linear_map, probes, q, products, image, plain, some)
+    error = length(errors, rounding)
     return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
 
 
@@ -164,6 +170,7 @@ def _errors(
     probes: DeflatedProbes,
     q: Inexact[Array, "n s"],
     products: Inexact[Array, "n c"],
+    image: Inexact[Array, "n 1"],
     plain: Bool[Array, " n"],
     some: Bool[Array, ""],
 ) -> Float[Array, " n"]:
@@ -171,20 +178,26 @@ def _errors(
 
     `plain` marks the dimensions that are read from their own probe, so that v is not zero.
     Their error has a part from -v* A z and a part from z_i* A z_i, in addition to the part
-    from mu* A mu. `some` tells whether any colour is deflated.
+    from mu* A mu. `some` tells whether any colour is deflated. `image` is A times the test
+    probe of the colouring that is used, without its part along Q if any is.
     """
     eps, real = linear_map.eps, not jnp.iscomplexobj(products)
-    x = dot(q.conj().T, probes.coarse)
+    x = dot(q.conj().T, probes.near_coarse.with_test(probes.coarse))
 
     def parts(z: Array, products: Array, near: Neighbourhood) -> Float[Array, " n"]:
-        return neighbour_residuals(z, products, near).error_in_sum(near, eps, real=real)
+        residuals, hermitian = (
+            neighbour_residuals(z, products, near),
+            linear_map.is_hermitian,
+        )
+        return residuals.error_in_sum(near, eps, real=real, hermitian=hermitian)
 
-    image, tested = jnp.split(products[:, SKETCH:], [SKETCH], axis=1)
-    tested = tested[:, : x.shape[1]]
+    of_q, tested = jnp.split(products[:, SKETCH:], [SKETCH], axis=1)
+    tested = jnp.hstack([tested[:, : x.shape[1] - 1], image])
     left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse)
-    whole = parts(probes.coarse, tested + dot(image, x), probes.near_coarse)
+    whole = parts(probes.coarse, tested + dot(of_q, x), probes.near_coarse)
     deflated = jnp.hypot(left, jnp.where(plain, 2**0.5 * whole, 0))
-    return jnp.where(some, deflated, parts(probes.fine, products, probes.near))
+    probed = parts(probes.fine, jnp.hstack([products, image]), probes.near)
+    return jnp.where(some, deflated, probed)
 
 
 def decide(

@@ -109,7 +109,7 @@ def estimate_by_forms(
         partial(_forms, reduce=reduce.fn),
         streamed,
         method=method,
-        spent=design.num_probes,
+        spent=streamed.num_matvecs,
         degrees=design.degrees(streamed.neighbourhood is not None),
         structure=reduce.structure,
     )
@@ -202,7 +202,7 @@ def ratio_estimate(
         partial(_ratio, entries=entries),
         streamed,
         method=method,
-        spent=design.num_probes,
+        spent=streamed.num_matvecs,
         degrees=degrees + DEGREES if has_neighbours else max(degrees, 1),
         structure=structure,
         subject=subject,
@@ -223,10 +223,11 @@ def _forms(
     few_signs = few_signs and not lx.is_diagonal(linear_map.operator)
 
     def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any, Any]:
-        products = linear_map(z)
+        products = linear_map(z if near is None else near.with_test(z))
+        residuals = None if near is None else neighbour_residuals(z, products, near)
+        products = products[:, : z.shape[1]]
         samples = reduce(z.conj() * products)
         sizes = reduce(jnp.abs(z) * jnp.abs(products))
-        residuals = None if near is None else neighbour_residuals(z, products, near)
         real_signs = few_signs and not jnp.iscomplexobj(z)
         off = _off_identity(z, products, reduce) if real_signs else None
         return samples, sizes, residuals, off
@@ -239,7 +240,9 @@ def _forms(
         error = no_less_than_coupling(error, off)
     if near is not None:
         real = not jnp.iscomplexobj(probes.source)
-        error = length(residuals.error_in_sum(near, eps, real=real), rounding)
+        is_hermitian = linear_map.is_hermitian
+        by_row = residuals.error_in_sum(near, eps, real=real, hermitian=is_hermitian)
+        error = length(by_row, rounding)
     lengths = jnp.asarray(design.num_probes, rounding.dtype)
     return Outcome(value, error, Batches(probes, lengths, Forms(reduce)))
 
@@ -292,8 +295,9 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, *, entries: Any) -> Outcom
     repeats, eps = design.num_samples, linear_map.eps
 
     def sums_of(z: Inexact[Array, "n b"]) -> tuple[Moments, Any]:
-        products = linear_map(z)
+        products = linear_map(z if near is None else near.with_test(z))
         residuals = None if near is None else neighbour_residuals(z, products, near)
+        products = products[:, : z.shape[1]]
         numerators, weights = entries.ratio(z, products, linear_map)
         return moments(design.totals(numerators), design.totals(weights)), residuals
 
@@ -306,7 +310,8 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, *, entries: Any) -> Outcom
     unit = sums.scale / sums.weight
     error, rounding = unit * spread, unit * 4 * eps * sums.size
     if residuals is not None:
-        indicated = entries.error_by(residuals.error(near, repeats, eps), linear_map)
+        indicated = residuals.error(near, repeats, eps, hermitian=linear_map.is_hermitian)
+        indicated = entries.error_by(indicated, linear_map)
         error = combined_error(error, indicated.astype(error.dtype), repeats)
     readout = Batches(probes, sums.weight, entries)
     return Outcome(times(sums.scale, sums.value()), jnp.hypot(error, rounding), readout)

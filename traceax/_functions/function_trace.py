@@ -187,9 +187,7 @@ def block_trace(
     """
     coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
     if coloured is not None:
-        width = shape.width // coloured.num_colours * coloured.num_colours
-        run = Shape(width, shape.depth)
-        return quadratures(call.using(coloured), subject, structure, run)
+        return quadratures(call.using(coloured), subject, structure, shape)
     return call.using(sphere).finish(
         partial(block_quadrature, depth=shape.depth, meter=call.meter),
         *call.using(sphere).draw(shape.width),

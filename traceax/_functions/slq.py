@@ -209,14 +209,14 @@ def quadratures(
     if krylov is None:
         streamed = replace(call, num_matvecs=shape.width).stream()
         design, probes, near = streamed.design, streamed.probes, streamed.neighbourhood
-        near = near if design.num_samples == 1 else None
+        near, spent = near if design.num_samples == 1 else None, streamed.num_matvecs
     else:
         design, probes = SamplingDesign(shape.width, shape.width, 1.0), krylov
-        near = None
+        near, spent = None, shape.width
     return call.finish(
         algorithm,
         Run(probes, near, design),
-        spent=design.num_probes * num_steps,
+        spent=spent * num_steps,
         degrees=design.degrees(near is not None),
         structure=structure,
         subject=subject,
@@ -386,7 +386,8 @@ def sample(
     """
     krylov, how = probes, {"reorthogonalise": reorthogonalise}
     if not isinstance(krylov, Krylov):
-        krylov = lanczos(subject.linear_map, krylov.T, num_steps, **how)
+        block = krylov if near is None else near.with_test(krylov)
+        krylov = lanczos(subject.linear_map, block.T, num_steps, **how)
     sizes = _sizes(num_steps, mixed=subject.node is not None)
     (nodes, vectors), grain = decompose_above(
         by_sizes(krylov.projection, sizes), subject.bound
@@ -394,7 +395,9 @@ def sample(
     # Eigenvalues at the level of rounding become zero, as in `decompose`.
     found = Eigen(jnp.where(jnp.abs(nodes) <= 4 * grain, 0, nodes), vectors)
     eigen, moved = _in_domain(found, subject, krylov)
-    coefficients = (krylov.length**2 * (1 / num_probes))[:, None, None]
+    # A test probe, which comes after all others, is no part of the value.
+    counted = jnp.asarray(np.arange(len(krylov.length)) < num_probes, krylov.length.dtype)
+    coefficients = (krylov.length**2 * (counted / num_probes))[:, None, None]
     whole = Eigen(*(x[0] for x in eigen))
     split = SplitRule(krylov.basis, whole, coefficients, num_steps)
     values = at_nodes(subject.fn, eigen.values)
@@ -433,6 +436,9 @@ def sample(
         moved,
         indicator,
     )
+    if near is not None:  # Without the test probe, which has no weight.
+        parts = sampled.levels, sampled.sizes, sampled.slopes, moved
+        sampled = Sampled(*(part[..., :num_probes] for part in parts), indicator)
     return sampled, nodes
 
 
@@ -495,7 +501,7 @@ def _in_domain(
 
 
 def _indicator(
-    z: Inexact[Array, "n N"],
+    z: Inexact[Array, "n k"],
     krylov: Krylov,
     eigen: Eigen,
     values: Inexact[Array, "N m p"],
@@ -514,7 +520,7 @@ def _indicator(
         inner = einsum("Nab,Nb,Nb->Na", *promoted(eigen.vectors, first, values))
         products = einsum("Nmn,Nm->nN", *promoted(krylov.basis, inner))
         residuals = neighbour_residuals(z, products, near)
-        return residuals.error_in_sum(near, eps, real=real)
+        return residuals.error_in_sum(near, eps, real=real, hermitian=True)
 
     return jax.lax.map(of_one, jnp.moveaxis(values, -1, 0))
 

@@ -24,14 +24,29 @@ the same variance. So the variance is averaged by a lazy random walk of eight st
 with probability 1/2 a step stays where it is, else it goes along a row of `neighbours`. The
 sum of the variances remains if no dimension has more neighbours than are used.
 
-If the operator has no entry at two consecutive distances, it has none further away. If that
-is seen at the last two distances that the colouring keeps apart, or at the next two, the
-colouring is exact, and the error is rounding.
+Neighbour residuals do not see entries between two dimensions of one colour if no entries
+nearby have the same size, as happens if the pattern does not cover the operator. So one
+more matvec tests the pattern with the colour C that has most dimensions. Let m(a) be the
+dimension of C that is nearest to a in the graph. The test probe x has the entries s_b g_b
+in C, with independent normal g_b. If no row has two entries in C, then
+
+    t_a = (A x)_a - P_aC g_m(a)
+
+is zero. Otherwise E|t_a|^2 is twice the sum of |A_ab|^2 over all b of C but m(a). For a in
+C this is twice the variance of the estimate of A_aa. If its mean is more than `_MOST` times
+the mean of the residuals, it takes their place. Two cases differ in what is exact. If A =
+A*, residuals are zero for a colouring that is exact. If not, the colouring is taken as
+exact if all t_a are zero to rounding.
+
+Without a test probe, distances tell whether a colouring is exact. If the operator has no
+entry at two consecutive distances, it has none further away. If that is seen at the last
+two distances that the colouring keeps apart, or at the next two, the error is rounding.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -50,7 +65,14 @@ from traceax._core.vectors import (
     in_rows,
     unflatten_rows,
 )
-from traceax._linalg.columns import largest_modulus, mean, over, row_norms_squared
+from traceax._linalg.columns import (
+    largest_modulus,
+    mean,
+    over,
+    row_norms_squared,
+    squared_modulus,
+    times,
+)
 from traceax._probes.colouring import (
     Coloured,
     Colours,
@@ -68,6 +90,7 @@ ByRow = Float[Array, " n"]
 
 _MOST_NEIGHBOURS = 8  # the most neighbours that are used for each dimension
 _STEPS = 8  # the length of the random walks that average variances
+_MOST = 2  # the largest mean that the test probe may see, over the one of residuals
 
 # The degrees of freedom of the interval of one repeat. They were measured: see
 # `tests.benchmarks.probing`.
@@ -80,13 +103,35 @@ class Neighbourhood(eqx.Module):
     For each dimension, `neighbours` is a row of neighbours, filled up with the dimension
     itself. `beyond` tells which colours lie at the last two distances that are kept apart,
     and which at the next two. `has_beyond` tells whether there are any; the compiler would
-    take a second to compute it.
+    take a second to compute it. `nearest` is m(a) for each dimension a, or n if there is
+    none, and `in_test` marks the dimensions of C. `weights` has the g_b of the test probe,
+    if there is one.
     """
 
     colours: Int[Any, " n"]
     neighbours: Int[Any, "n m"]
     beyond: Bool[Any, "n c 2"]
     has_beyond: Bool[Any, "n 2"]
+    nearest: Int[Any, " n"]
+    in_test: Bool[Any, " n"]
+    weights: Float[Array, " n"] | None = None
+
+    @property
+    def num_tests(self) -> int:
+        return 0 if self.weights is None else 1
+
+    def tested(self, key: PRNGKeyArray, dtype: Any) -> Neighbourhood:
+        """Return the same with the weights of a test probe."""
+        fresh = jax.random.fold_in(key, self.colours.size)
+        weights = jax.random.normal(fresh, self.colours.shape, jnp.finfo(dtype).dtype)
+        return replace(self, weights=weights)
+
+    def with_test(self, z: Inexact[Array, "n c"]) -> Inexact[Array, "n _"]:
+        """Return the probes of one repeat, and after them the test probe, if any."""
+        if self.weights is None:
+            return z
+        signs = jnp.where(self.in_test, jnp.sum(z, axis=1), 0)
+        return jnp.hstack([z, times(signs, self.weights)[:, None]])
 
 
 def _neighbours(step: Sparse) -> Int[np.ndarray, "n m"]:
@@ -121,14 +166,26 @@ def _beyond(colours: Colours, step: Sparse, power: int) -> Bool[np.ndarray, "n c
     return np.stack(pairs, axis=2)
 
 
+def _nearest(in_test: Bool[np.ndarray, " n"], step: Sparse) -> Int[np.ndarray, " n"]:
+    """Return the nearest marked dimension of each dimension, or n if there is none."""
+    n = in_test.size
+    nearest, seen = np.where(in_test, np.arange(n), n), 0
+    while seen != (seen := np.count_nonzero(nearest < n)):
+        closest = np.minimum.reduceat(nearest[step.indices], step.indptr[:-1])
+        nearest = np.where(nearest < n, nearest, closest)
+    return nearest
+
+
 def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None:
     """Return the neighbourhood of a `probing` sampler, if it has one, in order of rows."""
     found: Any = getattr(sampler, "neighbourhood", None)
     if found is not None and len(jax.tree.leaves(structure)) > 1:
         order = in_rows(np.arange(found.colours.size), structure)
         found = jax.tree.map(lambda rows: rows[order], found)
-        places = np.argsort(order)[found.neighbours]
-        found = eqx.tree_at(lambda near: near.neighbours, found, places)
+        places = np.append(np.argsort(order), order.size)
+        found = replace(
+            found, neighbours=places[found.neighbours], nearest=places[found.nearest]
+        )
     return jax.tree.map(jnp.asarray, found)
 
 
@@ -136,13 +193,16 @@ class NeighbourResiduals(eqx.Module):
     """Sums over repeats, entry by entry, in units of `scale`.
 
     They are sums of variances, of the largest entries seen at either pair of distances, and
-    of the largest entries of all.
+    of the largest entries of all. If there is a test probe, `missed` is the mean of
+    |t_a|^2 / 2 over C, and `is_exact` says whether all t_a are zero to rounding.
     """
 
     squares: ByRow
     beyond: Float[Array, "n 2"]
     size: ByRow
     scale: Float[Array, ""]
+    missed: Float[Array, ""] | None = None
+    is_exact: Bool[Array, ""] | None = None
 
     def merged(self, other: NeighbourResiduals) -> NeighbourResiduals:
         """Return the sums over the repeats of both."""
@@ -153,18 +213,29 @@ class NeighbourResiduals(eqx.Module):
         size = self.size * one + other.size * two
         return NeighbourResiduals(squares, beyond, size, scale)
 
-    def error(self, near: Neighbourhood, repeats: int, eps: float) -> ByRow:
+    def error(
+        self, near: Neighbourhood, repeats: int, eps: float, *, hermitian: bool
+    ) -> ByRow:
         """Return the standard error of the mean over repeats."""
         variances = self.squares
+        if self.missed is not None:
+            sees_more = self.missed > _MOST * jnp.mean(variances)
+            variances = jnp.where(sees_more, self.missed, variances)
         for _ in range(_STEPS):
             variances = (variances + mean(variances[near.neighbours])) / 2
         error = self.scale * jnp.sqrt(variances) / repeats
+        if self.is_exact is not None:
+            least = (16 * eps) ** 2 * jnp.sum(self.size**2)
+            is_rounding = jnp.sum(variances) <= least if hermitian else True
+            return jnp.where(self.is_exact & is_rounding, 0, error)
         none, has_beyond = self.beyond <= 4 * eps * self.size[:, None], near.has_beyond
         everywhere = jnp.any(has_beyond, axis=0) & jnp.all(none | ~has_beyond, axis=0)
         is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
         return jnp.where(is_exact, 0, error)
 
-    def error_in_sum(self, near: Neighbourhood, eps: float, *, real: bool) -> ByRow:
+    def error_in_sum(
+        self, near: Neighbourhood, eps: float, *, real: bool, hermitian: bool
+    ) -> ByRow:
         """Return the contribution of each entry of one repeat to the error of their sum.
 
         The error of the sum is the root of the sum of squares. With real signs an entry of
@@ -173,14 +244,18 @@ class NeighbourResiduals(eqx.Module):
         less.
         With phases the changes are independent.
         """
-        return (2.0 if real else 1.0) ** 0.5 * self.error(near, 1, eps)
+        return (2.0 if real else 1.0) ** 0.5 * self.error(near, 1, eps, hermitian=hermitian)
 
 
 def neighbour_residuals(
-    z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], near: Neighbourhood
+    z: Inexact[Array, "n k"], products: Inexact[Array, "n _"], near: Neighbourhood
 ) -> NeighbourResiduals:
-    """Return the residuals of one or more whole repeats."""
+    """Return the residuals of one or more whole repeats.
+
+    `products` has the image of the test probe in its last column, if there is one.
+    """
     n, count, _ = near.beyond.shape
+    products, image = products[:, : z.shape[1]], products[:, z.shape[1] :]
     neighbours, scale = near.neighbours, largest_modulus(products)
     is_neighbour = neighbours != jnp.arange(n)[:, None]
     degrees = jnp.sum(is_neighbour, axis=1, dtype=scale.dtype)
@@ -205,7 +280,19 @@ def neighbour_residuals(
 
     each = jax.vmap(of_one)(by_repeat(z), by_repeat(over(products, scale)))
     squares, beyond, size = (jnp.sum(part, axis=0) for part in each)
-    return NeighbourResiduals(squares, beyond, size, scale)
+    if near.weights is None:
+        return NeighbourResiduals(squares, beyond, size, scale)
+    image, seen = over(image[:, 0], scale), over(products, scale)
+    own = jnp.argmax(near.in_test)
+    weights = jnp.append(near.weights, 0)[near.nearest]
+    explained = times(seen[:, near.colours[own]], weights)
+    missed, known = squared_modulus(image - explained), squared_modulus(explained)
+    is_exact = jnp.sum(missed) <= (16 * float(jnp.finfo(known.dtype).eps)) ** 2 * jnp.sum(
+        known
+    )
+    missed = jnp.mean(missed, where=near.in_test)
+    missed = missed / (2 * count)
+    return NeighbourResiduals(squares, beyond, size, scale, missed, is_exact)
 
 
 def combined_error(spread: ByRow, indicator: ByRow, repeats: int) -> ByRow:
@@ -329,7 +416,9 @@ def probing_of(coloured: Coloured) -> Probing:
     if not coloured.edges.rows.size:
         return Probing(colours, None)
     beyond = _beyond(colours, step, coloured.power)
-    near = Neighbourhood(colours, _neighbours(step), beyond, np.any(beyond, axis=1))
+    in_test = colours == np.argmax(np.bincount(colours))
+    rest = np.any(beyond, axis=1), _nearest(in_test, step), in_test
+    near = Neighbourhood(colours, _neighbours(step), beyond, *rest)
     return Probing(colours, near)
 
 
