@@ -429,17 +429,13 @@ def sample(
     indicator = None
     if near is not None and not isinstance(probes, Krylov):
         indicator = _indicator(probes, krylov, whole, values[0][:, :num_steps], near)
-    sampled = Sampled(
+    terms = (
         weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
         weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
-        moved,
-        indicator,
     )
-    if near is not None:  # Without the test probe, which has no weight.
-        parts = sampled.levels, sampled.sizes, sampled.slopes, moved
-        sampled = Sampled(*(part[..., :num_probes] for part in parts), indicator)
-    return sampled, nodes
+    levels, sizes, slopes = (x[..., :num_probes] for x in terms)
+    return Sampled(levels, sizes, slopes, moved[:num_probes], indicator), nodes
 
 
 def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
