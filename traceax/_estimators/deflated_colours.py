@@ -86,7 +86,8 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     count, near = fine.num_colours, fine.neighbourhood
     if near is None or count < 4 * SKETCH or not count < call.num_matvecs < 2 * count:
         return None
-    coarse = for_pattern(call.name, call.operator, count - 2 * SKETCH, pattern)
+    most = count - 2 * SKETCH
+    coarse = for_pattern(call.name, call.operator, most, pattern, tests=0)
     if coarse is None:
         return None
     order = _adjacent_first(fine.colours, near.neighbours)

@@ -103,18 +103,24 @@ def for_mean(operator: Operator, num_probes: int) -> Sampler:
 
 
 def for_pattern(
-    name: str, operator: Operator, num_probes: int, pattern: Any, enough: int = ENOUGH
+    name: str,
+    operator: Operator,
+    num_probes: int,
+    pattern: Any,
+    enough: int = ENOUGH,
+    *,
+    tests: int = 1,
 ) -> Probing | None:
     """Return `probing` if colours keep `enough` steps of the pattern's graph apart.
 
-    One of `num_probes` is left for a test of the pattern, unless all are needed. If there
-    are too few, or if no pattern is known, return None. If the edges are the same as in the
-    last call, its graph, colouring and sampler are used again.
+    Of `num_probes`, `tests` are left for a test of the pattern, unless all are needed. If
+    there are too few, or if no pattern is known, return None. If the edges are the same as
+    in the last call, its graph, colouring and sampler are used again.
     """
     known = check_pattern(name, operator, pattern)
     if known is None:
         return None
-    edges, least = undirected(known), max(num_probes - 1, 1)
+    edges, least = undirected(known), max(num_probes - tests, 1)
     found = best_colouring(edges, enough, least)
     found = found or best_colouring(edges, enough, num_probes)
     return None if found is None else probing_of(found)

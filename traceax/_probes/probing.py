@@ -38,9 +38,11 @@ the mean of the residuals, it takes their place. Two cases differ in what is exa
 A*, residuals are zero for a colouring that is exact. If not, the colouring is taken as
 exact if all t_a are zero to rounding.
 
-Without a test probe, distances tell whether a colouring is exact. If the operator has no
-entry at two consecutive distances, it has none further away. If that is seen at the last
-two distances that the colouring keeps apart, or at the next two, the error is rounding.
+Distances tell as well whether a colouring is exact. If the operator has no entry at two
+consecutive distances, it has none further away. If that is seen at the last two distances
+that the colouring keeps apart, or at the next two, the error is rounding. If there is a
+test probe, it must be seen for a sixteenth of all dimensions, and t_a must be zero to
+rounding for those of C.
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ ByRow = Float[Array, " n"]
 
 _MOST_NEIGHBOURS = 8  # the most neighbours that are used for each dimension
 _STEPS = 8  # the length of the random walks that average variances
+_LEAST_SEEN = 1 / 16  # the least share of dimensions whose distances tell what is exact
 _MOST = 2  # the largest mean that the test probe may see, over the one of residuals
 
 # The degrees of freedom of the interval of one repeat. They were measured: see
@@ -224,14 +227,17 @@ class NeighbourResiduals(eqx.Module):
         for _ in range(_STEPS):
             variances = (variances + mean(variances[near.neighbours])) / 2
         error = self.scale * jnp.sqrt(variances) / repeats
-        if self.is_exact is not None:
-            least = (16 * eps) ** 2 * jnp.sum(self.size**2)
-            is_rounding = jnp.sum(variances) <= least if hermitian else True
-            return jnp.where(self.is_exact & is_rounding, 0, error)
         none, has_beyond = self.beyond <= 4 * eps * self.size[:, None], near.has_beyond
         everywhere = jnp.any(has_beyond, axis=0) & jnp.all(none | ~has_beyond, axis=0)
-        is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
-        return jnp.where(is_exact, 0, error)
+        if self.is_exact is None or self.missed is None:
+            is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
+            return jnp.where(is_exact, 0, error)
+        # A few dimensions at an end do not speak for all others.
+        counted = jnp.mean(has_beyond.astype(error.dtype), axis=0) > _LEAST_SEEN
+        least = (64 * eps) ** 2 * jnp.mean(self.size**2)
+        by_distance = jnp.any(everywhere & counted) & (self.missed <= least)
+        is_rounding = jnp.mean(self.squares) <= least if hermitian else True
+        return jnp.where(by_distance | (self.is_exact & is_rounding), 0, error)
 
     def error_in_sum(
         self, near: Neighbourhood, eps: float, *, real: bool, hermitian: bool
