@@ -94,7 +94,9 @@ class Estimate(eqx.Module):
       goes through your own `jax.jit` as an *argument* has the method of the first call.
     - `quadrature_error`: the part of `standard_error` that comes from quadrature, for
       functions of an operator, with the structure of `value`. It is about the same in every
-      run, so `pool` does not reduce it, but more steps do. It is 0 for other functions.
+      run, so `pool` does not reduce it, but more steps do. If it is more than half of
+      `standard_error`, derivatives of the value may have a bias that their spread over keys
+      does not show. It is 0 for other functions.
 
     **Example**
 

@@ -185,19 +185,20 @@ def _errors(
     eps, real = linear_map.eps, not jnp.iscomplexobj(products)
     x = dot(q.conj().T, probes.near_coarse.with_test(probes.coarse))
 
-    def parts(z: Array, products: Array, near: Neighbourhood) -> Float[Array, " n"]:
-        residuals, hermitian = (
-            neighbour_residuals(z, products, near),
-            linear_map.is_hermitian,
-        )
+    def parts(
+        z: Array, products: Array, near: Neighbourhood, hermitian: bool
+    ) -> Float[Array, " n"]:
+        residuals = neighbour_residuals(z, products, near)
         return residuals.error_in_sum(near, eps, real=real, hermitian=hermitian)
 
+    # Q may leave the colour of the test probe as it is, so residuals must be zero as well.
     of_q, tested = jnp.split(products[:, SKETCH:], [SKETCH], axis=1)
     tested = jnp.hstack([tested[:, : x.shape[1] - 1], image])
-    left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse)
-    whole = parts(probes.coarse, tested + dot(of_q, x), probes.near_coarse)
+    left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse, True)
+    whole = parts(probes.coarse, tested + dot(of_q, x), probes.near_coarse, True)
     deflated = jnp.hypot(left, jnp.where(plain, 2**0.5 * whole, 0))
-    probed = parts(probes.fine, jnp.hstack([products, image]), probes.near)
+    products, hermitian = jnp.hstack([products, image]), linear_map.is_hermitian
+    probed = parts(probes.fine, products, probes.near, hermitian)
     return jnp.where(some, deflated, probed)
 
 
