@@ -114,6 +114,7 @@ def test_where_there_is_nothing_to_sketch(flat: Any) -> None:
     assert estimate.standard_error < 1e-10
 
 
+@pytest.mark.slow
 def test_signs_are_used_if_no_directions_dominate() -> None:
     """Half of the eigenvalues are 1, the others -1. The mean square is known for signs. For
     the sketch it would be about 1.3 times as large: 16 forms, not 24, but with the
