@@ -55,13 +55,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    DOUBLE,
-    LinearMap,
-    Operator,
-    is_negative,
-    unit_roundoff,
-)
+from traceax._core.operator import DOUBLE, LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
 from traceax._estimators.call import SMALL, Call, begin

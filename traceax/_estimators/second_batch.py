@@ -90,11 +90,7 @@ from traceax._estimators.readouts import (
     trace_pairs,
     two_sided,
 )
-from traceax._estimators.xdiag import (
-    estimate_by_xnysdiag,
-    xdiag_samples,
-    xnysdiag_samples,
-)
+from traceax._estimators.xdiag import estimate_by_xnysdiag, xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (

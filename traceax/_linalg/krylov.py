@@ -58,12 +58,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import (
-    approximate_svd,
-    hashed_signs,
-    pivoted_qr,
-    square_roots,
-)
+from traceax._linalg.basis import approximate_svd, hashed_signs, pivoted_qr, square_roots
 from traceax._linalg.columns import (
     column_norms_squared,
     dot,
@@ -466,10 +461,7 @@ def plain_frame(projection: OnSpace, asymmetry: Number | float = 0.0) -> Frame:
 
 
 def eigenframe(
-    projection: OnSpace,
-    asymmetry: Number,
-    filled: Filled,
-    bound: Number | None = None,
+    projection: OnSpace, asymmetry: Number, filled: Filled, bound: Number | None = None
 ) -> Frame:
     """Return eigenvectors in single precision, the coordinates of Z in double.
 

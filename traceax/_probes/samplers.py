@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_callable, check_count, check_key, invalid
+from traceax._core.checks import are_arrays, check_callable, check_count, check_key, invalid
 from traceax._core.vectors import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
@@ -173,9 +173,7 @@ def space(name: str, structure: Structure) -> tuple[int, jnp.dtype]:
     They are split into leaves after the draw, so that a probe does not depend on how the
     space is split.
     """
-    leaves = jax.tree.leaves(structure)
-    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
-    if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
+    if not are_arrays(structure, "real or complex numbers"):
         must = "be a pytree of jax.ShapeDtypeStruct of real or complex dtypes"
         cure = "Pass operator.in_structure(), or jax.ShapeDtypeStruct((n,), float)."
         raise invalid(TypeError, name, "structure", must, repr(structure), cure)
