@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import check_tolerance
@@ -40,7 +40,7 @@ from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_err
 from traceax._estimators.readouts import leave_one_out_of
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
-from traceax._linalg.columns import column_dots, dot, times
+from traceax._linalg.columns import Block, Number, OfProbes, column_dots, dot, times
 from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import SamplerLike
 from traceax._probes.stream import ProgressMeter
@@ -178,7 +178,7 @@ class _Search(NamedTuple):
     growing: _Growing
     linear_map: LinearMap
     levels: _Levels
-    tolerances: tuple[Float[Array, ""], Float[Array, ""]]
+    tolerances: tuple[Number, Number]
 
     def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """Search from this level on, given the sketch of the level below."""
@@ -249,10 +249,10 @@ class _Pairs(eqx.Module):
     blocks, only the first `widths[level]` columns of each block are read.
     """
 
-    basis: Inexact[Array, "n k"]
-    tested: Inexact[Array, "n k"]
+    basis: Block
+    tested: Block
     core: Inexact[Array, "k k"]
-    lengths: Float[Array, " k"]
+    lengths: OfProbes
     level: Int[Array, ""] | None = None
     widths: tuple[int, ...] = eqx.field(static=True, default=())
 
@@ -270,8 +270,8 @@ class _Pairs(eqx.Module):
 
 
 def _report(
-    spent: int, degrees: int, converged: Bool[Array, ""], error: Float[Array, ""]
-) -> tuple[Int[Array, ""], Float[Array, ""], Bool[Array, ""]]:
+    spent: int, degrees: int, converged: Bool[Array, ""], error: Number
+) -> tuple[Int[Array, ""], Number, Bool[Array, ""]]:
     """Return `num_matvecs`, the degrees of freedom, and `converged`, for an `Estimate`."""
     return jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
 
@@ -283,8 +283,8 @@ class _Sketch(NamedTuple):
     for XNysTrace, and as long as there are no probes.
     """
 
-    probes: Inexact[Array, "n k"]
-    products: Inexact[Array, "n k"]
+    probes: Block
+    products: Block
     basis: Basis | None
     images: Inexact[Array, "n _"]
 
@@ -319,7 +319,7 @@ class _Growing(NamedTuple):
 
     def value_and_error(
         self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+    ) -> tuple[Inexact[Array, ""], Number]:
         """Return the estimate of tr A from a sketch, and its error bar."""
         resphere = self.resphere
         if sketch.basis is None:

@@ -56,7 +56,13 @@ from traceax._estimators.call import begin
 from traceax._estimators.hutchinson import estimate_by_forms
 from traceax._estimators.readouts import TOTAL, Pairs
 from traceax._estimators.xtrace import estimate_by_xtrace
-from traceax._linalg.columns import column_dots, column_norms_squared, largest_modulus, mean
+from traceax._linalg.columns import (
+    Number,
+    column_dots,
+    column_norms_squared,
+    largest_modulus,
+    mean,
+)
 from traceax._linalg.jackknife import sums_of_others
 from traceax._probes.draw import check_dependence
 from traceax._probes.samplers import SamplerLike, as_sampler, sphere
@@ -75,8 +81,8 @@ class Tracked(NamedTuple):
     """
 
     value: Inexact[Array, ""]
-    standard_error: Float[Array, ""]
-    size: Float[Array, ""]
+    standard_error: Number
+    size: Number
     arrays: list[Array]
     program: UInt32[Array, 8]
 
@@ -230,10 +236,10 @@ def _correct(
 def _damping(
     z: Inexact[Array, "n l"],
     w: Inexact[Array, "n l"],
-    error: Float[Array, ""],
-    size: Float[Array, ""],
-    grain: Float[Array, ""],
-) -> tuple[Float[Array, " l"], Float[Array, ""]]:
+    error: Number,
+    size: Number,
+    grain: Number,
+) -> tuple[Float[Array, " l"], Number]:
     """Return the best b for each probe, and the standard error after the correction.
 
     `z` and `w` are the images without their components along the probes, `error` and `size`
@@ -265,9 +271,7 @@ def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
     return block - probes * along[None, :]
 
 
-def _state(
-    latest: Estimate, code: Canonical, size: Float[Array, ""] | None = None
-) -> Tracked:
+def _state(latest: Estimate, code: Canonical, size: Number | None = None) -> Tracked:
     """Return the state after an estimate. `size` is zero if it is not known."""
     # The state holds copies, so a user who donates it does not lose the operator's arrays.
     arrays = [jnp.array(array, copy=True) for array in code.arrays]

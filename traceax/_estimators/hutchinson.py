@@ -21,6 +21,7 @@ from traceax._core.vectors import Structure
 from traceax._estimators.call import Call, Streamed, begin
 from traceax._estimators.readouts import TOTAL, Batches, Forms, Reduce, Rows, by_row, each
 from traceax._linalg.columns import (
+    Block,
     Moments,
     column_dots,
     column_norms_squared,
@@ -269,8 +270,8 @@ class DiagonalEntries(Forms):
     reduce: Callable[[Rows], Any] = each
 
     def ratio(
-        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
-    ) -> tuple[Inexact[Array, "n k"], Float[Array, "n k"]]:
+        self, z: Block, products: Block, linear_map: Any
+    ) -> tuple[Block, Float[Array, "n k"]]:
         """Return the numerators and the weights of each probe.
 
         The result is the ratio of their sums.

@@ -64,6 +64,9 @@ from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, 
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     diagonal_of,
@@ -220,12 +223,12 @@ class Products(NamedTuple):
     of Omega_1; there are none without second matvecs.
     """
 
-    block: Inexact[Array, "n k"]
+    block: Block
     test: Inexact[Array, "n m"]
     images: Inexact[Array, "n m"]
     directions: Inexact[Array, "a a"]
     sign: int
-    scale: Float[Array, ""]
+    scale: Number
 
     @property
     def eps(self) -> float:
@@ -246,7 +249,7 @@ class Products(NamedTuple):
         return self._replace(test=block, images=self.sketch, directions=none)
 
     @property
-    def sketch(self) -> Inexact[Array, "n k"]:
+    def sketch(self) -> Block:
         """The images of the probes alone, A Omega/scale."""
         return self.images[:, : self.block.shape[1]]
 
@@ -276,9 +279,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     )
 
 
-def products_of_sketch(
-    sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"]
-) -> Products:
+def products_of_sketch(sketch: Block, block: Block) -> Products:
     """Collect what is known from one batch, the sketch A Omega of the probes `block`."""
     scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
     images = over(sketch, jnp.where(scale > jnp.finfo(scale.dtype).tiny, scale, 1))
@@ -306,10 +307,7 @@ def _trace(
 
 
 def _readout(
-    known: Products,
-    shares: Float[Array, " k"],
-    forms: Inexact[Array, "n k"] | None,
-    resphere: bool,
+    known: Products, shares: OfProbes, forms: Block | None, resphere: bool
 ) -> Pairs:
     """Return the readout for derivatives, the sum of 2 P_j - P_j^2 + c_j mu_j mu_j*.
 
@@ -356,7 +354,7 @@ def _readout(
 
 def value_and_error(
     known: Products, *, resphere: bool, near: NearDiagonal | None = None
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, " k"]]:
+) -> tuple[Number, Number, OfProbes]:
     """Return the estimate of the trace, of -A if `known.sign` is -1, and its error bar.
 
     The third result are weights of the samples, 1 unless the forms of `near` are better.
@@ -394,9 +392,7 @@ def value_and_error(
     return known.scale * mean(samples), known.scale * error, weights
 
 
-def _weights(
-    pairs: Float[Array, "k k"], near: NearDiagonal, real: bool
-) -> Float[Array, " k"]:
+def _weights(pairs: Float[Array, "k k"], near: NearDiagonal, real: bool) -> OfProbes:
     """Return the weight of each sample, computed from all other probes.
 
     It falls from 1 to 0 as the variance of the forms of `near` falls from a half to a fifth
@@ -425,7 +421,7 @@ def _parts_of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]
 
 
 def leaf_by_leaf(
-    known: Products, weights: Float[Array, " k"], structure: Structure, leaves: LeafSums
+    known: Products, weights: OfProbes, structure: Structure, leaves: LeafSums
 ) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
     """Return the sums over leaves and their error bars.
 

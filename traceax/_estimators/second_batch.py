@@ -94,6 +94,9 @@ from traceax._estimators.xdiag import estimate_by_xnysdiag, xdiag_samples, xnysd
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     diagonal_of,
@@ -121,9 +124,9 @@ class BothBatches(eqx.Module):
     `uniform` is the number u on [0, 1) that selects the second batch.
     """
 
-    first: Inexact[Array, "n k"]
-    fresh: Inexact[Array, "n k"]
-    uniform: Float[Array, ""]
+    first: Block
+    fresh: Block
+    uniform: Number
 
 
 def xtrace_or_hutchinson(call: Call) -> Estimate:
@@ -161,7 +164,7 @@ class Choice(NamedTuple):
     """Whether the second batch is A Q, and weights of the probes, which sum to 1."""
 
     sketches: Bool[Array, ""]
-    weights: Float[Array, " k"]
+    weights: OfProbes
 
     def select(self, sketched: Tree, sampled: Tree) -> Tree:
         """Return `sketched` if the second batch is A Q, else `sampled`."""
@@ -211,7 +214,7 @@ def sketched_or_sampled_diagonal(
     samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
     sketched = samples.value_and_error(weights)
 
-    def samples_of(forms: Inexact[Array, "n k"]) -> Samples:
+    def samples_of(forms: Block) -> Samples:
         scale = loo.basis.scale
         return independent(over(forms, scale), scale, eps, hermitian).reduced(reduce)
 
@@ -228,7 +231,7 @@ def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
     return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
 
 
-def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
+def choose(weights: OfProbes, uniform: Number) -> Choice:
     """Select the second batch at random. `weights` are the a_i, and `uniform` is u."""
     # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
     # selected whatever the rounding.
@@ -236,12 +239,12 @@ def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
     return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
 
 
-def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
+def of_sum_one(weights: OfProbes) -> OfProbes:
     """Divide the weights by their sum. If all are zero, they stay zero."""
     return weights / jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
 
 
-def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
+def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     """Return the weights a_i of the estimates of a trace."""
     k = near.share.size
     least = 0.2 + 0.9 / k**0.5 if k >= DECISIVE else 1.2
@@ -250,7 +253,7 @@ def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
     return jnp.clip(1 - (shares - least) / 0.3, 0, 1)
 
 
-def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
+def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     """Return the weights a_i of the estimates of a diagonal."""
     k = near.share.size
     least = 0.4 + 1.2 / k if k >= DECISIVE else 1.2
@@ -259,8 +262,8 @@ def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]
 
 
 def missed_shares(
-    loo: LeaveOneOut, products: Inexact[Array, "n k"], *, of_diagonal: bool = False
-) -> Float[Array, " k"]:
+    loo: LeaveOneOut, products: Block, *, of_diagonal: bool = False
+) -> OfProbes:
     """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
     `products` is Y over the scale of the basis.
@@ -282,11 +285,7 @@ def missed_shares(
     return shares_of(missed, w, products)
 
 
-def shares_of(
-    missed: Float[Array, "k k"],
-    probes: Inexact[Array, "n k"],
-    sketch: Inexact[Array, "n k"],
-) -> Float[Array, " k"]:
+def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfProbes:
     """Return t_i, given the |r_ij|^2 for all i and j in `missed`.
 
     The part of r_ij that does not count is already left out. `sketch` holds the A w_j, over
@@ -300,10 +299,7 @@ def shares_of(
 
 
 def _selected_readout(
-    reduce: Callable[[Rows], Any],
-    choice: Choice,
-    loo: LeaveOneOut,
-    fresh: Inexact[Array, "n k"],
+    reduce: Callable[[Rows], Any], choice: Choice, loo: LeaveOneOut, fresh: Block
 ) -> TwoSided:
     """Return the readout of the diagonal, made from the blocks of the selected estimate."""
     sketches, weights = choice
@@ -328,7 +324,7 @@ def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     )
 
 
-def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+def mixed_diagonal(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
     """Estimate the diagonal as the mean of the g_i, from one batch."""
     known = products(linear_map, *probes)
     fitted = known.fitted
@@ -362,7 +358,7 @@ def mixed_leaves(
     return Outcome(known.sign * value, error, _shared_readout(known, leaves, weights))
 
 
-def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
+def shared_weights(known: Products, fitted: Fit) -> OfProbes:
     """Return the weights a_i for a semidefinite operator, from the shares t_i."""
     shares = nystrom_shares(known, fitted)
     if known.block.shape[1] >= FEWEST:
@@ -370,7 +366,7 @@ def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
     return jnp.clip(1 - (shares - 0.8) / 0.2, 0, 1)
 
 
-def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
+def nystrom_shares(known: Products, fitted: Fit) -> OfProbes:
     """Return t_i for a semidefinite operator, with r_ij = B_ij w_j.
 
     The part of r_ij along w_j is left out. Its squared length is (w_j* B_ij w_j)^2/n,
@@ -388,7 +384,7 @@ def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
     return shares_of(missed, known.block, known.sketch)
 
 
-def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -> Samples:
+def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
     """Return the g_i as samples.
 
     The e_i share probes and the f_i do not, so the `sharing` of the samples lies between 1
@@ -403,7 +399,7 @@ def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -
 
 
 def _shared_readout(
-    known: Products, reduce: Callable[[Rows], Any], weights: Float[Array, " k"]
+    known: Products, reduce: Callable[[Rows], Any], weights: OfProbes
 ) -> TwoSided:
     """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)

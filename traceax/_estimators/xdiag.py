@@ -39,7 +39,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
@@ -60,6 +60,8 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    Block,
+    Number,
     column_dots,
     column_norms_squared,
     dot,
@@ -146,10 +148,7 @@ def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
 
 
 def _xdiag(
-    linear_map: LinearMap,
-    probes: tuple[Inexact[Array, "n k"]],
-    *,
-    reduce: Callable[[Rows], Any],
+    linear_map: LinearMap, probes: tuple[Block], *, reduce: Callable[[Rows], Any]
 ) -> Outcome:
     (block,) = probes
     sketch = linear_map(block)
@@ -163,9 +162,9 @@ def _xdiag(
 
 def xdiag_samples(
     loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    image: Inexact[Array, "n k"],
-    eps: Float[Array, ""] | float,
+    sketch: Block,
+    image: Block,
+    eps: Number | float,
     reduce: Callable[[Rows], Any],
     *,
     hermitian: bool,
@@ -188,12 +187,8 @@ def xdiag_samples(
 
 
 def _sharing_of_sums(
-    loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    image: Inexact[Array, "n k"],
-    *,
-    hermitian: bool,
-) -> Float[Array, ""]:
+    loo: LeaveOneOut, sketch: Block, image: Block, *, hermitian: bool
+) -> Number:
     """Return by how much shared probes raise the variance V of the mean of sums over rows.
 
     Parts of the error that depend on many probes hardly matter for single entries, but they
@@ -235,9 +230,7 @@ def _sharing_of_sums(
     return jnp.maximum(bound, 2)
 
 
-def _two_sided(
-    loo: LeaveOneOut, image: Inexact[Array, "n k"], sketch: Inexact[Array, "n k"]
-) -> Inexact[Array, "n k"]:
+def _two_sided(loo: LeaveOneOut, image: Block, sketch: Block) -> Block:
     q, s = loo.basis.columns, loo.directions
     h = dot(q.conj().T, image)
     beyond = image - dot(q, h)
@@ -249,7 +242,7 @@ def _two_sided(
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 
 
-def _one_sided(loo: LeaveOneOut, coimage: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+def _one_sided(loo: LeaveOneOut, coimage: Block) -> Block:
     q, s = loo.basis.columns, loo.directions
     v = dot(q, s)
     missed = times(loo.probes.conj(), loo.distances[None, :]) - dot(coimage, s).conj()
@@ -326,7 +319,7 @@ def estimate_by_xnysdiag(
     )
 
 
-def _xnysdiag(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+def _xnysdiag(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
     known = products(linear_map, *probes)
     value, error = xnysdiag_samples(known, known.fitted).value_and_error()
     weight = two_sided(leave_one_out(known.sketch, known.block, resphere=False))

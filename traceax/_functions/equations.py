@@ -21,6 +21,7 @@ from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, w
 from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
 from traceax._estimators.call import begin
 from traceax._functions.slq import real_dtype
+from traceax._linalg.columns import Block, Number
 from traceax._linalg.conjugate_gradients import Preconditioner, preconditioner_of, projected
 from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
@@ -40,7 +41,7 @@ class White(NamedTuple):
     operator: Operator
     shift: Float[Array, "*shifts"]
     scale: Float[Array, "*n"]
-    log_determinant: Float[Array, ""]
+    log_determinant: Number
 
 
 def whitened(operator: Operator, shift: Shift) -> White:
@@ -166,7 +167,7 @@ def preconditioner(
 
 
 def _preconditioner(
-    operator: Operator, probes: Inexact[Array, "n k"], shift: Float[Array, ""], depth: int
+    operator: Operator, probes: Block, shift: Number, depth: int
 ) -> Preconditioner:
     """Make P from a block Krylov run of `depth` blocks that begins with the probes."""
     space = block_krylov(LinearMap(operator), probes, depth, extend=True)

@@ -66,6 +66,9 @@ from traceax._functions.slq import (
     zero_if_positive,
 )
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     dot,
     einsum,
     largest_modulus,
@@ -247,7 +250,7 @@ def _exact_diagonal(
 
 
 def block_diagonal(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
+    subject: MatrixFunction, probes: Block, *, depth: int, meter: Any = None
 ) -> Outcome:
     """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
     how = {"meter": meter, "extend": subject.node is not None}
@@ -347,10 +350,10 @@ class SpacesLeftOut(eqx.Module):
     """
 
     basis: Inexact[Array, "n m"]
-    probes: Inexact[Array, "n k"]
+    probes: Block
     spaces: Complements
 
-    def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
+    def level(self, f: Inexact[Array, "m m"]) -> Number:
         """Return c, for which c I is nearest to the parts of F that the S_i leave."""
         lengths = jnp.sum(squared_modulus(self.spaces.remainders))
         return jnp.sum(self._forms(f)) / jnp.where(lengths > 0, lengths, 1)
@@ -384,7 +387,7 @@ class SpacesLeftOut(eqx.Module):
         known = jnp.maximum(self._diagonal(f), 0)
         return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(self._forms(f), 0)))
 
-    def _forms(self, f: Inexact[Array, "m m"]) -> Float[Array, " k"]:
+    def _forms(self, f: Inexact[Array, "m m"]) -> OfProbes:
         """Return r_i* F r_i."""
         r = self.spaces.remainders
         return jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T), axis=1).real

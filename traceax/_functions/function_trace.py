@@ -49,7 +49,7 @@ from traceax._functions.slq import (
     zero_if_positive,
 )
 from traceax._linalg import lapack
-from traceax._linalg.columns import dot, largest_modulus, over, times
+from traceax._linalg.columns import Number, dot, largest_modulus, over, times
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.samplers import SamplerLike, rademacher, sphere
@@ -294,8 +294,8 @@ def _logs(shift: Float[Array, "*shifts"], matrix: Array) -> Float[Array, "*shift
 
 
 def _log_determinant(
-    array: Inexact[Array, " *entries"], shift: Float[Array, ""]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    array: Inexact[Array, " *entries"], shift: Number
+) -> tuple[Number, Number]:
     """Return log det of a diagonal or a matrix plus shift I, and the error of this."""
     if array.ndim == 1:
         return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
@@ -303,8 +303,8 @@ def _log_determinant(
 
 
 def factorised(
-    matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
-) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
+    matrix: Inexact[Array, "n n"], shift: Number
+) -> tuple[Partial, Number, Number]:
     """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and its error.
 
     The error of the log-determinant is infinite if B is singular to rounding, else zero. If

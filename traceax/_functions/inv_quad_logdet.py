@@ -47,7 +47,14 @@ from traceax._functions.exact_functions import (
 )
 from traceax._functions.function_trace import factorised
 from traceax._functions.slq import node_for
-from traceax._linalg.columns import column_dots, column_norms_squared, column_scales, over
+from traceax._linalg.columns import (
+    Block,
+    Number,
+    column_dots,
+    column_norms_squared,
+    column_scales,
+    over,
+)
 from traceax._linalg.conjugate_gradients import (
     Solve,
     conjugate_gradients,
@@ -204,8 +211,8 @@ def inv_quad_logdet(
 
 
 def _exact_solve(
-    array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
-) -> tuple[Inexact[Array, "n t"], Float[Array, " 2"], Float[Array, ""]]:
+    array: Inexact[Array, " *entries"], shift: Number, y: Inexact[Array, "n t"]
+) -> tuple[Inexact[Array, "n t"], Float[Array, " 2"], Number]:
     """Return the solution, the quadratic form and the log-determinant, and their error.
 
     `array` is the matrix A, or its diagonal if it has no other entries.
@@ -223,7 +230,7 @@ def _exact_solve(
 
 
 def _exact_values(
-    shift: Float[Array, ""], y: Inexact[Array, "n t"], matrix: Inexact[Array, "n n"]
+    shift: Number, y: Inexact[Array, "n t"], matrix: Inexact[Array, "n n"]
 ) -> Float[Array, " 2"]:
     return _exact_solve(matrix, shift, y)[1]
 
@@ -232,7 +239,7 @@ def _estimated(
     call: Call,
     subject: Likelihood,
     rtol: float,
-    rest: Float[Array, ""],
+    rest: Number,
     start: Inexact[Array, "n t"] | None,
 ) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
     """Return estimates of the quadratic form and the log-determinant, and the solution.
@@ -274,9 +281,9 @@ class Likelihood(eqx.Module):
 
     function: MatrixFunction
     vectors: Inexact[Array, "n t"]
-    shift: Float[Array, ""]
+    shift: Number
 
-    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+    def __call__(self, block: Block) -> Block:
         """Return B block."""
         return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
 
@@ -296,7 +303,7 @@ class Report(eqx.Module):
 
 def likelihood(
     subject: Likelihood,
-    probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n t"] | None],
+    probes: tuple[Block, Inexact[Array, "n t"] | None],
     *,
     shape: Shape,
     kept: int,
@@ -365,7 +372,7 @@ def _read_both(traces: Readout, report: Report, subject: Likelihood) -> Float[Ar
     return jnp.append(traces(subject.function), form)
 
 
-def _form(subject: Likelihood, solution: Inexact[Array, "n t"]) -> Float[Array, ""]:
+def _form(subject: Likelihood, solution: Inexact[Array, "n t"]) -> Number:
     """Return 2 Re y* u - u* B u, where u is the solution."""
     dots = column_dots(solution, 2 * subject.vectors - subject(solution))
     return jnp.sum(dots.real)

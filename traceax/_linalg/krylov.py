@@ -60,6 +60,9 @@ from jaxtyping import Array, Bool, Float, Inexact
 from traceax._linalg import lapack
 from traceax._linalg.basis import approximate_svd, hashed_signs, pivoted_qr, square_roots
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_norms_squared,
     dot,
     largest_modulus,
@@ -85,10 +88,9 @@ ASYMMETRY = 0.1
 TWINS, CHANGE, DIFFERENCE = 2, 0.02, 0.05
 
 # A linear map of blocks, which takes one matvec for each column.
-Matvecs = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
+Matvecs = Callable[[Block], Block]
 
 Panel = Inexact[Array, "n b"]
-Number = Float[Array, ""]
 OnSpace = Inexact[Array, "r r"]
 Filled = Bool[Array, " r"]
 
@@ -504,7 +506,7 @@ class Complements(NamedTuple):
 
     vectors: Inexact[Array, "k r p"]
     remainders: Inexact[Array, "k r"]
-    dimensions: Float[Array, " k"]
+    dimensions: OfProbes
     inside: Filled
 
     def resphered(self) -> Complements:
