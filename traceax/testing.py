@@ -327,9 +327,7 @@ _FOLLOWS: dict[Any, str] = {
 def _unregistered(operator: Any) -> dict[str, str]:
     """Return what follows from each function of lineax that a class has not registered."""
     parts = filter(ops.is_silent, jax.tree.leaves(operator, is_leaf=ops.is_silent))
-    missing = dict.fromkeys(
-        function for part in parts for function in questions.missing(part)
-    )
+    missing = dict.fromkeys(f for part in parts for f in questions.missing(part))
     return {f.__name__: _FOLLOWS.get(f, "traceax does not ask") for f in missing}
 
 

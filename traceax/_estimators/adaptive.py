@@ -185,17 +185,15 @@ class _Search(NamedTuple):
         if level == len(self.levels.sizes):
             return self.complete(level, sketch, shown)
         sketch = self.enlarged(level, sketch)
-        value, error = compiled(
-            _Growing.value_and_error, self.growing, self.linear_map, sketch
-        )
+        growing, linear_map = self.growing, self.linear_map
+        value, error = compiled(_Growing.value_and_error, growing, linear_map, sketch)
         rtol, atol = self.tolerances
         converged = 2 * error <= atol + rtol * jnp.abs(value)
         ended = converged | jnp.isnan(error) | jnp.isnan(value)
         k = self.levels.sizes[level]
         spent = k * self.growing.matvecs_a_probe
-        shown = self.call.meter.step(
-            shown, jnp.where(ended, 1.0, spent / self.call.num_matvecs)
-        )
+        share = jnp.where(ended, 1.0, spent / self.call.num_matvecs)
+        shown = self.call.meter.step(shown, share)
 
         def stop() -> Reached:
             pairs = compiled(_Growing.pairs, self.growing, sketch)
@@ -220,10 +218,9 @@ class _Search(NamedTuple):
 
     def complete(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """Return the exact trace, which is the last level."""
-        value, pairs, cost = compiled(
-            _Growing.complete, self.growing, self.linear_map, sketch
-        )
-        error, n = jnp.zeros_like(value.real), self.linear_map.operator.in_size()
+        growing, linear_map = self.growing, self.linear_map
+        value, pairs, cost = compiled(_Growing.complete, growing, linear_map, sketch)
+        error, n = jnp.zeros_like(value.real), linear_map.operator.in_size()
         spent = sketch.probes.shape[1] * self.growing.matvecs_a_probe + cost
         report = _report(spent, n, ~jnp.isnan(value), error)
         outcome = Outcome(value, error, self.read_by(pairs, level), report)

@@ -58,6 +58,9 @@ from traceax._probes.stream import (
 SMALL = 64
 
 
+Blocks = tuple[Inexact[Array, "n _"], ...]
+
+
 class Streamed(eqx.Module):
     """Independent samples, which are read one batch at a time.
 
@@ -154,7 +157,7 @@ class Call:
             return self
         return replace(self, num_matvecs=self.num_matvecs - 2, num_checks=2)
 
-    def draw(self, *counts: int) -> tuple[Inexact[Array, "n _"], ...]:
+    def draw(self, *counts: int) -> Blocks:
         """Draw a block of independent probes for each count, each with its own key."""
         keys = [self.key] if len(counts) == 1 else jax.random.split(self.key, len(counts))
         return tuple(

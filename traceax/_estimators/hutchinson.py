@@ -5,7 +5,6 @@ If z is isotropic, then tr A = E[z* A z] and diag A = E[conj(z) o A z].
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,15 @@ from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure
 from traceax._estimators.call import Call, Streamed, begin
-from traceax._estimators.readouts import TOTAL, Batches, Forms, Reduce, Rows, by_row, each
+from traceax._estimators.readouts import (
+    TOTAL,
+    Batches,
+    Forms,
+    Reduce,
+    Reduction,
+    by_row,
+    each,
+)
 from traceax._linalg.columns import (
     Block,
     Moments,
@@ -210,9 +217,7 @@ def ratio_estimate(
     )
 
 
-def _forms(
-    linear_map: LinearMap, streamed: Streamed, *, reduce: Callable[[Rows], Any]
-) -> Outcome:
+def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> Outcome:
     """Run the algorithm of traces and sums over leaves, a mean of independent samples.
 
     A single repeat of `probing` has no spread, so its error bar is computed from neighbour
@@ -249,7 +254,7 @@ def _forms(
 
 
 def _off_identity(
-    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Callable[[Rows], Any]
+    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Reduction
 ) -> Float[Array, "*values b"]:
     """Return the 4-norm of A z - z (z* A z)/|z|^2 for each probe z.
 
@@ -267,7 +272,7 @@ def _off_identity(
 class DiagonalEntries(Forms):
     """The entries of the diagonal, each the ratio of two sums over probes."""
 
-    reduce: Callable[[Rows], Any] = each
+    reduce: Reduction = each
 
     def ratio(
         self, z: Block, products: Block, linear_map: Any

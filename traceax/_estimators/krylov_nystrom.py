@@ -58,7 +58,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import DOUBLE, LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
-from traceax._estimators.call import SMALL, Call, begin
+from traceax._estimators.call import SMALL, Blocks, Call, begin
 from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
 from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, trace_pairs
 from traceax._linalg import jackknife, lapack
@@ -287,11 +287,7 @@ def products_of_sketch(sketch: Block, block: Block) -> Products:
 
 
 def _trace(
-    linear_map: LinearMap,
-    probes: tuple[Inexact[Array, "n _"], ...],
-    *,
-    resphere: bool,
-    mixed: bool,
+    linear_map: LinearMap, probes: Blocks, *, resphere: bool, mixed: bool
 ) -> Outcome:
     known = products(linear_map, *probes)
     near = near_diagonal(known.block, known.sketch) if mixed else None

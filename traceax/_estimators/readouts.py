@@ -56,6 +56,9 @@ from traceax._linalg.columns import (
 from traceax._linalg.jackknife import root_design_effect, standard_error
 from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
+Rows = Inexact[Array, "n ..."]
+Reduction = Callable[[Rows], Any]
+
 
 class LeaveOneOut(NamedTuple):
     """The quantities that the sketch and the probes alone determine.
@@ -117,7 +120,7 @@ class Samples(eqx.Module):
     scale: Number
     sharing: Number | float = 2.0
 
-    def reduced(self, fn: Callable[[Rows], Any]) -> Samples:
+    def reduced(self, fn: Reduction) -> Samples:
         """Reduce the rows of the diagonal, for example to sums over leaves."""
         return Samples(fn(self.values), fn(self.rounding), self.scale, self.sharing)
 
@@ -146,9 +149,6 @@ def independent(products: Block, scale: Number, eps: Any, hermitian: bool) -> Sa
     return Samples(values, 4 * eps * mean(jnp.abs(products)), scale, 1.0)
 
 
-Rows = Inexact[Array, "n ..."]
-
-
 class Reduce(NamedTuple):
     """The way in which the entries of a diagonal become a result.
 
@@ -159,7 +159,7 @@ class Reduce(NamedTuple):
     be hashed and compared.
     """
 
-    fn: Callable[[Rows], Inexact[Array, "..."]]
+    fn: Reduction
     structure: Structure | None = None
 
 
@@ -227,7 +227,7 @@ class Forms:
     Each row is the sum over the probes z of the entry of conj(z) o (B z).
     """
 
-    reduce: Callable[[Rows], Inexact[Array, "..."]]
+    reduce: Reduction
 
     def __call__(self, linear_map: LinearMap, z: Block) -> Inexact[Array, "..."]:
         return self.reduce(row_dots(linear_map(z), z))
@@ -303,7 +303,7 @@ class TwoSided(eqx.Module):
     of the mu_i. Then `forward` and `shares` are zero, and `x` is None.
     """
 
-    reduce: Callable[[Rows], Any] = eqx.field(static=True)
+    reduce: Reduction = eqx.field(static=True)
     basis: Block
     directions: Inexact[Array, "k l"] | None
     probes: Inexact[Array, "n l"]
@@ -341,7 +341,7 @@ class TwoSided(eqx.Module):
 
 
 def two_sided(
-    loo: LeaveOneOut, reduce: Callable[[Rows], Any] = each, shares: OfProbes | None = None
+    loo: LeaveOneOut, reduce: Reduction = each, shares: OfProbes | None = None
 ) -> TwoSided:
     """Return the readout in which each probe is left out of its own projector.
 

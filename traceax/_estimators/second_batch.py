@@ -54,7 +54,6 @@ equally good if t_i lies between .9 and 1. In the notation of `nystrom`, with K 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -62,12 +61,12 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, Bool, Float
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Algorithm, Outcome
-from traceax._estimators.call import Call
+from traceax._estimators.call import Blocks, Call
 from traceax._estimators.krylov_nystrom import (
     Products,
     draw_for_products,
@@ -80,7 +79,7 @@ from traceax._estimators.readouts import (
     LeaveOneOut,
     Pairs,
     Reduce,
-    Rows,
+    Reduction,
     Samples,
     TwoSided,
     each,
@@ -199,7 +198,7 @@ def sketched_or_sampled_trace(
 
 
 def sketched_or_sampled_diagonal(
-    linear_map: LinearMap, probes: BothBatches, *, reduce: Callable[[Rows], Any]
+    linear_map: LinearMap, probes: BothBatches, *, reduce: Reduction
 ) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
     first, fresh = probes.first, probes.fresh
@@ -299,7 +298,7 @@ def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfPr
 
 
 def _selected_readout(
-    reduce: Callable[[Rows], Any], choice: Choice, loo: LeaveOneOut, fresh: Block
+    reduce: Reduction, choice: Choice, loo: LeaveOneOut, fresh: Block
 ) -> TwoSided:
     """Return the readout of the diagonal, made from the blocks of the selected estimate."""
     sketches, weights = choice
@@ -347,9 +346,7 @@ def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
     )
 
 
-def mixed_leaves(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, leaves: Any
-) -> Outcome:
+def mixed_leaves(linear_map: LinearMap, probes: Blocks, *, leaves: Any) -> Outcome:
     """Estimate sums over leaves, with weights a_i that use only the first matvecs."""
     known, structure = products(linear_map, *probes), linear_map.operator.in_structure()
     first = known.without_second
@@ -398,9 +395,7 @@ def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
     return Samples(values, rounding, known.scale, 1 + share)
 
 
-def _shared_readout(
-    known: Products, reduce: Callable[[Rows], Any], weights: OfProbes
-) -> TwoSided:
+def _shared_readout(known: Products, reduce: Reduction, weights: OfProbes) -> TwoSided:
     """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)
     share, sketched = mean(weights), two_sided(loo, reduce, of_sum_one(weights))

@@ -33,10 +33,8 @@ first order on tangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -50,7 +48,7 @@ from traceax._estimators.krylov_nystrom import NOISES, Products, products
 from traceax._estimators.readouts import (
     LeaveOneOut,
     Reduce,
-    Rows,
+    Reduction,
     Samples,
     by_row,
     each,
@@ -147,9 +145,7 @@ def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
     )
 
 
-def _xdiag(
-    linear_map: LinearMap, probes: tuple[Block], *, reduce: Callable[[Rows], Any]
-) -> Outcome:
+def _xdiag(linear_map: LinearMap, probes: tuple[Block], *, reduce: Reduction) -> Outcome:
     (block,) = probes
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
@@ -165,7 +161,7 @@ def xdiag_samples(
     sketch: Block,
     image: Block,
     eps: Number | float,
-    reduce: Callable[[Rows], Any],
+    reduce: Reduction,
     *,
     hermitian: bool,
 ) -> Samples:

@@ -22,7 +22,12 @@ from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unf
 from traceax._estimators.call import begin
 from traceax._functions.slq import real_dtype
 from traceax._linalg.columns import Block, Number
-from traceax._linalg.conjugate_gradients import Preconditioner, preconditioner_of, projected
+from traceax._linalg.conjugate_gradients import (
+    Preconditioner,
+    Sides,
+    preconditioner_of,
+    projected,
+)
 from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
@@ -67,11 +72,11 @@ def whitened(operator: Operator, shift: Shift) -> White:
 class RightHandSides(eqx.Module):
     """One or several right-hand sides, as the columns of a block."""
 
-    columns: Inexact[Array, "n t"]
+    columns: Sides
     structure: Structure = eqx.field(static=True)
     several: bool = eqx.field(static=True)
 
-    def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, "..."]]:
+    def like(self, columns: Sides) -> PyTree[Inexact[Array, "..."]]:
         """Return columns in the structure that the user gave the right-hand sides."""
         if self.several:
             return unflatten_rows(columns.T, self.structure)
@@ -91,7 +96,7 @@ def right_hand_sides(
 
 def guessed(
     name: str, operator: Operator, sides: RightHandSides, guess: PyTree[ArrayLike]
-) -> Inexact[Array, "n t"]:
+) -> Sides:
     """Check a guess of the solution, and return it as columns, a constant.
 
     It must have the same structure, and as many columns, as the right-hand sides.

@@ -49,7 +49,8 @@ from traceax._functions.slq import (
     zero_if_positive,
 )
 from traceax._linalg import lapack
-from traceax._linalg.columns import Number, dot, largest_modulus, over, times
+from traceax._linalg.columns import Matrix, Number, dot, largest_modulus, over, times
+from traceax._linalg.conjugate_gradients import Sides
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.samplers import SamplerLike, rademacher, sphere
@@ -285,26 +286,21 @@ def logdet(
 def _log_determinants(
     shift: Float[Array, "*shifts"], array: Inexact[Array, " *entries"]
 ) -> tuple[Float[Array, "*shifts"], Float[Array, "*shifts"]]:
-    """Return the log-determinants for all shifts, and their errors."""
-    return jnp.vectorize(partial(_log_determinant, array))(shift)
+    """Return log det of a diagonal or a matrix plus shift I, for all shifts, and errors."""
+
+    def of_one(shift: Number) -> tuple[Number, Number]:
+        if array.ndim == 1:
+            return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
+        return factorised(array, shift)[1:]
+
+    return jnp.vectorize(of_one)(shift)
 
 
 def _logs(shift: Float[Array, "*shifts"], matrix: Array) -> Float[Array, "*shifts"]:
     return _log_determinants(shift, matrix)[0]
 
 
-def _log_determinant(
-    array: Inexact[Array, " *entries"], shift: Number
-) -> tuple[Number, Number]:
-    """Return log det of a diagonal or a matrix plus shift I, and the error of this."""
-    if array.ndim == 1:
-        return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
-    return factorised(array, shift)[1:]
-
-
-def factorised(
-    matrix: Inexact[Array, "n n"], shift: Number
-) -> tuple[Partial, Number, Number]:
+def factorised(matrix: Matrix, shift: Number) -> tuple[Partial, Number, Number]:
     """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and its error.
 
     The error of the log-determinant is infinite if B is singular to rounding, else zero. If
@@ -322,16 +318,11 @@ def factorised(
     logs = jnp.where(is_singular, -jnp.inf, logs)
     error = jnp.where(_is_singular(held, factor), jnp.inf, 0).astype(logs.dtype)
     inverse = Partial(solved, factor, y=identity)
-    return (
-        Partial(solved, factor, shifted),
-        with_own_jvp(logs, _along, shifted, inverse),
-        error,
-    )
+    logs = with_own_jvp(logs, _along, shifted, inverse)
+    return Partial(solved, factor, shifted), logs, error
 
 
-def solved(
-    factor: Inexact[Array, "n n"], matrix: Inexact[Array, "n n"], y: Inexact[Array, "n t"]
-) -> Inexact[Array, "n t"]:
+def solved(factor: Matrix, matrix: Matrix, y: Sides) -> Sides:
     """Return B^{-1} y, differentiable in B and y to any order.
 
     `factor` is the Cholesky factor of B, which is `matrix`.
@@ -346,14 +337,12 @@ def solved(
     return jax.lax.custom_linear_solve(lambda v: dot(matrix, v), y, solve, transposed)
 
 
-def _along(matrix: Inexact[Array, "n n"], inverse: Inexact[Array, "n n"]) -> Array:
+def _along(matrix: Matrix, inverse: Matrix) -> Array:
     """Return tr(B^{-1} matrix). If B^{-1} is held, its derivative is d log det B."""
     return jnp.sum(inverse.conj() * matrix).real
 
 
-def _is_singular(
-    matrix: Inexact[Array, "n n"], factor: Inexact[Array, "n n"]
-) -> Bool[Array, ""]:
+def _is_singular(matrix: Matrix, factor: Matrix) -> Bool[Array, ""]:
     """Return whether B is singular to rounding, by two steps of inverse iteration.
 
     The first step is from a vector without a pattern, which is unlikely to be orthogonal to

@@ -24,6 +24,7 @@ Number = Float[Array, ""]
 Block = Inexact[Array, "n k"]  # of vectors, which are its columns
 OfProbes = Float[Array, " k"]  # a number for each column
 Square = Inexact[Array, "k k"]
+Matrix = Inexact[Array, "n n"]
 
 
 def promoted(*arrays: Array) -> tuple[Array, ...]:

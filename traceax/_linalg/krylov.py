@@ -352,16 +352,10 @@ def block_krylov(
         # The first step writes this into the last columns, which a later one overwrites.
         projection = _updated(projection, factor, (here, before))
         args = projection, residual.scale, shown, basis, new, here
-        if extend:
-            state = jax.lax.cond(
-                here < rank,
-                orthogonalised,
-                lambda p, s, shown, *_: (p, residual, shown),
-                *args,
-            )
-        else:
-            state = orthogonalised(*args)
-        return (basis, *state), None
+        if not extend:
+            return (basis, *orthogonalised(*args)), None
+        kept = lambda p, s, shown, *_: (p, residual, shown)  # noqa: E731
+        return (basis, *jax.lax.cond(here < rank, orthogonalised, kept, *args)), None
 
     size = rank + width if extend else rank
     lengths = jnp.sqrt(column_norms_squared(block))
@@ -370,9 +364,8 @@ def block_krylov(
     basis, projection = (jnp.zeros(s, block.dtype) for s in ((n, size), (size, rank)))
     here = np.arange(0, size, width)
     places = jnp.asarray(np.stack([here, (here - width) % rank], axis=1))
-    (basis, projection, _, shown), _ = jax.lax.scan(
-        step, (basis, projection, start, shown), places
-    )
+    state = basis, projection, start, shown
+    (basis, projection, _, shown), _ = jax.lax.scan(step, state, places)
     if meter is not None:
         meter.close(shown)
     square, asymmetry = projection[:rank], None

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ SamplerLike = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..
 LARGE = 2**20  # from so many numbers on, each device draws its own part of a block
 
 
+@dataclass(eq=False)
 class Sampler:
     """A function that draws probes, with the properties that estimators use.
 
@@ -80,27 +82,19 @@ class Sampler:
     **See also**: `probing`, and `check_sampler` in `traceax.testing`.
     """
 
-    __name__: str
+    draw: SamplerLike
+    _: KW_ONLY
+    rotation_invariant: bool = False
+    independent: bool = False
+    group: int = 1
+    population: Callable[[int], int] | None = None
     is_plain = False  # True for a user's own function, about which nothing is known
 
-    def __init__(
-        self,
-        draw: SamplerLike,
-        *,
-        rotation_invariant: bool = False,
-        independent: bool = False,
-        group: int = 1,
-        population: Callable[[int], int] | None = None,
-    ) -> None:
-        _check_draw("Sampler", "draw", draw)
+    def __post_init__(self) -> None:
+        _check_draw("Sampler", "draw", self.draw)
         # `help` then shows a sampler as the function, and as its name if it is a default.
-        functools.update_wrapper(self, draw)
-        self.__name__ = getattr(draw, "__name__", type(draw).__name__)
-        self.draw = draw
-        self.rotation_invariant = rotation_invariant
-        self.independent = independent
-        self.group = group
-        self.population = population
+        functools.update_wrapper(self, self.draw, updated=())
+        self.__name__ = getattr(self.draw, "__name__", type(self.draw).__name__)
 
     def __call__(
         self, key: PRNGKeyArray, structure: Structure, num_probes: int
@@ -148,13 +142,8 @@ def as_sampler(name: str, sampler: Any) -> Sampler:
             return inner
         plain = inner.is_plain
         draw = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
-        made = Sampler(
-            draw,
-            rotation_invariant=inner.rotation_invariant,
-            independent=inner.independent,
-            group=inner.group,
-            population=inner.population,
-        )
+        properties = {each.name: getattr(inner, each.name) for each in fields(Sampler)}
+        made = Sampler(**properties | {"draw": draw})
     else:
         _check_draw(name, "sampler", sampler)
         made, plain = Sampler(sampler), True

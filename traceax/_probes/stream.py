@@ -132,9 +132,8 @@ class Stream(eqx.Module):
 
     def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
         """Return `fn` of all batches, joined along the last axis, which is for probes."""
-        return self.shown(meter)._scan(lambda _, columns: (None, fn(columns)), None, meter)[
-            1
-        ]
+        each = lambda _, columns: (None, fn(columns))  # noqa: E731
+        return self.shown(meter)._scan(each, None, meter)[1]
 
     def reduce(
         self,
