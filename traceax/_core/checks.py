@@ -203,10 +203,8 @@ def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
 def check_rtol(name: str, rtol: Any) -> None:
     is_float = isinstance(rtol, int | float) and not isinstance(rtol, bool)
     if not is_float or not 0 < rtol < 1:
-        kind, must = (
-            ValueError if is_float else TypeError,
-            "be a Python float between 0 and 1",
-        )
+        kind = ValueError if is_float else TypeError
+        must = "be a Python float between 0 and 1"
         raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, for example.")
 
 

@@ -200,15 +200,9 @@ class Call:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
         algorithm, spent = partial(_read_all, meter=self.meter), units.num_probes
-        return rule.estimate(
-            algorithm,
-            LinearMap(self.operator) if subject is None else subject,
-            readout,
-            method="exact",
-            spent=spent,
-            degrees=spent,
-            structure=structure,
-        )
+        subject = LinearMap(self.operator) if subject is None else subject
+        how = {"spent": spent, "degrees": spent, "structure": structure}
+        return rule.estimate(algorithm, subject, readout, method="exact", **how)
 
     def finish(
         self,
@@ -231,14 +225,11 @@ class Call:
         """
         if self.num_checks:
             algorithm = partial(_checked, algorithm)
+        subject = LinearMap(self.operator) if subject is None else subject
+        how = {"method": coloured(method or self.name, self.sampler), "degrees": degrees}
+        spent += self.num_checks
         return rule.estimate(
-            algorithm,
-            LinearMap(self.operator) if subject is None else subject,
-            probes,
-            method=coloured(method or self.name, self.sampler),
-            spent=spent + self.num_checks,
-            degrees=degrees,
-            structure=structure,
+            algorithm, subject, probes, spent=spent, structure=structure, **how
         )
 
 

@@ -112,14 +112,11 @@ def estimate_by_forms(
     """
     call = call.using(rademacher)
     streamed = call.stream()
-    design = streamed.design
+    algorithm, space = partial(_forms, reduce=reduce.fn), reduce.structure
+    spent = streamed.num_matvecs
+    degrees = streamed.design.degrees(streamed.neighbourhood is not None)
     return call.finish(
-        partial(_forms, reduce=reduce.fn),
-        streamed,
-        method=method,
-        spent=streamed.num_matvecs,
-        degrees=design.degrees(streamed.neighbourhood is not None),
-        structure=reduce.structure,
+        algorithm, streamed, method=method, spent=spent, degrees=degrees, structure=space
     )
 
 

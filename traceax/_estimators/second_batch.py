@@ -149,13 +149,9 @@ def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Es
     first = draw(call.name, call.source, sketch_key, call.operator, k)
     fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
     uniform = jax.random.uniform(uniform_key, (), first.real.dtype)
+    probes, space = BothBatches(first, fresh, uniform), reduce.structure
     return call.finish(
-        algorithm,
-        BothBatches(first, fresh, uniform),
-        method=method,
-        spent=2 * k,
-        degrees=k - 1,
-        structure=reduce.structure,
+        algorithm, probes, method=method, spent=2 * k, degrees=k - 1, structure=space
     )
 
 
@@ -318,9 +314,8 @@ def _selected_readout(
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by XNysDiag and Hutchinson."""
-    return estimate_by_xnysdiag(
-        call, mixed_diagonal, "xnysdiag mixed with hutchinson_diagonal"
-    )
+    method = "xnysdiag mixed with hutchinson_diagonal"
+    return estimate_by_xnysdiag(call, mixed_diagonal, method)
 
 
 def mixed_diagonal(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
@@ -335,14 +330,11 @@ def mixed_diagonal(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
 def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
     """Estimate the sums over leaves of a semidefinite operator, with second matvecs."""
     call = call.using(rademacher)
-    drawn = draw_for_products(call)
+    probes, spent, degrees = draw_for_products(call)
+    algorithm, space = partial(mixed_leaves, leaves=reduce.fn), reduce.structure
+    method = "xnystrace mixed with hutchinson_trace"
     return call.finish(
-        partial(mixed_leaves, leaves=reduce.fn),
-        drawn.blocks,
-        method="xnystrace mixed with hutchinson_trace",
-        spent=drawn.spent,
-        degrees=drawn.degrees,
-        structure=reduce.structure,
+        algorithm, probes, method=method, spent=spent, degrees=degrees, structure=space
     )
 
 

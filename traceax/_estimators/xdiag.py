@@ -135,13 +135,10 @@ def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
     """Estimate the diagonal, or the sums over parts of it that `reduce` makes."""
     call = call.using(rademacher).measured()
     k = call.num_matvecs // 2
+    algorithm, space = partial(_xdiag, reduce=reduce.fn), reduce.structure
+    probes, degrees = call.draw(k), max(k - 1, 1)
     return call.finish(
-        partial(_xdiag, reduce=reduce.fn),
-        call.draw(k),
-        method="xdiag",
-        spent=2 * k,
-        degrees=max(k - 1, 1),
-        structure=reduce.structure,
+        algorithm, probes, method="xdiag", spent=2 * k, degrees=degrees, structure=space
     )
 
 
@@ -305,13 +302,10 @@ def estimate_by_xnysdiag(
 ) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by all probes at once."""
     call, k = call.using(rademacher), call.num_matvecs
+    algorithm, space = algorithm or _xnysdiag, call.operator.in_structure()
+    probes, degrees = call.draw(k), max(k - 1, 1)
     return call.finish(
-        algorithm or _xnysdiag,
-        call.draw(k),
-        method=method,
-        spent=k,
-        degrees=max(k - 1, 1),
-        structure=call.operator.in_structure(),
+        algorithm, probes, method=method, spent=k, degrees=degrees, structure=space
     )
 
 

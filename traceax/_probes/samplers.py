@@ -141,9 +141,9 @@ def as_sampler(name: str, sampler: Any) -> Sampler:
         if not sampler.args and not sampler.keywords:
             return inner
         plain = inner.is_plain
-        draw = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
-        properties = {each.name: getattr(inner, each.name) for each in fields(Sampler)}
-        made = Sampler(**properties | {"draw": draw})
+        kept: dict[str, Any] = {f.name: getattr(inner, f.name) for f in fields(Sampler)}
+        kept["draw"] = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
+        made = Sampler(**kept)
     else:
         _check_draw(name, "sampler", sampler)
         made, plain = Sampler(sampler), True
