@@ -439,13 +439,14 @@ def check_block(name: str, block: object, n: int) -> None:
         raise invalid(ValueError, name, "algorithm", must, show(block), cure)
 
 
-def check_applied(name: str, num_matvecs: int | None) -> None:
+def check_applied(name: str, num_matvecs: int | None) -> int:
     """The number of applications, `None` if it is not known."""
     if not num_matvecs:
         must = "apply the operator at least once, and how often must be known beforehand"
         got = "one that never called apply" if num_matvecs == 0 else "a jax.lax.while_loop"
         cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
         raise invalid(ValueError, name, "algorithm", must, got, cure)
+    return num_matvecs
 
 
 def check_result(name: str, result: Any) -> None:

@@ -301,9 +301,7 @@ class _Growing(NamedTuple):
     def matvecs_a_probe(self) -> int:
         return 1 if self.semidefinite else 2
 
-    def enlarge(
-        self, linear_map: LinearMap, sketch: _Sketch, probes: Inexact[Array, "n j"]
-    ) -> _Sketch:
+    def enlarge(self, linear_map: LinearMap, sketch: _Sketch, probes: Block) -> _Sketch:
         """Add probes to a sketch, and apply the operator to them and to Q's new columns."""
         products = self.sign * linear_map(probes)
         basis, images = sketch.basis, sketch.images

@@ -158,9 +158,8 @@ def _run(
 def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
     entries = entries_applied(program, real=real)
-    known = int(entries) // operator.in_size() if math.isfinite(entries) else 0
-    checks.check_applied("custom_trace", known if math.isfinite(entries) else None)
-    return known
+    known = int(entries) // operator.in_size() if math.isfinite(entries) else None
+    return checks.check_applied("custom_trace", known)
 
 
 Apply = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]

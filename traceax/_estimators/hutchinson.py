@@ -96,9 +96,8 @@ def hutchinson_trace(
 
     **See also**: `trace`, `xtrace`, `hutchinson_diagonal`, `probing`.
     """
-    call = begin(
-        "hutchinson_trace", operator, key, num_matvecs, sampler=sampler, takes="any"
-    )
+    name = "hutchinson_trace"
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     return call.exact(TOTAL) if call.is_exact else estimate_by_forms(call)
 
@@ -174,9 +173,8 @@ def hutchinson_diagonal(
 
     **See also**: `diagonal`, `xdiag`, `xnysdiag`, `selected_entries`, `probing`.
     """
-    call = begin(
-        "hutchinson_diagonal", operator, key, num_matvecs, sampler=sampler, takes="any"
-    )
+    name = "hutchinson_diagonal"
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
         return call.exact(by_row(call.operator))

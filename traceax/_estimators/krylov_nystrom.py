@@ -176,12 +176,10 @@ def estimate_by_nystrom(
     nearly diagonal, the estimate is a mean of `near_diagonal`'s forms.
     """
     call = call.using(for_sketch(call.operator))
-    drawn = draw_for_products(call, cost, fewest)
-    mixed = mixed and sum(block.shape[1] for block in drawn.blocks) >= FEWEST
+    blocks, spent, degrees = draw_for_products(call, cost, fewest)
+    mixed = mixed and sum(block.shape[1] for block in blocks) >= FEWEST
     algorithm = partial(_trace, resphere=call.resphere, mixed=mixed)
-    return call.finish(
-        algorithm, drawn.blocks, method=method, spent=drawn.spent, degrees=drawn.degrees
-    )
+    return call.finish(algorithm, blocks, method=method, spent=spent, degrees=degrees)
 
 
 class ProbesOfProducts(NamedTuple):

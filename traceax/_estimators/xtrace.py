@@ -118,10 +118,8 @@ def estimate_by_xtrace(call: Call) -> Estimate:
     call = call.using(for_sketch(call.operator)).measured()
     k = call.num_matvecs // 2
     algorithm = partial(_xtrace, resphere=call.resphere)
-    degrees = max(k - 1, 1)
-    return call.finish(
-        algorithm, call.draw(k), method="xtrace", spent=2 * k, degrees=degrees
-    )
+    probes, degrees = call.draw(k), max(k - 1, 1)
+    return call.finish(algorithm, probes, method="xtrace", spent=2 * k, degrees=degrees)
 
 
 def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> Outcome:

@@ -573,12 +573,9 @@ def arnoldi_trace(
         budgets = num_matvecs, num_probes, num_steps
         return _coloured_trace(call, subject, structure, budgets, real=is_real)
     call = call.using(rademacher)
-    algorithm = partial(
-        block_arnoldi,
-        depth=shape.depth,
-        resphered=call.resphere or call.sampler is rademacher,
-        real=is_real,
-    )
+    resphered = call.resphere or call.sampler is rademacher
+    how = {"resphered": resphered, "real": is_real}
+    algorithm = partial(block_arnoldi, depth=shape.depth, **how)
     return call.finish(
         algorithm,
         *call.draw(shape.width),

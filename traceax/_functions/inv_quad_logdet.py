@@ -248,14 +248,8 @@ def _estimated(
     kept = t if 4 * t <= shape.width else 0
     width = shape.width - kept
     (probes,) = call.using(sphere).draw(width)
-    algorithm = partial(
-        likelihood,
-        shape=shape,
-        kept=kept,
-        meter=call.meter,
-        rtol=rtol,
-        max_steps=10 * call.num_matvecs,
-    )
+    how = {"rtol": rtol, "max_steps": 10 * call.num_matvecs}
+    algorithm = partial(likelihood, shape=shape, kept=kept, meter=call.meter, **how)
     outcome = run(algorithm, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report

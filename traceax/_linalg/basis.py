@@ -190,19 +190,14 @@ def pivoted_qr(
         scaled = jnp.where(goes_on, over(column, scale), 0)
         rows = rows - dot(rows, scaled.conj())[:, None] * column[None, :]
         turn = turn - dot(turn, column)[:, None] * scaled.conj()[None, :]
-        return (
-            jnp.where(is_next[None, :], 0, rows),
-            turn,
-            jnp.where(goes_on, taken + 1, taken),
-        )
+        taken = jnp.where(goes_on, taken + 1, taken)
+        return jnp.where(is_next[None, :], 0, rows), turn, taken
 
     start = block.T, jnp.eye(p, dtype=block.dtype), jnp.zeros_like(most)
     return jax.lax.fori_loop(0, k, step, start)[1:]
 
 
-def extend(
-    basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
-) -> Basis:
+def extend(basis: Basis, block: Block, noise: Block) -> Basis:
     """Return the basis of a block to which more columns are appended; its own columns stay.
 
     If a new column is already in the range, its projection off the range is rounding, which

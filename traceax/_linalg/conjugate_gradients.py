@@ -59,7 +59,7 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
-from traceax._linalg.krylov import BlockKrylov, Matvecs
+from traceax._linalg.krylov import BlockKrylov, Matvecs, OnSpace
 
 Sides = Inexact[Array, "n t"]
 BySide = Float[Array, " t"]
@@ -138,10 +138,7 @@ class Projection(eqx.Module):
 
 
 def projected(
-    space: BlockKrylov,
-    shift: Number,
-    theta: Float[Array, " r"],
-    vectors: Inexact[Array, "r r"],
+    space: BlockKrylov, shift: Number, theta: Float[Array, " r"], vectors: OnSpace
 ) -> Projection:
     """Project A + shift I on a Krylov space that has its next block, given the eigenvalues
     and eigenvectors of T."""
