@@ -347,9 +347,7 @@ def _image(operator: Any, x: Any) -> Any:
     return flatten(image, common_dtype(operator.out_structure()))
 
 
-def _operator_facts(
-    operator: Any, key: PRNGKeyArray, rtol: Any, missing: dict[str, str]
-) -> Facts:
+def _operator_facts(operator: Any, key: Any, rtol: Any, missing: dict[str, str]) -> Facts:
     into, out = operator.in_structure(), operator.out_structure()
     program, got, _ = eqx.filter_make_jaxpr(operator.mv)(into)
     jax.tree.map(_of_this_process, program.consts)  # also what functions close over

@@ -129,14 +129,10 @@ def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
     count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
-    return call.finish(
-        partial(_mean_along, design=design, meter=call.meter),
-        Batches(streamed.probes, count, along),
-        spent=design.num_probes,
-        degrees=subject.degrees_of_freedom(design),
-        structure=result,
-        subject=subject,
-    )
+    algorithm = partial(_mean_along, design=design, meter=call.meter)
+    probes = Batches(streamed.probes, count, along)
+    cost = {"spent": design.num_probes, "degrees": subject.degrees_of_freedom(design)}
+    return call.finish(algorithm, probes, structure=result, subject=subject, **cost)
 
 
 def _mean_along(

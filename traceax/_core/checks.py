@@ -222,9 +222,7 @@ def check_grid(name: str, grid: ArrayLike) -> None:
         raise invalid(ValueError, name, "grid", must, got, cure)
 
 
-def check_trace(
-    name: str, argument: str, trace: ArrayLike | None, dtype: jnp.dtype
-) -> Array:
+def check_trace(name: str, argument: str, trace: ArrayLike | None, dtype: Any) -> Array:
     """A known trace, as a number of the working dtype, complex only if that is."""
     is_number = jnp.issubdtype(getattr(trace, "dtype", type(trace)), jnp.number)
     if trace is None or not is_number:

@@ -40,7 +40,7 @@ from traceax._core.operator import (
 from traceax._core.rule import Algorithm, Outcome, Subject
 from traceax._core.vectors import Structure
 from traceax._estimators.readouts import Batches, Forms, Reduce
-from traceax._probes.draw import Takes, check_dependence, coloured, draw
+from traceax._probes.draw import Draws, Takes, check_dependence, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
 from traceax._probes.samplers import Sampler, SamplerLike, as_sampler
 from traceax._probes.stream import (
@@ -50,7 +50,6 @@ from traceax._probes.stream import (
     Stream,
     checked_meter,
     design_of,
-    stream,
     unit_vectors,
 )
 
@@ -167,14 +166,28 @@ class Call:
 
     def stream(self) -> Streamed:
         """Draw as many independent samples as the budget allows, in batches."""
-        sampler, operator = self.source, self.operator
-        design = design_of(self.name, operator.in_size(), self.num_matvecs, sampler)
-        count, most, batch = design.num_probes, self.num_matvecs, self.batch_size
-        probes = stream(self.name, operator, self.key, count, sampler, batch)
+        sampler, operator, most = self.source, self.operator, self.num_matvecs
+        design = design_of(self.name, operator.in_size(), most, sampler)
+        probes = self._samples(design)
         neighbourhood = neighbourhood_of(sampler, operator.in_structure())
-        if neighbourhood is not None and design.num_samples == 1 and count < most:
+        has_rest = design.num_samples == 1 and design.num_probes < most
+        if neighbourhood is not None and has_rest:
             neighbourhood = neighbourhood.tested(self.key, working_dtype(operator))
         return Streamed(probes, neighbourhood, self.meter, design)
+
+    def _samples(self, design: SamplingDesign) -> Stream:
+        """Draw all probes at once, or draw each batch when it is needed.
+
+        The second way needs a `batch_size`, and a sampler of independent samples.
+        """
+        sampler, count, group = self.source, design.num_samples, design.group
+        checks.check_batch_size(self.name, self.batch_size, group)
+        batch = count if self.batch_size is None else self.batch_size // group
+        if batch < count and sampler.independent:
+            samples = Draws(self.name, sampler, self.operator.in_structure())
+            return Stream(jax.random.split(self.key, count), samples, count, group, batch)
+        block = draw(self.name, sampler, self.key, self.operator, design.num_probes)
+        return Stream(block, None, count, group, batch)
 
     def exact(self, reduce: Reduce) -> Estimate:
         """Answer from every unit vector."""

@@ -201,15 +201,10 @@ def ratio_estimate(
     streamed = call.stream()
     design, has_neighbours = streamed.design, streamed.neighbourhood is not None
     degrees = design.num_samples - 1
-    return call.finish(
-        partial(_ratio, entries=entries),
-        streamed,
-        method=method,
-        spent=streamed.num_matvecs,
-        degrees=degrees + DEGREES if has_neighbours else max(degrees, 1),
-        structure=structure,
-        subject=subject,
-    )
+    degrees = degrees + DEGREES if has_neighbours else max(degrees, 1)
+    algorithm = partial(_ratio, entries=entries)
+    how = {"method": method, "spent": streamed.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, streamed, structure=structure, subject=subject, **how)
 
 
 def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> Outcome:

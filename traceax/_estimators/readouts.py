@@ -273,9 +273,7 @@ class Batches(eqx.Module):
     lengths: Float[Array, "..."]
     read: Callable[[Any, Array], Array] = eqx.field(static=True)
 
-    def __call__(
-        self, subject: Any, meter: ProgressMeter = SILENT
-    ) -> Inexact[Array, "..."]:
+    def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Array:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)
         return over(total, self.lengths)
 

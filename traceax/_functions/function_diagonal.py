@@ -185,14 +185,11 @@ def function_diagonal(
     if colours > 1:
         return _probed(call, converted, shape)
     bound, node = zero_if_positive(operator), node_for(operator, converted)
-    return call.finish(
-        partial(block_diagonal, depth=shape.depth, meter=call.meter),
-        *call.draw(shape.width),
-        spent=shape.num_matvecs,
-        degrees=max(shape.width - 1, 1),
-        structure=operator.in_structure(),
-        subject=MatrixFunction(LinearMap(operator), converted, bound=bound, node=node),
-    )
+    subject = MatrixFunction(LinearMap(operator), converted, bound=bound, node=node)
+    algorithm = partial(block_diagonal, depth=shape.depth, meter=call.meter)
+    (probes,), space = call.draw(shape.width), operator.in_structure()
+    cost = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
+    return call.finish(algorithm, probes, structure=space, subject=subject, **cost)
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
@@ -274,9 +271,8 @@ def block_diagonal(
     else:
         totals = jnp.sum(means, axis=1)[:, None]
         share = mixture(totals[..., None])[1][0]
-        quadrature = bracket_error(
-            means, share, rounding=4 * eps * jnp.abs(means[0]), whole=totals
-        )
+        rounding = 4 * eps * jnp.abs(means[0])
+        quadrature = bracket_error(means, share, rounding=rounding, whole=totals)
         other = jnp.where(share < 1, functions[1], 0)
         function = times(share, functions[0]) + times(1 - share, other)
     level = run.level(function)

@@ -183,14 +183,11 @@ def block_trace(
     coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
     if coloured is not None:
         return quadratures(call.using(coloured), subject, structure, shape)
-    return call.using(sphere).finish(
-        partial(block_quadrature, depth=shape.depth, meter=call.meter),
-        *call.using(sphere).draw(shape.width),
-        spent=shape.num_matvecs,
-        degrees=shared_degrees_of_freedom(shape.width),
-        structure=structure,
-        subject=subject,
-    )
+    call, degrees = call.using(sphere), shared_degrees_of_freedom(shape.width)
+    algorithm = partial(block_quadrature, depth=shape.depth, meter=call.meter)
+    (probes,) = call.draw(shape.width)
+    cost = {"spent": shape.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
 
 
 def logdet(
@@ -576,16 +573,12 @@ def arnoldi_trace(
     resphered = call.resphere or call.sampler is rademacher
     how = {"resphered": resphered, "real": is_real}
     algorithm = partial(block_arnoldi, depth=shape.depth, **how)
-    return call.finish(
-        algorithm,
-        *call.draw(shape.width),
-        spent=shape.num_matvecs,
-        # These samples are less skewed than samples of plain quadrature, of which only a
-        # third count.
-        degrees=shared_degrees_of_freedom(shape.width),
-        structure=structure,
-        subject=subject,
-    )
+    (probes,) = call.draw(shape.width)
+    # These samples are less skewed than samples of plain quadrature, of which only a third
+    # count.
+    degrees = shared_degrees_of_freedom(shape.width)
+    cost = {"spent": shape.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
 
 
 # So many colours have a second probe, for the error bar of a single repeat.
@@ -628,11 +621,8 @@ def _coloured_trace(
     again = dataclasses.replace(call, key=others[1]).draw(colours)[0][:, chosen]
     if design.num_samples > 1:
         chosen, again = chosen[:0], again[:, :0]
-    return call.finish(
-        partial(coloured_arnoldi, depth=depth, design=design, real=real),
-        ColouredProbes(first, again, chosen),
-        spent=(first.shape[1] + again.shape[1]) * depth,
-        degrees=design.degrees(has_neighbours=True),
-        structure=structure,
-        subject=subject,
-    )
+    algorithm = partial(coloured_arnoldi, depth=depth, design=design, real=real)
+    probes = ColouredProbes(first, again, chosen)
+    spent = (first.shape[1] + again.shape[1]) * depth
+    cost = {"spent": spent, "degrees": design.degrees(has_neighbours=True)}
+    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)

@@ -396,9 +396,7 @@ def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Arra
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
 
 
-def _rows(
-    draw: Callable[..., Array], key: PRNGKeyArray, k: int, n: int, dtype: Any
-) -> Array:
+def _rows(draw: Callable, key: PRNGKeyArray, k: int, n: int, dtype: Any) -> Array:
     """Draw k rows of n numbers.
 
     Small blocks are drawn as one long vector, which has the same numbers and compiles
