@@ -30,7 +30,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Inexact
 
 ApplyOne = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
-Block, Images = Inexact[Array, "n k"], Inexact[Array, "p k"]
+Block = Inexact[Array, "n k"]
+Images = Inexact[Array, "p k"]
 
 MANY_COLUMNS = 32  # from so many vectors on, a stored matrix is applied to rows
 SHIFTED, SCATTERED = 50_000, 1_000_000  # from so many entries of a block on, it is a loop

@@ -188,7 +188,7 @@ def function_diagonal(
     subject = MatrixFunction(LinearMap(operator), converted, bound=bound, node=node)
     algorithm = partial(block_diagonal, depth=shape.depth, meter=call.meter)
     (probes,), space = call.draw(shape.width), operator.in_structure()
-    cost = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
+    cost: dict[str, Any] = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
     return call.finish(algorithm, probes, structure=space, subject=subject, **cost)
 
 
