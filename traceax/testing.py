@@ -327,9 +327,7 @@ _FOLLOWS: dict[Any, str] = {
 def _unregistered(operator: Any) -> dict[str, str]:
     """Return what follows from each function of lineax that a class has not registered."""
     parts = filter(ops.is_silent, jax.tree.leaves(operator, is_leaf=ops.is_silent))
-    missing = dict.fromkeys(
-        function for part in parts for function in questions.missing(part)
-    )
+    missing = dict.fromkeys(f for part in parts for f in questions.missing(part))
     return {f.__name__: _FOLLOWS.get(f, "traceax does not ask") for f in missing}
 
 
@@ -349,9 +347,7 @@ def _image(operator: Any, x: Any) -> Any:
     return flatten(image, common_dtype(operator.out_structure()))
 
 
-def _operator_facts(
-    operator: Any, key: PRNGKeyArray, rtol: Any, missing: dict[str, str]
-) -> Facts:
+def _operator_facts(operator: Any, key: Any, rtol: Any, missing: dict[str, str]) -> Facts:
     into, out = operator.in_structure(), operator.out_structure()
     program, got, _ = eqx.filter_make_jaxpr(operator.mv)(into)
     jax.tree.map(_of_this_process, program.consts)  # also what functions close over

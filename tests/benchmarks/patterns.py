@@ -159,7 +159,12 @@ def functions(pattern: Dense) -> dict[str, Case]:
         ),
         "slq_trace": (
             lambda a, key: tx.slq_trace(
-                operator(a, PSD), jnp.log, key, num_probes=BUDGET, num_steps=8, sampler=sampler
+                operator(a, PSD),
+                jnp.log,
+                key,
+                num_probes=BUDGET,
+                num_steps=8,
+                sampler=sampler,
             ),
             _log_trace,
             True,

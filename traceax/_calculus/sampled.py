@@ -27,7 +27,7 @@ from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, common_dtype, flatten, unflatten
 from traceax._estimators.call import Call
 from traceax._estimators.readouts import Batches
-from traceax._linalg.columns import mean
+from traceax._linalg.columns import Block, mean
 from traceax._probes.draw import for_mean
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, unit_vectors
 
@@ -104,16 +104,16 @@ class AlongProbes(eqx.Module):
         """Return the degrees of freedom of the error bar of the mean over probes."""
         return design.degrees_of_freedom
 
-    def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+    def along(self, block: Block) -> Inexact[Array, " p"]:
         """Return the sum of the derivatives along all columns."""
         return jnp.sum(self.along_each(block), axis=1)
 
     @abc.abstractmethod
-    def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
+    def along_each(self, block: Block) -> Inexact[Array, "p k"]:
         """Return the derivative along each column."""
 
 
-def along(subject: AlongProbes, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+def along(subject: AlongProbes, block: Block) -> Inexact[Array, " p"]:
     """Return the sum of the derivatives along all columns, as a function of the subject."""
     return subject.along(block)
 
@@ -129,14 +129,10 @@ def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
     count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
-    return call.finish(
-        partial(_mean_along, design=design, meter=call.meter),
-        Batches(streamed.probes, count, along),
-        spent=design.num_probes,
-        degrees=subject.degrees_of_freedom(design),
-        structure=result,
-        subject=subject,
-    )
+    algorithm = partial(_mean_along, design=design, meter=call.meter)
+    probes = Batches(streamed.probes, count, along)
+    cost = {"spent": design.num_probes, "degrees": subject.degrees_of_freedom(design)}
+    return call.finish(algorithm, probes, structure=result, subject=subject, **cost)
 
 
 def _mean_along(
@@ -170,7 +166,7 @@ class Curvature(AlongProbes):
         n = self.space.in_size()
         return unit_vectors(n, working_dtype(self.space), batch_size or n)
 
-    def along(self, block: Inexact[Array, "n k"]) -> Inexact[Array, " p"]:
+    def along(self, block: Block) -> Inexact[Array, " p"]:
         structure = self.space.in_structure()
         unflatten_rows = jax.vmap(partial(unflatten, structure=structure), in_axes=1)
         total = second_derivatives_sum(
@@ -178,5 +174,5 @@ class Curvature(AlongProbes):
         )
         return flatten(total, common_dtype(total))
 
-    def along_each(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
+    def along_each(self, block: Block) -> Inexact[Array, "p k"]:
         return jax.vmap(lambda column: self.along(column[:, None]), 1, 1)(block)

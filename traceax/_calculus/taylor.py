@@ -73,9 +73,7 @@ _Push = Callable[[Along, list[_Jet]], Coefficients]
 
 
 def second_derivatives_sum(
-    fn: Callable[[PyTree[Array]], PyTree[Array]],
-    x: PyTree[Array],
-    directions: PyTree[Array],
+    fn: Callable[..., PyTree[Array]], x: PyTree[Array], directions: PyTree[Array]
 ) -> PyTree[Array]:
     """Return the sum over i of d2/dt2 fn(x + t v_i) at t = 0.
 
@@ -86,9 +84,7 @@ def second_derivatives_sum(
     program, structure = jax.make_jaxpr(fn, return_shape=True)(x)
     leaves = zip(jax.tree.leaves(x), jax.tree.leaves(directions), strict=True)
     outputs = _run_jets(program, [_Jet(leaf, first) for leaf, first in leaves])
-    seconds = [
-        jnp.zeros_like(jet.value) if jet.second is None else jet.second for jet in outputs
-    ]
+    seconds = [jnp.zeros_like(j.value) if j.second is None else j.second for j in outputs]
     return jax.tree.unflatten(jax.tree.structure(structure), seconds)
 
 
@@ -166,12 +162,9 @@ def _operation(
     jaxpr: Jaxpr, equation: JaxprEqn, variables: list[Var]
 ) -> Callable[..., list[Any]]:
     """Return one operation of a program as a function of its variables."""
+    outvars, effects = equation.outvars, equation.effects
     alone = jaxpr.replace(
-        constvars=[],
-        invars=variables,
-        outvars=equation.outvars,
-        eqns=[equation],
-        effects=equation.effects,
+        constvars=[], invars=variables, outvars=outvars, eqns=[equation], effects=effects
     )
     return jaxpr_as_fun(ClosedJaxpr(alone, []))
 

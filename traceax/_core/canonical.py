@@ -172,9 +172,8 @@ def program_hash(code: Canonical) -> UInt32[Array, " 8"]:
             digest.update(re.sub("0x[0-9a-f]+", "", repr(part)).encode())
         elif is_concrete(part):
             is_key = jnp.issubdtype(part.dtype, jax.dtypes.prng_key)
-            digest.update(
-                np.asarray(jax.random.key_data(part) if is_key else part).tobytes()
-            )
+            array = np.asarray(jax.random.key_data(part) if is_key else part)
+            digest.update(array.tobytes())
     return jnp.asarray(np.frombuffer(digest.digest(), np.uint32))
 
 

@@ -178,23 +178,16 @@ def _is_real(number: Any) -> bool:
 
 
 def _check_number(
-    name: str,
-    argument: str,
-    number: Any,
-    holds: Callable[[float], bool],
-    must: str,
-    cure: str,
+    name: str, argument: str, x: Any, holds: Callable[[float], bool], must: str, cure: str
 ) -> None:
-    """One real number, which `holds` if it is known."""
-    is_real = _is_real(number)
-    if not is_real or jnp.ndim(number):
-        must, got = "be a real number, or an array of shape ()", repr(number)
-        kind, got = (
-            (ValueError, f"shape {jnp.shape(number)}") if is_real else (TypeError, got)
-        )
-        raise invalid(kind, name, argument, must, got, cure)
-    if not isinstance(number, Tracer) and not holds(float(number)):
-        raise invalid(ValueError, name, argument, must, repr(number), cure)
+    """One real number x, of which `holds` is true if x is known."""
+    real = "be a real number, or an array of shape ()"
+    if not _is_real(x):
+        raise invalid(TypeError, name, argument, real, repr(x), cure)
+    if jnp.ndim(x):
+        raise invalid(ValueError, name, argument, real, f"shape {jnp.shape(x)}", cure)
+    if not isinstance(x, Tracer) and not holds(float(x)):
+        raise invalid(ValueError, name, argument, must, repr(x), cure)
 
 
 def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
@@ -210,10 +203,8 @@ def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
 def check_rtol(name: str, rtol: Any) -> None:
     is_float = isinstance(rtol, int | float) and not isinstance(rtol, bool)
     if not is_float or not 0 < rtol < 1:
-        must, kind = (
-            "be a Python float between 0 and 1",
-            ValueError if is_float else TypeError,
-        )
+        kind = ValueError if is_float else TypeError
+        must = "be a Python float between 0 and 1"
         raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, for example.")
 
 
@@ -231,9 +222,7 @@ def check_grid(name: str, grid: ArrayLike) -> None:
         raise invalid(ValueError, name, "grid", must, got, cure)
 
 
-def check_trace(
-    name: str, argument: str, trace: ArrayLike | None, dtype: jnp.dtype
-) -> Array:
+def check_trace(name: str, argument: str, trace: ArrayLike | None, dtype: Any) -> Array:
     """A known trace, as a number of the working dtype, complex only if that is."""
     is_number = jnp.issubdtype(getattr(trace, "dtype", type(trace)), jnp.number)
     if trace is None or not is_number:
@@ -294,9 +283,8 @@ def check_vector(
     axis = next(iter(leading)) if len(leading) == 1 else ()
     many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
     if shapes != one and (shapes != many or 0 in axis):
-        must = (
-            f"be of the operator's space, {show(expected)}, or several along a first axis"
-        )
+        must = f"be of the operator's space, {show(expected)}, "
+        must += "or several along a first axis"
         cure = "Make arrays of these shapes: each right-hand side is a row."
         raise invalid(ValueError, name, argument, must, f"shapes {shapes}", cure)
     leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
@@ -351,6 +339,12 @@ _NUMBERS: dict[str, Any] = {
 }
 
 
+def are_arrays(structure: object, numbers: str) -> bool:
+    """Return whether there are leaves, and all of them are arrays of such numbers."""
+    kinds = [getattr(leaf, "dtype", None) for leaf in jax.tree.leaves(structure)]
+    return bool(kinds) and all(k and jnp.issubdtype(k, _NUMBERS[numbers]) for k in kinds)
+
+
 def check_callable(
     name: str, argument: str, fn: object, form: str, cure: str, count: int = 1
 ) -> None:
@@ -374,28 +368,25 @@ def check_field(name: str, fn: object, x: object) -> None:
     """A function `fn(x, args)`, and a point at which its derivatives are taken."""
     cure = "Pass lambda x, args: ..., where args is None if you pass none."
     check_callable(name, "fn", fn, "fn(x, args)", cure, 2)
-    leaves, _ = jax.tree.flatten_with_path(x)
-    wrong = [at for at in leaves if not _is_differentiable(at[1])]
-    if wrong or not sum(jnp.size(leaf) for _, leaf in leaves):
-        must = (
-            "be a pytree of real arrays of floats" if wrong else "have at least one entry"
-        )
-        cure = (
-            "Put what is not differentiated into args. Of a module, take x by "
-            "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
-            "Make integers that are coordinates floats, and take complex numbers apart."
-        )
-        path, leaf = wrong[0] if wrong else ((), x)
-        where = f" at x{jax.tree_util.keystr(path)}" if path else ""
-        kind, got = (TypeError, show(leaf) + where) if wrong else (ValueError, repr(x))
-        raise invalid(kind, name, "x", must, got, cure)
+    cure = (
+        "Put what is not differentiated into args. Of a module, take x by "
+        "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
+        "Make integers that are coordinates floats, and take complex numbers apart."
+    )
+    leaves = jax.tree.leaves_with_path(x)
+    for path, leaf in leaves:
+        if not _is_differentiable(leaf):
+            where = f" at x{jax.tree_util.keystr(path)}" if path else ""
+            must, got = "be a pytree of real arrays of floats", show(leaf) + where
+            raise invalid(TypeError, name, "x", must, got, cure)
+    if not sum(jnp.size(leaf) for _, leaf in leaves):
+        raise invalid(ValueError, name, "x", "have at least one entry", repr(x), cure)
 
 
 def _is_differentiable(leaf: Any) -> bool:
     """Accept arrays of floats, and numbers of Python, which become floats."""
-    if isinstance(leaf, int) and not isinstance(leaf, bool):
-        return True
-    return _is_real(leaf) and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.floating))
+    is_float = jnp.issubdtype(getattr(leaf, "dtype", float), jnp.floating)
+    return _is_real(leaf) and bool(is_float)
 
 
 def check_same_structure(name: str, x: object, values: object, fn: str = "fn") -> None:
@@ -410,19 +401,15 @@ def check_returned(
     name: str, argument: str, structure: object, numbers: str, instead: str = ""
 ) -> None:
     """What a function returns has to be arrays, of such numbers."""
-    leaves = jax.tree.leaves(structure)
-    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
-    if not leaves or not all(k and jnp.issubdtype(k, _NUMBERS[numbers]) for k in kinds):
+    if not are_arrays(structure, numbers):
         must = f"return {instead}arrays of {numbers}"
         cure = "Return what depends on the argument as floats, and leave out the rest."
         raise invalid(TypeError, name, argument, must, repr(structure), cure)
 
 
 def is_one_real_number(structure: object) -> bool:
-    leaves = jax.tree.leaves(structure)
-    if [getattr(leaf, "shape", None) for leaf in leaves] != [()]:
-        return False
-    return bool(jnp.issubdtype(leaves[0].dtype, jnp.floating))
+    shapes = [getattr(leaf, "shape", None) for leaf in jax.tree.leaves(structure)]
+    return shapes == [()] and are_arrays(structure, "real numbers")
 
 
 def check_scalar(name: str, argument: str, structure: object) -> None:
@@ -443,21 +430,21 @@ def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
 
 def check_block(name: str, block: object, n: int) -> None:
     """A block that an algorithm applies the operator to."""
-    kind, shape = getattr(block, "dtype", None), getattr(block, "shape", ())
-    is_numbers = kind is not None and jnp.issubdtype(kind, jnp.number)
-    if not is_numbers or len(shape) != 2 or shape[0] != n or not shape[1]:
+    shape = getattr(block, "shape", ())
+    if not are_arrays(block, "numbers") or len(shape) != 2 or shape[0] != n or not shape[1]:
         must = f"apply the operator to blocks of numbers of shape ({n}, k)"
         cure = "Pass apply(vector[:, None])[:, 0] for one vector."
         raise invalid(ValueError, name, "algorithm", must, show(block), cure)
 
 
-def check_applied(name: str, num_matvecs: int | None) -> None:
+def check_applied(name: str, num_matvecs: int | None) -> int:
     """The number of applications, `None` if it is not known."""
     if not num_matvecs:
         must = "apply the operator at least once, and how often must be known beforehand"
         got = "one that never called apply" if num_matvecs == 0 else "a jax.lax.while_loop"
         cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
         raise invalid(ValueError, name, "algorithm", must, got, cure)
+    return num_matvecs
 
 
 def check_result(name: str, result: Any) -> None:
@@ -479,8 +466,7 @@ def check_value(name: str, part: str, value: Array, *, real: bool) -> None:
 
 def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
     tall = left.ndim == 2 and left.shape[0] == n and left.shape[1] > 0
-    numbers = all(jnp.issubdtype(block.dtype, jnp.number) for block in (left, right))
-    if not tall or left.shape != right.shape or not numbers:
+    if not tall or left.shape != right.shape or not are_arrays((left, right), "numbers"):
         must = f"return blocks (left, right) of equal shape ({n}, r), E[left right*] = I"
         cure = "Hutchinson's are (probes / k, probes), k probes."
         raise invalid(ValueError, name, "algorithm", must, show((left, right)), cure)

@@ -118,10 +118,8 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     def transposed(block: np.ndarray) -> np.ndarray:
         try:
             return matrix.rmatmat(block.conj()).conj()
-        except (
-            NotImplementedError,
-            TypeError,
-        ) as error:  # SciPy calls None if it is missing
+        # If it is missing, SciPy calls None, which is a TypeError.
+        except (NotImplementedError, TypeError) as error:
             must = "have rmatvec, because the adjoint is applied"
             cure = "Define it, or tag the operator if it is symmetric."
             raise invalid(TypeError, NAME, "matrix", must, repr(error), cure) from error
@@ -131,9 +129,8 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     def mv(v: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         return jax.lax.custom_linear_solve(lambda x: x, v, *solves)
 
-    return lx.FunctionLinearOperator(
-        mv, jax.ShapeDtypeStruct(matrix.shape[:1], dtype), tags
-    )
+    space = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
+    return lx.FunctionLinearOperator(mv, space, tags)
 
 
 def _sparse(matrix: Any, tags: frozenset[object]) -> SparseOperator:

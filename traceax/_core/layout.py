@@ -30,6 +30,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Inexact
 
 ApplyOne = Callable[[Inexact[Array, " n"]], Inexact[Array, " p"]]
+Block = Inexact[Array, "n k"]
+Images = Inexact[Array, "p k"]
 
 MANY_COLUMNS = 32  # from so many vectors on, a stored matrix is applied to rows
 SHIFTED, SCATTERED = 50_000, 1_000_000  # from so many entries of a block on, it is a loop
@@ -72,9 +74,7 @@ class Layout(enum.Enum):
     LOOP = "loop"
 
 
-def through(
-    apply: ApplyOne, block: Inexact[Array, "n k"], layout: Layout | None
-) -> Inexact[Array, "p k"]:
+def through(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:
     """Apply a function of one vector to each column, in this layout or the fastest one."""
     if block.shape[1] == 1:
         # A batch of one costs transpositions if the caller batches, too: a third of the
@@ -92,9 +92,7 @@ def through(
         ) from error
 
 
-def _many(
-    apply: ApplyOne, block: Inexact[Array, "n k"], layout: Layout
-) -> Inexact[Array, "p k"]:
+def _many(apply: ApplyOne, block: Block, layout: Layout) -> Images:
     match layout:
         case Layout.COLUMNS:
             return jax.vmap(apply, in_axes=1, out_axes=1)(block)
@@ -104,9 +102,7 @@ def _many(
             return jax.lax.map(apply, block.T).T
 
 
-def through_matrix(
-    apply: ApplyOne, block: Inexact[Array, "n k"], layout: Layout | None
-) -> Inexact[Array, "p k"]:
+def through_matrix(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:
     """Do so for a stored matrix. The barriers keep the compiler from transposing it."""
     many = block.shape[1] >= MANY_COLUMNS
     layout = layout or (Layout.ROWS if many else Layout.COLUMNS)
@@ -116,7 +112,7 @@ def through_matrix(
     return kept(through(apply, kept(block), layout))
 
 
-def _fastest(apply: ApplyOne, block: Inexact[Array, "n k"]) -> Layout:
+def _fastest(apply: ApplyOne, block: Block) -> Layout:
     if block.size < SHIFTED or jax.default_backend() != "cpu" or _is_sharded(block):
         return Layout.COLUMNS
     program = jax.make_jaxpr(apply)(jax.ShapeDtypeStruct(block.shape[:1], block.dtype))

@@ -42,19 +42,17 @@ def in_words(estimate: Any) -> str:
         return eqx.tree_pformat(estimate)
     values = jax.tree.leaves_with_path(estimate.value)
     lines = []
-    for (path, value), error in zip(values, _error_leaves(estimate), strict=True):
+    errors = jax.tree.leaves(estimate.standard_error)
+    for (path, value), error in zip(values, errors, strict=True):
         words = _array_in_words(np.asarray(value), np.asarray(error))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         lines.append(f"{name}: {words}" if path else words)
     total = int(np.sum(np.asarray(estimate.num_matvecs)))  # the sum over a batch
     method = f", {estimate.method}" if estimate.method else ""
-    why = _cause(estimate.method) if method and _has_nan(estimate) else ""
+    has_nan = any(np.isnan(value).any() for _, value in values)
+    why = _cause(estimate.method) if method and has_nan else ""
     cost = f"({total} matvec{'s' if total != 1 else ''}{method}{why})"
     return f"{lines[0]} {cost}" if len(lines) == 1 else "\n".join([*lines, cost])
-
-
-def _has_nan(estimate: Any) -> bool:
-    return any(np.isnan(leaf).any() for leaf in jax.tree.leaves(estimate.value))
 
 
 def _cause(method: str) -> str:
@@ -68,19 +66,15 @@ def formatted(estimate: Any, spec: str) -> str:
     """Format one number and its error, each by `spec`."""
     if not spec:
         return str(estimate)
-    leaves = jax.tree.leaves(estimate.value)
-    if not is_readable(estimate) or len(leaves) != 1 or np.ndim(leaves[0]):
+    leaves = jax.tree.leaves((estimate.value, estimate.standard_error))
+    if not is_readable(estimate) or len(leaves) != 2 or np.ndim(leaves[0]):
         must = "be asked of one number whose value is there"
         got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
         cure = "Format entries of `value` and `standard_error`."
         raise invalid(TypeError, "Estimate.__format__", "spec", must, got, cure)
-    value, error = (np.asarray(x).item() for x in (*leaves, *_error_leaves(estimate)))
+    value, error = (np.asarray(leaf).item() for leaf in leaves)
     shown = format(value, spec)
     return shown if error == 0 or np.isnan(value) else f"{shown} ± {error:{spec}}"
-
-
-def _error_leaves(estimate: Any) -> list[Any]:
-    return jax.tree.leaves(estimate.standard_error)
 
 
 def is_readable(estimate: Any) -> bool:

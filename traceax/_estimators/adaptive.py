@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import check_tolerance
@@ -40,7 +40,7 @@ from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_err
 from traceax._estimators.readouts import leave_one_out_of
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
-from traceax._linalg.columns import column_dots, dot, times
+from traceax._linalg.columns import Block, Number, OfProbes, column_dots, dot, times
 from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import SamplerLike
 from traceax._probes.stream import ProgressMeter
@@ -178,24 +178,22 @@ class _Search(NamedTuple):
     growing: _Growing
     linear_map: LinearMap
     levels: _Levels
-    tolerances: tuple[Float[Array, ""], Float[Array, ""]]
+    tolerances: tuple[Number, Number]
 
     def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """Search from this level on, given the sketch of the level below."""
         if level == len(self.levels.sizes):
             return self.complete(level, sketch, shown)
         sketch = self.enlarged(level, sketch)
-        value, error = compiled(
-            _Growing.value_and_error, self.growing, self.linear_map, sketch
-        )
+        growing, linear_map = self.growing, self.linear_map
+        value, error = compiled(_Growing.value_and_error, growing, linear_map, sketch)
         rtol, atol = self.tolerances
         converged = 2 * error <= atol + rtol * jnp.abs(value)
         ended = converged | jnp.isnan(error) | jnp.isnan(value)
         k = self.levels.sizes[level]
         spent = k * self.growing.matvecs_a_probe
-        shown = self.call.meter.step(
-            shown, jnp.where(ended, 1.0, spent / self.call.num_matvecs)
-        )
+        share = jnp.where(ended, 1.0, spent / self.call.num_matvecs)
+        shown = self.call.meter.step(shown, share)
 
         def stop() -> Reached:
             pairs = compiled(_Growing.pairs, self.growing, sketch)
@@ -220,10 +218,9 @@ class _Search(NamedTuple):
 
     def complete(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """Return the exact trace, which is the last level."""
-        value, pairs, cost = compiled(
-            _Growing.complete, self.growing, self.linear_map, sketch
-        )
-        error, n = jnp.zeros_like(value.real), self.linear_map.operator.in_size()
+        growing, linear_map = self.growing, self.linear_map
+        value, pairs, cost = compiled(_Growing.complete, growing, linear_map, sketch)
+        error, n = jnp.zeros_like(value.real), linear_map.operator.in_size()
         spent = sketch.probes.shape[1] * self.growing.matvecs_a_probe + cost
         report = _report(spent, n, ~jnp.isnan(value), error)
         outcome = Outcome(value, error, self.read_by(pairs, level), report)
@@ -249,10 +246,10 @@ class _Pairs(eqx.Module):
     blocks, only the first `widths[level]` columns of each block are read.
     """
 
-    basis: Inexact[Array, "n k"]
-    tested: Inexact[Array, "n k"]
+    basis: Block
+    tested: Block
     core: Inexact[Array, "k k"]
-    lengths: Float[Array, " k"]
+    lengths: OfProbes
     level: Int[Array, ""] | None = None
     widths: tuple[int, ...] = eqx.field(static=True, default=())
 
@@ -270,8 +267,8 @@ class _Pairs(eqx.Module):
 
 
 def _report(
-    spent: int, degrees: int, converged: Bool[Array, ""], error: Float[Array, ""]
-) -> tuple[Int[Array, ""], Float[Array, ""], Bool[Array, ""]]:
+    spent: int, degrees: int, converged: Bool[Array, ""], error: Number
+) -> tuple[Int[Array, ""], Number, Bool[Array, ""]]:
     """Return `num_matvecs`, the degrees of freedom, and `converged`, for an `Estimate`."""
     return jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
 
@@ -283,8 +280,8 @@ class _Sketch(NamedTuple):
     for XNysTrace, and as long as there are no probes.
     """
 
-    probes: Inexact[Array, "n k"]
-    products: Inexact[Array, "n k"]
+    probes: Block
+    products: Block
     basis: Basis | None
     images: Inexact[Array, "n _"]
 
@@ -304,9 +301,7 @@ class _Growing(NamedTuple):
     def matvecs_a_probe(self) -> int:
         return 1 if self.semidefinite else 2
 
-    def enlarge(
-        self, linear_map: LinearMap, sketch: _Sketch, probes: Inexact[Array, "n j"]
-    ) -> _Sketch:
+    def enlarge(self, linear_map: LinearMap, sketch: _Sketch, probes: Block) -> _Sketch:
         """Add probes to a sketch, and apply the operator to them and to Q's new columns."""
         products = self.sign * linear_map(probes)
         basis, images = sketch.basis, sketch.images
@@ -319,7 +314,7 @@ class _Growing(NamedTuple):
 
     def value_and_error(
         self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+    ) -> tuple[Inexact[Array, ""], Number]:
         """Return the estimate of tr A from a sketch, and its error bar."""
         resphere = self.resphere
         if sketch.basis is None:

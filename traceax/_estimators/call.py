@@ -40,7 +40,7 @@ from traceax._core.operator import (
 from traceax._core.rule import Algorithm, Outcome, Subject
 from traceax._core.vectors import Structure
 from traceax._estimators.readouts import Batches, Forms, Reduce
-from traceax._probes.draw import Takes, check_dependence, coloured, draw
+from traceax._probes.draw import Draws, Takes, check_dependence, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
 from traceax._probes.samplers import Sampler, SamplerLike, as_sampler
 from traceax._probes.stream import (
@@ -50,12 +50,14 @@ from traceax._probes.stream import (
     Stream,
     checked_meter,
     design_of,
-    stream,
     unit_vectors,
 )
 
 # Up to this dimension, a batch of n matvecs takes about as long as a batch of a few.
 SMALL = 64
+
+
+Blocks = tuple[Inexact[Array, "n _"], ...]
 
 
 class Streamed(eqx.Module):
@@ -154,7 +156,7 @@ class Call:
             return self
         return replace(self, num_matvecs=self.num_matvecs - 2, num_checks=2)
 
-    def draw(self, *counts: int) -> tuple[Inexact[Array, "n _"], ...]:
+    def draw(self, *counts: int) -> Blocks:
         """Draw a block of independent probes for each count, each with its own key."""
         keys = [self.key] if len(counts) == 1 else jax.random.split(self.key, len(counts))
         return tuple(
@@ -164,14 +166,28 @@ class Call:
 
     def stream(self) -> Streamed:
         """Draw as many independent samples as the budget allows, in batches."""
-        sampler, operator = self.source, self.operator
-        design = design_of(self.name, operator.in_size(), self.num_matvecs, sampler)
-        count, most, batch = design.num_probes, self.num_matvecs, self.batch_size
-        probes = stream(self.name, operator, self.key, count, sampler, batch)
+        sampler, operator, most = self.source, self.operator, self.num_matvecs
+        design = design_of(self.name, operator.in_size(), most, sampler)
+        probes = self._samples(design)
         neighbourhood = neighbourhood_of(sampler, operator.in_structure())
-        if neighbourhood is not None and design.num_samples == 1 and count < most:
+        has_rest = design.num_samples == 1 and design.num_probes < most
+        if neighbourhood is not None and has_rest:
             neighbourhood = neighbourhood.tested(self.key, working_dtype(operator))
         return Streamed(probes, neighbourhood, self.meter, design)
+
+    def _samples(self, design: SamplingDesign) -> Stream:
+        """Draw all probes at once, or draw each batch when it is needed.
+
+        The second way needs a `batch_size`, and a sampler of independent samples.
+        """
+        sampler, count, group = self.source, design.num_samples, design.group
+        checks.check_batch_size(self.name, self.batch_size, group)
+        batch = count if self.batch_size is None else self.batch_size // group
+        if batch < count and sampler.independent:
+            samples = Draws(self.name, sampler, self.operator.in_structure())
+            return Stream(jax.random.split(self.key, count), samples, count, group, batch)
+        block = draw(self.name, sampler, self.key, self.operator, design.num_probes)
+        return Stream(block, None, count, group, batch)
 
     def exact(self, reduce: Reduce) -> Estimate:
         """Answer from every unit vector."""
@@ -197,15 +213,9 @@ class Call:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
         algorithm, spent = partial(_read_all, meter=self.meter), units.num_probes
-        return rule.estimate(
-            algorithm,
-            LinearMap(self.operator) if subject is None else subject,
-            readout,
-            method="exact",
-            spent=spent,
-            degrees=spent,
-            structure=structure,
-        )
+        subject = LinearMap(self.operator) if subject is None else subject
+        how = {"spent": spent, "degrees": spent, "structure": structure}
+        return rule.estimate(algorithm, subject, readout, method="exact", **how)
 
     def finish(
         self,
@@ -228,14 +238,11 @@ class Call:
         """
         if self.num_checks:
             algorithm = partial(_checked, algorithm)
+        subject = LinearMap(self.operator) if subject is None else subject
+        how = {"method": coloured(method or self.name, self.sampler), "degrees": degrees}
+        spent += self.num_checks
         return rule.estimate(
-            algorithm,
-            LinearMap(self.operator) if subject is None else subject,
-            probes,
-            method=coloured(method or self.name, self.sampler),
-            spent=spent + self.num_checks,
-            degrees=degrees,
-            structure=structure,
+            algorithm, subject, probes, spent=spent, structure=structure, **how
         )
 
 

@@ -115,9 +115,7 @@ def custom_trace(
     num_matvecs = _num_matvecs(jax.make_jaxpr(run)(arrays, probes).jaxpr, operator)
     program = _Program(canonical(run, arrays, probes))
     degrees = max(num_probes - 1, 1)
-    return call.finish(
-        program, probes, method="custom_trace", spent=num_matvecs, degrees=degrees
-    )
+    return call.finish(program, probes, spent=num_matvecs, degrees=degrees)
 
 
 class _Program(eqx.Module):
@@ -160,11 +158,8 @@ def _run(
 def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
     real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
     entries = entries_applied(program, real=real)
-    known = math.isfinite(entries)
-    checks.check_applied(
-        "custom_trace", int(entries) // operator.in_size() if known else None
-    )
-    return int(entries) // operator.in_size()
+    known = int(entries) // operator.in_size() if math.isfinite(entries) else None
+    return checks.check_applied("custom_trace", known)
 
 
 Apply = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray, UInt32
+from jaxtyping import Array, Inexact, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import Canonical, compiled, program_hash
 from traceax._core.checks import check_count, check_tracked
@@ -56,7 +56,15 @@ from traceax._estimators.call import begin
 from traceax._estimators.hutchinson import estimate_by_forms
 from traceax._estimators.readouts import TOTAL, Pairs
 from traceax._estimators.xtrace import estimate_by_xtrace
-from traceax._linalg.columns import column_dots, column_norms_squared, largest_modulus, mean
+from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
+    column_dots,
+    column_norms_squared,
+    largest_modulus,
+    mean,
+)
 from traceax._linalg.jackknife import sums_of_others
 from traceax._probes.draw import check_dependence
 from traceax._probes.samplers import SamplerLike, as_sampler, sphere
@@ -75,8 +83,8 @@ class Tracked(NamedTuple):
     """
 
     value: Inexact[Array, ""]
-    standard_error: Float[Array, ""]
-    size: Float[Array, ""]
+    standard_error: Number
+    size: Number
     arrays: list[Array]
     program: UInt32[Array, 8]
 
@@ -198,10 +206,7 @@ def _update(
     return result, _state(result, code, outcome.report)
 
 
-def _correct(
-    linear_map: LinearMap,
-    known: tuple[Inexact[Array, "n l"], Inexact[Array, "n l"], Tracked],
-) -> Outcome:
+def _correct(linear_map: LinearMap, known: tuple[Block, Block, Tracked]) -> Outcome:
     """Correct the previous trace with fresh probes.
 
     `known` has the probes, their images under the previous operator, and the state. The
@@ -228,12 +233,8 @@ def _correct(
 
 
 def _damping(
-    z: Inexact[Array, "n l"],
-    w: Inexact[Array, "n l"],
-    error: Float[Array, ""],
-    size: Float[Array, ""],
-    grain: Float[Array, ""],
-) -> tuple[Float[Array, " l"], Float[Array, ""]]:
+    z: Block, w: Block, error: Number, size: Number, grain: Number
+) -> tuple[OfProbes, Number]:
     """Return the best b for each probe, and the standard error after the correction.
 
     `z` and `w` are the images without their components along the probes, `error` and `size`
@@ -258,16 +259,14 @@ def _damping(
     return b, jnp.sqrt(left)
 
 
-def _off(probes: Inexact[Array, "n l"], block: Inexact[Array, "n l"]) -> Array:
+def _off(probes: Block, block: Block) -> Array:
     """Remove from each column its component along the probe."""
     squares = column_norms_squared(probes).astype(block.dtype)
     along = column_dots(probes, block) / squares
     return block - probes * along[None, :]
 
 
-def _state(
-    latest: Estimate, code: Canonical, size: Float[Array, ""] | None = None
-) -> Tracked:
+def _state(latest: Estimate, code: Canonical, size: Number | None = None) -> Tracked:
     """Return the state after an estimate. `size` is zero if it is not known."""
     # The state holds copies, so a user who donates it does not lose the operator's arrays.
     arrays = [jnp.array(array, copy=True) for array in code.arrays]

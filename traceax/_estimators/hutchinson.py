@@ -5,7 +5,6 @@ If z is isotropic, then tr A = E[z* A z] and diag A = E[conj(z) o A z].
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +18,17 @@ from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure
 from traceax._estimators.call import Call, Streamed, begin
-from traceax._estimators.readouts import TOTAL, Batches, Forms, Reduce, Rows, by_row, each
+from traceax._estimators.readouts import (
+    TOTAL,
+    Batches,
+    Forms,
+    Reduce,
+    Reduction,
+    by_row,
+    each,
+)
 from traceax._linalg.columns import (
+    Block,
     Moments,
     column_dots,
     column_norms_squared,
@@ -88,9 +96,8 @@ def hutchinson_trace(
 
     **See also**: `trace`, `xtrace`, `hutchinson_diagonal`, `probing`.
     """
-    call = begin(
-        "hutchinson_trace", operator, key, num_matvecs, sampler=sampler, takes="any"
-    )
+    name = "hutchinson_trace"
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     return call.exact(TOTAL) if call.is_exact else estimate_by_forms(call)
 
@@ -104,14 +111,11 @@ def estimate_by_forms(
     """
     call = call.using(rademacher)
     streamed = call.stream()
-    design = streamed.design
+    algorithm, space = partial(_forms, reduce=reduce.fn), reduce.structure
+    spent = streamed.num_matvecs
+    degrees = streamed.design.degrees(streamed.neighbourhood is not None)
     return call.finish(
-        partial(_forms, reduce=reduce.fn),
-        streamed,
-        method=method,
-        spent=streamed.num_matvecs,
-        degrees=design.degrees(streamed.neighbourhood is not None),
-        structure=reduce.structure,
+        algorithm, streamed, method=method, spent=spent, degrees=degrees, structure=space
     )
 
 
@@ -169,9 +173,8 @@ def hutchinson_diagonal(
 
     **See also**: `diagonal`, `xdiag`, `xnysdiag`, `selected_entries`, `probing`.
     """
-    call = begin(
-        "hutchinson_diagonal", operator, key, num_matvecs, sampler=sampler, takes="any"
-    )
+    name = "hutchinson_diagonal"
+    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
         return call.exact(by_row(call.operator))
@@ -198,20 +201,13 @@ def ratio_estimate(
     streamed = call.stream()
     design, has_neighbours = streamed.design, streamed.neighbourhood is not None
     degrees = design.num_samples - 1
-    return call.finish(
-        partial(_ratio, entries=entries),
-        streamed,
-        method=method,
-        spent=streamed.num_matvecs,
-        degrees=degrees + DEGREES if has_neighbours else max(degrees, 1),
-        structure=structure,
-        subject=subject,
-    )
+    degrees = degrees + DEGREES if has_neighbours else max(degrees, 1)
+    algorithm = partial(_ratio, entries=entries)
+    how = {"method": method, "spent": streamed.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, streamed, structure=structure, subject=subject, **how)
 
 
-def _forms(
-    linear_map: LinearMap, streamed: Streamed, *, reduce: Callable[[Rows], Any]
-) -> Outcome:
+def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> Outcome:
     """Run the algorithm of traces and sums over leaves, a mean of independent samples.
 
     A single repeat of `probing` has no spread, so its error bar is computed from neighbour
@@ -248,7 +244,7 @@ def _forms(
 
 
 def _off_identity(
-    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Callable[[Rows], Any]
+    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Reduction
 ) -> Float[Array, "*values b"]:
     """Return the 4-norm of A z - z (z* A z)/|z|^2 for each probe z.
 
@@ -266,11 +262,11 @@ def _off_identity(
 class DiagonalEntries(Forms):
     """The entries of the diagonal, each the ratio of two sums over probes."""
 
-    reduce: Callable[[Rows], Any] = each
+    reduce: Reduction = each
 
     def ratio(
-        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
-    ) -> tuple[Inexact[Array, "n k"], Float[Array, "n k"]]:
+        self, z: Block, products: Block, linear_map: Any
+    ) -> tuple[Block, Float[Array, "n k"]]:
         """Return the numerators and the weights of each probe.
 
         The result is the ratio of their sums.

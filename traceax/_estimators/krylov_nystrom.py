@@ -55,21 +55,18 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    DOUBLE,
-    LinearMap,
-    Operator,
-    is_negative,
-    unit_roundoff,
-)
+from traceax._core.operator import DOUBLE, LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, unflatten_rows
-from traceax._estimators.call import SMALL, Call, begin
+from traceax._estimators.call import SMALL, Blocks, Call, begin
 from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
 from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, trace_pairs
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     diagonal_of,
@@ -179,12 +176,10 @@ def estimate_by_nystrom(
     nearly diagonal, the estimate is a mean of `near_diagonal`'s forms.
     """
     call = call.using(for_sketch(call.operator))
-    drawn = draw_for_products(call, cost, fewest)
-    mixed = mixed and sum(block.shape[1] for block in drawn.blocks) >= FEWEST
+    blocks, spent, degrees = draw_for_products(call, cost, fewest)
+    mixed = mixed and sum(block.shape[1] for block in blocks) >= FEWEST
     algorithm = partial(_trace, resphere=call.resphere, mixed=mixed)
-    return call.finish(
-        algorithm, drawn.blocks, method=method, spent=drawn.spent, degrees=drawn.degrees
-    )
+    return call.finish(algorithm, blocks, method=method, spent=spent, degrees=degrees)
 
 
 class ProbesOfProducts(NamedTuple):
@@ -226,12 +221,12 @@ class Products(NamedTuple):
     of Omega_1; there are none without second matvecs.
     """
 
-    block: Inexact[Array, "n k"]
+    block: Block
     test: Inexact[Array, "n m"]
     images: Inexact[Array, "n m"]
     directions: Inexact[Array, "a a"]
     sign: int
-    scale: Float[Array, ""]
+    scale: Number
 
     @property
     def eps(self) -> float:
@@ -252,7 +247,7 @@ class Products(NamedTuple):
         return self._replace(test=block, images=self.sketch, directions=none)
 
     @property
-    def sketch(self) -> Inexact[Array, "n k"]:
+    def sketch(self) -> Block:
         """The images of the probes alone, A Omega/scale."""
         return self.images[:, : self.block.shape[1]]
 
@@ -282,9 +277,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     )
 
 
-def products_of_sketch(
-    sketch: Inexact[Array, "n k"], block: Inexact[Array, "n k"]
-) -> Products:
+def products_of_sketch(sketch: Block, block: Block) -> Products:
     """Collect what is known from one batch, the sketch A Omega of the probes `block`."""
     scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
     images = over(sketch, jnp.where(scale > jnp.finfo(scale.dtype).tiny, scale, 1))
@@ -292,11 +285,7 @@ def products_of_sketch(
 
 
 def _trace(
-    linear_map: LinearMap,
-    probes: tuple[Inexact[Array, "n _"], ...],
-    *,
-    resphere: bool,
-    mixed: bool,
+    linear_map: LinearMap, probes: Blocks, *, resphere: bool, mixed: bool
 ) -> Outcome:
     known = products(linear_map, *probes)
     near = near_diagonal(known.block, known.sketch) if mixed else None
@@ -312,10 +301,7 @@ def _trace(
 
 
 def _readout(
-    known: Products,
-    shares: Float[Array, " k"],
-    forms: Inexact[Array, "n k"] | None,
-    resphere: bool,
+    known: Products, shares: OfProbes, forms: Block | None, resphere: bool
 ) -> Pairs:
     """Return the readout for derivatives, the sum of 2 P_j - P_j^2 + c_j mu_j mu_j*.
 
@@ -362,7 +348,7 @@ def _readout(
 
 def value_and_error(
     known: Products, *, resphere: bool, near: NearDiagonal | None = None
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, " k"]]:
+) -> tuple[Number, Number, OfProbes]:
     """Return the estimate of the trace, of -A if `known.sign` is -1, and its error bar.
 
     The third result are weights of the samples, 1 unless the forms of `near` are better.
@@ -400,9 +386,7 @@ def value_and_error(
     return known.scale * mean(samples), known.scale * error, weights
 
 
-def _weights(
-    pairs: Float[Array, "k k"], near: NearDiagonal, real: bool
-) -> Float[Array, " k"]:
+def _weights(pairs: Float[Array, "k k"], near: NearDiagonal, real: bool) -> OfProbes:
     """Return the weight of each sample, computed from all other probes.
 
     It falls from 1 to 0 as the variance of the forms of `near` falls from a half to a fifth
@@ -431,7 +415,7 @@ def _parts_of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]
 
 
 def leaf_by_leaf(
-    known: Products, weights: Float[Array, " k"], structure: Structure, leaves: LeafSums
+    known: Products, weights: OfProbes, structure: Structure, leaves: LeafSums
 ) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
     """Return the sums over leaves and their error bars.
 

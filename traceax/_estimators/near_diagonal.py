@@ -32,12 +32,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from traceax._estimators.readouts import Samples
-from traceax._linalg.columns import column_dots, column_norms_squared, over, times
+from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
+    column_dots,
+    column_norms_squared,
+    over,
+    times,
+)
 from traceax._linalg.columns import squared_modulus as squares_of
 from traceax._linalg.jackknife import sums_of_others
-
-Block = Inexact[Array, "n k"]
-OfProbes = Float[Array, " k"]
 
 # The least number of probes. Two others say how diagonal an operator is.
 FEWEST = 3
@@ -72,7 +77,7 @@ class NearDiagonal(eqx.Module):
     def _others(self) -> float:
         return max(self.probes.shape[1] - 3, 1)
 
-    def samples(self, eps: Float[Array, ""] | float) -> Samples:
+    def samples(self, eps: Number | float) -> Samples:
         """Return the f_i as samples of the trace."""
         forms = self.probes.conj() * self.products
         lengths = squares_of(self.probes)
@@ -92,7 +97,7 @@ class NearDiagonal(eqx.Module):
         return times(self.probes, weights[None, :] - others)
 
 
-def off_diagonal(probes: Block, products: Block) -> Float[Array, ""]:
+def off_diagonal(probes: Block, products: Block) -> Number:
     """Return an estimate of |A - diag A|_F^2, from `products` = A Omega."""
     sums = (squares_of(probes), squares_of(products), probes.conj() * products)
     return _off(*(jnp.sum(x, axis=1) for x in sums), count=probes.shape[1])

@@ -39,6 +39,9 @@ from traceax._core.operator import LinearMap, Operator
 from traceax._core.vectors import Structure, common_dtype, in_rows
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     dot,
@@ -53,6 +56,9 @@ from traceax._linalg.columns import (
 from traceax._linalg.jackknife import root_design_effect, standard_error
 from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
+Rows = Inexact[Array, "n ..."]
+Reduction = Callable[[Rows], Any]
+
 
 class LeaveOneOut(NamedTuple):
     """The quantities that the sketch and the probes alone determine.
@@ -63,24 +69,20 @@ class LeaveOneOut(NamedTuple):
     are the distances of the columns of the sketch from the span of the others.
     """
 
-    probes: Inexact[Array, "n k"]
+    probes: Block
     basis: Basis
     directions: Inexact[Array, "k k"]
-    distances: Float[Array, " k"]
+    distances: OfProbes
     x: Inexact[Array, "k k"]
-    mu: Inexact[Array, "n k"]
-    resphering: Float[Array, " k"]
+    mu: Block
+    resphering: OfProbes
 
 
-def leave_one_out(
-    sketch: Inexact[Array, "n k"], probes: Inexact[Array, "n k"], *, resphere: bool
-) -> LeaveOneOut:
+def leave_one_out(sketch: Block, probes: Block, *, resphere: bool) -> LeaveOneOut:
     return leave_one_out_of(orthonormalise(sketch), probes, resphere=resphere)
 
 
-def leave_one_out_of(
-    basis: Basis, probes: Inexact[Array, "n k"], *, resphere: bool
-) -> LeaveOneOut:
+def leave_one_out_of(basis: Basis, probes: Block, *, resphere: bool) -> LeaveOneOut:
     """Leave each probe out, given a `basis` of the sketch of `probes`."""
     n, k = probes.shape
     s, distances = downdate(basis)
@@ -93,7 +95,7 @@ def leave_one_out_of(
 
 
 def outside(
-    q: Inexact[Array, "n k"], s: Inexact[Array, "k l"] | None, block: Inexact[Array, "n l"]
+    q: Block, s: Inexact[Array, "k l"] | None, block: Inexact[Array, "n l"]
 ) -> Inexact[Array, "n l"]:
     """Return (I - P_i) b_i for the columns b_i of a block.
 
@@ -115,15 +117,15 @@ class Samples(eqx.Module):
 
     values: Inexact[Array, "*values k"]
     rounding: Float[Array, "*values"]
-    scale: Float[Array, ""]
-    sharing: Float[Array, ""] | float = 2.0
+    scale: Number
+    sharing: Number | float = 2.0
 
-    def reduced(self, fn: Callable[[Rows], Any]) -> Samples:
+    def reduced(self, fn: Reduction) -> Samples:
         """Reduce the rows of the diagonal, for example to sums over leaves."""
         return Samples(fn(self.values), fn(self.rounding), self.scale, self.sharing)
 
     def value_and_error(
-        self, weights: Float[Array, " k"] | None = None
+        self, weights: OfProbes | None = None
     ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
         """Return the mean of the samples and its error bar for each entry.
 
@@ -138,18 +140,13 @@ class Samples(eqx.Module):
         return times(scale, dot(values, weights.astype(values.dtype))), scale * error
 
 
-def independent(
-    products: Inexact[Array, "n k"], scale: Float[Array, ""], eps: Any, hermitian: bool
-) -> Samples:
+def independent(products: Block, scale: Number, eps: Any, hermitian: bool) -> Samples:
     """Return Hutchinson's samples of a diagonal, which are independent.
 
     The columns of `products` are conj(w_i) o A w_i, divided by `scale`.
     """
     values = products.real if hermitian else products
     return Samples(values, 4 * eps * mean(jnp.abs(products)), scale, 1.0)
-
-
-Rows = Inexact[Array, "n ..."]
 
 
 class Reduce(NamedTuple):
@@ -162,7 +159,7 @@ class Reduce(NamedTuple):
     be hashed and compared.
     """
 
-    fn: Callable[[Rows], Inexact[Array, "..."]]
+    fn: Reduction
     structure: Structure | None = None
 
 
@@ -230,11 +227,9 @@ class Forms:
     Each row is the sum over the probes z of the entry of conj(z) o (B z).
     """
 
-    reduce: Callable[[Rows], Inexact[Array, "..."]]
+    reduce: Reduction
 
-    def __call__(
-        self, linear_map: LinearMap, z: Inexact[Array, "n k"]
-    ) -> Inexact[Array, "..."]:
+    def __call__(self, linear_map: LinearMap, z: Block) -> Inexact[Array, "..."]:
         return self.reduce(row_dots(linear_map(z), z))
 
 
@@ -249,9 +244,7 @@ class Pairs(eqx.Module):
 
 
 def trace_pairs(
-    loo: LeaveOneOut,
-    weights: Float[Array, " k"] | None = None,
-    forms: Inexact[Array, "n k"] | None = None,
+    loo: LeaveOneOut, weights: OfProbes | None = None, forms: Block | None = None
 ) -> Pairs:
     """Return the sum of P_i + c_i mu_i mu_i* over the probes, as pairs of 2k columns.
 
@@ -280,9 +273,7 @@ class Batches(eqx.Module):
     lengths: Float[Array, "..."]
     read: Callable[[Any, Array], Array] = eqx.field(static=True)
 
-    def __call__(
-        self, subject: Any, meter: ProgressMeter = SILENT
-    ) -> Inexact[Array, "..."]:
+    def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Array:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)
         return over(total, self.lengths)
 
@@ -310,14 +301,14 @@ class TwoSided(eqx.Module):
     of the mu_i. Then `forward` and `shares` are zero, and `x` is None.
     """
 
-    reduce: Callable[[Rows], Any] = eqx.field(static=True)
-    basis: Inexact[Array, "n k"]
+    reduce: Reduction = eqx.field(static=True)
+    basis: Block
     directions: Inexact[Array, "k l"] | None
     probes: Inexact[Array, "n l"]
     tested: Inexact[Array, "n l"]
     shares: Float[Array, " l"]
-    forward: Float[Array, ""]
-    adjoint: Float[Array, ""]
+    forward: Number
+    adjoint: Number
     plain: Float[Array, " l"] | None = None
     x: Inexact[Array, "k l"] | None = None
 
@@ -333,9 +324,7 @@ class TwoSided(eqx.Module):
             rows += row_dots(products, times(self.probes, self.plain[None, :]))
         return self.reduce(rows)
 
-    def known(
-        self, image: Inexact[Array, "n k"], coimage: Inexact[Array, "n k"]
-    ) -> Inexact[Array, " n"]:
+    def known(self, image: Block, coimage: Block) -> Inexact[Array, " n"]:
         """Return the first term, computed from B Q and B* Q."""
         q, s = self.basis, self.directions
         h = dot(q.conj().T, image)
@@ -350,9 +339,7 @@ class TwoSided(eqx.Module):
 
 
 def two_sided(
-    loo: LeaveOneOut,
-    reduce: Callable[[Rows], Any] = each,
-    shares: Float[Array, " k"] | None = None,
+    loo: LeaveOneOut, reduce: Reduction = each, shares: OfProbes | None = None
 ) -> TwoSided:
     """Return the readout in which each probe is left out of its own projector.
 
@@ -372,10 +359,10 @@ class Squares(eqx.Module):
     `resphering` holds the factors c_i.
     """
 
-    basis: Inexact[Array, "n k"]
+    basis: Block
     directions: Inexact[Array, "k k"]
-    tested: Inexact[Array, "n k"]
-    resphering: Float[Array, " k"]
+    tested: Block
+    resphering: OfProbes
 
     def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:
         image = linear_map(self.basis)

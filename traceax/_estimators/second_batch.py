@@ -54,7 +54,6 @@ equally good if t_i lies between .9 and 1. In the notation of `nystrom`, with K 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -62,12 +61,12 @@ from typing import Any, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, Bool, Float
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Algorithm, Outcome
-from traceax._estimators.call import Call
+from traceax._estimators.call import Blocks, Call
 from traceax._estimators.krylov_nystrom import (
     Products,
     draw_for_products,
@@ -80,7 +79,7 @@ from traceax._estimators.readouts import (
     LeaveOneOut,
     Pairs,
     Reduce,
-    Rows,
+    Reduction,
     Samples,
     TwoSided,
     each,
@@ -90,14 +89,13 @@ from traceax._estimators.readouts import (
     trace_pairs,
     two_sided,
 )
-from traceax._estimators.xdiag import (
-    estimate_by_xnysdiag,
-    xdiag_samples,
-    xnysdiag_samples,
-)
+from traceax._estimators.xdiag import estimate_by_xnysdiag, xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     diagonal_of,
@@ -125,9 +123,9 @@ class BothBatches(eqx.Module):
     `uniform` is the number u on [0, 1) that selects the second batch.
     """
 
-    first: Inexact[Array, "n k"]
-    fresh: Inexact[Array, "n k"]
-    uniform: Float[Array, ""]
+    first: Block
+    fresh: Block
+    uniform: Number
 
 
 def xtrace_or_hutchinson(call: Call) -> Estimate:
@@ -151,13 +149,9 @@ def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Es
     first = draw(call.name, call.source, sketch_key, call.operator, k)
     fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
     uniform = jax.random.uniform(uniform_key, (), first.real.dtype)
+    probes, space = BothBatches(first, fresh, uniform), reduce.structure
     return call.finish(
-        algorithm,
-        BothBatches(first, fresh, uniform),
-        method=method,
-        spent=2 * k,
-        degrees=k - 1,
-        structure=reduce.structure,
+        algorithm, probes, method=method, spent=2 * k, degrees=k - 1, structure=space
     )
 
 
@@ -165,7 +159,7 @@ class Choice(NamedTuple):
     """Whether the second batch is A Q, and weights of the probes, which sum to 1."""
 
     sketches: Bool[Array, ""]
-    weights: Float[Array, " k"]
+    weights: OfProbes
 
     def select(self, sketched: Tree, sampled: Tree) -> Tree:
         """Return `sketched` if the second batch is A Q, else `sampled`."""
@@ -200,7 +194,7 @@ def sketched_or_sampled_trace(
 
 
 def sketched_or_sampled_diagonal(
-    linear_map: LinearMap, probes: BothBatches, *, reduce: Callable[[Rows], Any]
+    linear_map: LinearMap, probes: BothBatches, *, reduce: Reduction
 ) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
     first, fresh = probes.first, probes.fresh
@@ -215,7 +209,7 @@ def sketched_or_sampled_diagonal(
     samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
     sketched = samples.value_and_error(weights)
 
-    def samples_of(forms: Inexact[Array, "n k"]) -> Samples:
+    def samples_of(forms: Block) -> Samples:
         scale = loo.basis.scale
         return independent(over(forms, scale), scale, eps, hermitian).reduced(reduce)
 
@@ -232,7 +226,7 @@ def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
     return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
 
 
-def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
+def choose(weights: OfProbes, uniform: Number) -> Choice:
     """Select the second batch at random. `weights` are the a_i, and `uniform` is u."""
     # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
     # selected whatever the rounding.
@@ -240,12 +234,12 @@ def choose(weights: Float[Array, " k"], uniform: Float[Array, ""]) -> Choice:
     return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
 
 
-def of_sum_one(weights: Float[Array, " k"]) -> Float[Array, " k"]:
+def of_sum_one(weights: OfProbes) -> OfProbes:
     """Divide the weights by their sum. If all are zero, they stay zero."""
     return weights / jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
 
 
-def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
+def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     """Return the weights a_i of the estimates of a trace."""
     k = near.share.size
     least = 0.2 + 0.9 / k**0.5 if k >= DECISIVE else 1.2
@@ -254,7 +248,7 @@ def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
     return jnp.clip(1 - (shares - least) / 0.3, 0, 1)
 
 
-def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]:
+def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     """Return the weights a_i of the estimates of a diagonal."""
     k = near.share.size
     least = 0.4 + 1.2 / k if k >= DECISIVE else 1.2
@@ -263,8 +257,8 @@ def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> Float[Array, " k"]
 
 
 def missed_shares(
-    loo: LeaveOneOut, products: Inexact[Array, "n k"], *, of_diagonal: bool = False
-) -> Float[Array, " k"]:
+    loo: LeaveOneOut, products: Block, *, of_diagonal: bool = False
+) -> OfProbes:
     """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
     `products` is Y over the scale of the basis.
@@ -286,11 +280,7 @@ def missed_shares(
     return shares_of(missed, w, products)
 
 
-def shares_of(
-    missed: Float[Array, "k k"],
-    probes: Inexact[Array, "n k"],
-    sketch: Inexact[Array, "n k"],
-) -> Float[Array, " k"]:
+def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfProbes:
     """Return t_i, given the |r_ij|^2 for all i and j in `missed`.
 
     The part of r_ij that does not count is already left out. `sketch` holds the A w_j, over
@@ -304,10 +294,7 @@ def shares_of(
 
 
 def _selected_readout(
-    reduce: Callable[[Rows], Any],
-    choice: Choice,
-    loo: LeaveOneOut,
-    fresh: Inexact[Array, "n k"],
+    reduce: Reduction, choice: Choice, loo: LeaveOneOut, fresh: Block
 ) -> TwoSided:
     """Return the readout of the diagonal, made from the blocks of the selected estimate."""
     sketches, weights = choice
@@ -327,12 +314,11 @@ def _selected_readout(
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by XNysDiag and Hutchinson."""
-    return estimate_by_xnysdiag(
-        call, mixed_diagonal, "xnysdiag mixed with hutchinson_diagonal"
-    )
+    method = "xnysdiag mixed with hutchinson_diagonal"
+    return estimate_by_xnysdiag(call, mixed_diagonal, method)
 
 
-def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+def mixed_diagonal(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
     """Estimate the diagonal as the mean of the g_i, from one batch."""
     known = products(linear_map, *probes)
     fitted = known.fitted
@@ -344,20 +330,15 @@ def mixed_diagonal(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) 
 def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
     """Estimate the sums over leaves of a semidefinite operator, with second matvecs."""
     call = call.using(rademacher)
-    drawn = draw_for_products(call)
+    probes, spent, degrees = draw_for_products(call)
+    algorithm, space = partial(mixed_leaves, leaves=reduce.fn), reduce.structure
+    method = "xnystrace mixed with hutchinson_trace"
     return call.finish(
-        partial(mixed_leaves, leaves=reduce.fn),
-        drawn.blocks,
-        method="xnystrace mixed with hutchinson_trace",
-        spent=drawn.spent,
-        degrees=drawn.degrees,
-        structure=reduce.structure,
+        algorithm, probes, method=method, spent=spent, degrees=degrees, structure=space
     )
 
 
-def mixed_leaves(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n _"], ...], *, leaves: Any
-) -> Outcome:
+def mixed_leaves(linear_map: LinearMap, probes: Blocks, *, leaves: Any) -> Outcome:
     """Estimate sums over leaves, with weights a_i that use only the first matvecs."""
     known, structure = products(linear_map, *probes), linear_map.operator.in_structure()
     first = known.without_second
@@ -366,7 +347,7 @@ def mixed_leaves(
     return Outcome(known.sign * value, error, _shared_readout(known, leaves, weights))
 
 
-def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
+def shared_weights(known: Products, fitted: Fit) -> OfProbes:
     """Return the weights a_i for a semidefinite operator, from the shares t_i."""
     shares = nystrom_shares(known, fitted)
     if known.block.shape[1] >= FEWEST:
@@ -374,7 +355,7 @@ def shared_weights(known: Products, fitted: Fit) -> Float[Array, " k"]:
     return jnp.clip(1 - (shares - 0.8) / 0.2, 0, 1)
 
 
-def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
+def nystrom_shares(known: Products, fitted: Fit) -> OfProbes:
     """Return t_i for a semidefinite operator, with r_ij = B_ij w_j.
 
     The part of r_ij along w_j is left out. Its squared length is (w_j* B_ij w_j)^2/n,
@@ -392,7 +373,7 @@ def nystrom_shares(known: Products, fitted: Fit) -> Float[Array, " k"]:
     return shares_of(missed, known.block, known.sketch)
 
 
-def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -> Samples:
+def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
     """Return the g_i as samples.
 
     The e_i share probes and the f_i do not, so the `sharing` of the samples lies between 1
@@ -406,9 +387,7 @@ def _shared_samples(known: Products, fitted: Fit, weights: Float[Array, " k"]) -
     return Samples(values, rounding, known.scale, 1 + share)
 
 
-def _shared_readout(
-    known: Products, reduce: Callable[[Rows], Any], weights: Float[Array, " k"]
-) -> TwoSided:
+def _shared_readout(known: Products, reduce: Reduction, weights: OfProbes) -> TwoSided:
     """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)
     share, sketched = mean(weights), two_sided(loo, reduce, of_sum_one(weights))

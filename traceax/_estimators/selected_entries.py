@@ -24,6 +24,7 @@ from traceax._core.sparse import Pattern
 from traceax._core.vectors import in_rows
 from traceax._estimators.call import begin
 from traceax._estimators.hutchinson import ratio_estimate
+from traceax._linalg.columns import Block
 from traceax._probes.draw import check_pattern, for_pattern
 from traceax._probes.samplers import rademacher
 
@@ -114,11 +115,11 @@ class SelectedEntries:
 
     pattern: Pattern
 
-    def __call__(self, linear_map: LinearMap, block: Inexact[Array, "n k"]) -> Array:
+    def __call__(self, linear_map: LinearMap, block: Block) -> Array:
         return jnp.sum(self.ratio(block, linear_map(block), linear_map)[0], axis=1)
 
     def ratio(
-        self, z: Inexact[Array, "n k"], products: Inexact[Array, "n k"], linear_map: Any
+        self, z: Block, products: Block, linear_map: Any
     ) -> tuple[Inexact[Array, "entries k"], Float[Array, "entries k"]]:
         a, b = self._places(linear_map)
         entries = products[a] * z[b].conj()

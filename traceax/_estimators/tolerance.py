@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -160,9 +160,8 @@ def adaptive(
 def _check_eager(name: str, argument: str, value: Any) -> None:
     if not is_concrete(value):
         must = "be known, because a Python loop decides by it how often to run"
-        cure = (
-            "Call it outside of jax.jit, jax.vmap and jax.lax.scan, or use adaptive_trace."
-        )
+        cure = "Call it outside of jax.jit, jax.vmap and jax.lax.scan, or use "
+        cure += "adaptive_trace."
         raise checks.invalid(TypeError, name, argument, must, "a traced array", cure)
 
 
@@ -190,7 +189,6 @@ def _norm(vector: np.ndarray) -> float:
     return scale * float(np.linalg.norm(vector / scale))
 
 
-@dataclass
 class _Level:
     """The runs of one budget, `size`, and the seconds that each of them took.
 
@@ -200,17 +198,9 @@ class _Level:
     `pool` would compile its operations again for every number of runs.
     """
 
-    size: int
-    runs: list[Estimate] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    cost: int = field(init=False)
-    length: float = field(init=False)
-    error: float = field(init=False)
-    sampling: float = field(init=False)
-    gap: float = field(init=False)
-    _sums: tuple[np.ndarray, ...] = field(init=False)
-    _entries: tuple[np.ndarray, np.ndarray] = field(init=False)
-    _squares: list[tuple[float, float]] = field(default_factory=list)
+    def __init__(self, size: int) -> None:
+        self.size, self.runs, self.seconds = size, list[Estimate](), list[float]()
+        self._squares = list[tuple[float, float]]()
 
     def add(self, run: Estimate, seconds: float) -> None:
         self.runs.append(run)

@@ -33,13 +33,11 @@ first order on tangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
@@ -50,7 +48,7 @@ from traceax._estimators.krylov_nystrom import NOISES, Products, products
 from traceax._estimators.readouts import (
     LeaveOneOut,
     Reduce,
-    Rows,
+    Reduction,
     Samples,
     by_row,
     each,
@@ -60,6 +58,8 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    Block,
+    Number,
     column_dots,
     column_norms_squared,
     dot,
@@ -135,22 +135,14 @@ def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
     """Estimate the diagonal, or the sums over parts of it that `reduce` makes."""
     call = call.using(rademacher).measured()
     k = call.num_matvecs // 2
+    algorithm, space = partial(_xdiag, reduce=reduce.fn), reduce.structure
+    probes, degrees = call.draw(k), max(k - 1, 1)
     return call.finish(
-        partial(_xdiag, reduce=reduce.fn),
-        call.draw(k),
-        method="xdiag",
-        spent=2 * k,
-        degrees=max(k - 1, 1),
-        structure=reduce.structure,
+        algorithm, probes, method="xdiag", spent=2 * k, degrees=degrees, structure=space
     )
 
 
-def _xdiag(
-    linear_map: LinearMap,
-    probes: tuple[Inexact[Array, "n k"]],
-    *,
-    reduce: Callable[[Rows], Any],
-) -> Outcome:
+def _xdiag(linear_map: LinearMap, probes: tuple[Block], *, reduce: Reduction) -> Outcome:
     (block,) = probes
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=False)
@@ -163,10 +155,10 @@ def _xdiag(
 
 def xdiag_samples(
     loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    image: Inexact[Array, "n k"],
-    eps: Float[Array, ""] | float,
-    reduce: Callable[[Rows], Any],
+    sketch: Block,
+    image: Block,
+    eps: Number | float,
+    reduce: Reduction,
     *,
     hermitian: bool,
 ) -> Samples:
@@ -188,12 +180,8 @@ def xdiag_samples(
 
 
 def _sharing_of_sums(
-    loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    image: Inexact[Array, "n k"],
-    *,
-    hermitian: bool,
-) -> Float[Array, ""]:
+    loo: LeaveOneOut, sketch: Block, image: Block, *, hermitian: bool
+) -> Number:
     """Return by how much shared probes raise the variance V of the mean of sums over rows.
 
     Parts of the error that depend on many probes hardly matter for single entries, but they
@@ -235,9 +223,7 @@ def _sharing_of_sums(
     return jnp.maximum(bound, 2)
 
 
-def _two_sided(
-    loo: LeaveOneOut, image: Inexact[Array, "n k"], sketch: Inexact[Array, "n k"]
-) -> Inexact[Array, "n k"]:
+def _two_sided(loo: LeaveOneOut, image: Block, sketch: Block) -> Block:
     q, s = loo.basis.columns, loo.directions
     h = dot(q.conj().T, image)
     beyond = image - dot(q, h)
@@ -249,7 +235,7 @@ def _two_sided(
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 
 
-def _one_sided(loo: LeaveOneOut, coimage: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+def _one_sided(loo: LeaveOneOut, coimage: Block) -> Block:
     q, s = loo.basis.columns, loo.directions
     v = dot(q, s)
     missed = times(loo.probes.conj(), loo.distances[None, :]) - dot(coimage, s).conj()
@@ -316,17 +302,14 @@ def estimate_by_xnysdiag(
 ) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by all probes at once."""
     call, k = call.using(rademacher), call.num_matvecs
+    algorithm, space = algorithm or _xnysdiag, call.operator.in_structure()
+    probes, degrees = call.draw(k), max(k - 1, 1)
     return call.finish(
-        algorithm or _xnysdiag,
-        call.draw(k),
-        method=method,
-        spent=k,
-        degrees=max(k - 1, 1),
-        structure=call.operator.in_structure(),
+        algorithm, probes, method=method, spent=k, degrees=degrees, structure=space
     )
 
 
-def _xnysdiag(linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]]) -> Outcome:
+def _xnysdiag(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
     known = products(linear_map, *probes)
     value, error = xnysdiag_samples(known, known.fitted).value_and_error()
     weight = two_sided(leave_one_out(known.sketch, known.block, resphere=False))

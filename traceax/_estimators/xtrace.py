@@ -25,7 +25,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray
+from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
@@ -40,6 +40,9 @@ from traceax._estimators.readouts import (
 )
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     dot,
@@ -115,15 +118,11 @@ def estimate_by_xtrace(call: Call) -> Estimate:
     call = call.using(for_sketch(call.operator)).measured()
     k = call.num_matvecs // 2
     algorithm = partial(_xtrace, resphere=call.resphere)
-    degrees = max(k - 1, 1)
-    return call.finish(
-        algorithm, call.draw(k), method="xtrace", spent=2 * k, degrees=degrees
-    )
+    probes, degrees = call.draw(k), max(k - 1, 1)
+    return call.finish(algorithm, probes, method="xtrace", spent=2 * k, degrees=degrees)
 
 
-def _xtrace(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]], *, resphere: bool
-) -> Outcome:
+def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> Outcome:
     (block,) = probes
     sketch = linear_map(block)
     loo = leave_one_out(sketch, block, resphere=resphere)
@@ -135,13 +134,13 @@ def _xtrace(
 
 def xtrace_of(
     loo: LeaveOneOut,
-    sketch: Inexact[Array, "n k"],
-    images: Inexact[Array, "n k"],
-    eps: Float[Array, ""] | float,
+    sketch: Block,
+    images: Block,
+    eps: Number | float,
     *,
     resphere: bool,
-    weights: Float[Array, " k"] | None = None,
-) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
+    weights: OfProbes | None = None,
+) -> tuple[Inexact[Array, ""], Number]:
     """Return the value and its standard error, computed from Y = A Omega and A Q.
 
     `sketch` is Y and `images` is A Q. `eps` is the rounding error of a matvec. If there are
@@ -179,8 +178,8 @@ def xtrace_of(
 
 
 def _missed(
-    loo: LeaveOneOut, products: Inexact[Array, "n k"], remainders: Inexact[Array, " k"]
-) -> Float[Array, " k"]:
+    loo: LeaveOneOut, products: Block, remainders: Inexact[Array, " k"]
+) -> OfProbes:
     """Return c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with r_i = (I - P_i) A mu_i.
 
     This is the squared length of the part of r_i across mu_i, times c_i^2. The columns of

@@ -21,7 +21,13 @@ from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, w
 from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
 from traceax._estimators.call import begin
 from traceax._functions.slq import real_dtype
-from traceax._linalg.conjugate_gradients import Preconditioner, preconditioner_of, projected
+from traceax._linalg.columns import Block, Number
+from traceax._linalg.conjugate_gradients import (
+    Preconditioner,
+    Sides,
+    preconditioner_of,
+    projected,
+)
 from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
@@ -40,7 +46,7 @@ class White(NamedTuple):
     operator: Operator
     shift: Float[Array, "*shifts"]
     scale: Float[Array, "*n"]
-    log_determinant: Float[Array, ""]
+    log_determinant: Number
 
 
 def whitened(operator: Operator, shift: Shift) -> White:
@@ -66,11 +72,11 @@ def whitened(operator: Operator, shift: Shift) -> White:
 class RightHandSides(eqx.Module):
     """One or several right-hand sides, as the columns of a block."""
 
-    columns: Inexact[Array, "n t"]
+    columns: Sides
     structure: Structure = eqx.field(static=True)
     several: bool = eqx.field(static=True)
 
-    def like(self, columns: Inexact[Array, "n t"]) -> PyTree[Inexact[Array, "..."]]:
+    def like(self, columns: Sides) -> PyTree[Inexact[Array, "..."]]:
         """Return columns in the structure that the user gave the right-hand sides."""
         if self.several:
             return unflatten_rows(columns.T, self.structure)
@@ -90,7 +96,7 @@ def right_hand_sides(
 
 def guessed(
     name: str, operator: Operator, sides: RightHandSides, guess: PyTree[ArrayLike]
-) -> Inexact[Array, "n t"]:
+) -> Sides:
     """Check a guess of the solution, and return it as columns, a constant.
 
     It must have the same structure, and as many columns, as the right-hand sides.
@@ -166,7 +172,7 @@ def preconditioner(
 
 
 def _preconditioner(
-    operator: Operator, probes: Inexact[Array, "n k"], shift: Float[Array, ""], depth: int
+    operator: Operator, probes: Block, shift: Number, depth: int
 ) -> Preconditioner:
     """Make P from a block Krylov run of `depth` blocks that begins with the probes."""
     space = block_krylov(LinearMap(operator), probes, depth, extend=True)

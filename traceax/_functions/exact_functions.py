@@ -32,7 +32,7 @@ from traceax._core.rule import Algorithm, Outcome, Values, estimate, with_own_jv
 from traceax._core.vectors import Structure, as_result
 from traceax._estimators.call import SMALL, Call
 from traceax._linalg import lapack
-from traceax._linalg.columns import dot, einsum, largest_modulus, times
+from traceax._linalg.columns import Matrix, dot, einsum, largest_modulus, times
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.nodes import (
     Direction,
@@ -187,7 +187,7 @@ def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     return eqx.tree_at(lambda o: o.standard_error, outcome, error)
 
 
-def _eigenvalues(matrix: Inexact[Array, "n n"]) -> Nodes:
+def _eigenvalues(matrix: Matrix) -> Nodes:
     eigen = decompose(matrix)
     weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
     return Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
@@ -283,9 +283,7 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _general_pairs(
-    matrix: Inexact[Array, "n n"], subject: MatrixFunction, direction: Direction
-) -> Values:
+def _general_pairs(matrix: Matrix, subject: MatrixFunction, direction: Direction) -> Values:
     """Return tr(f'(A) dA) for a square A, where dA is the direction."""
     spectrum = with_own_jvp(_spectrum(matrix), refuse_second, subject.linear_map)
     nodes, vectors, inverse = spectrum
@@ -306,7 +304,7 @@ class _Spectrum(NamedTuple):
     inverse: Inexact[Array, "2 n n"]
 
 
-def _spectrum(matrix: Inexact[Array, "n n"]) -> _Spectrum:
+def _spectrum(matrix: Matrix) -> _Spectrum:
     """Decompose A, or A + E and A - E if the eigenvectors of A are too ill-conditioned.
 
     A itself is perturbed by its rounding error, because it may have no basis of

@@ -66,6 +66,9 @@ from traceax._functions.slq import (
     zero_if_positive,
 )
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     dot,
     einsum,
     largest_modulus,
@@ -182,14 +185,11 @@ def function_diagonal(
     if colours > 1:
         return _probed(call, converted, shape)
     bound, node = zero_if_positive(operator), node_for(operator, converted)
-    return call.finish(
-        partial(block_diagonal, depth=shape.depth, meter=call.meter),
-        *call.draw(shape.width),
-        spent=shape.num_matvecs,
-        degrees=max(shape.width - 1, 1),
-        structure=operator.in_structure(),
-        subject=MatrixFunction(LinearMap(operator), converted, bound=bound, node=node),
-    )
+    subject = MatrixFunction(LinearMap(operator), converted, bound=bound, node=node)
+    algorithm = partial(block_diagonal, depth=shape.depth, meter=call.meter)
+    (probes,), space = call.draw(shape.width), operator.in_structure()
+    cost: dict[str, Any] = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
+    return call.finish(algorithm, probes, structure=space, subject=subject, **cost)
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
@@ -247,7 +247,7 @@ def _exact_diagonal(
 
 
 def block_diagonal(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
+    subject: MatrixFunction, probes: Block, *, depth: int, meter: Any = None
 ) -> Outcome:
     """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
     how = {"meter": meter, "extend": subject.node is not None}
@@ -271,9 +271,8 @@ def block_diagonal(
     else:
         totals = jnp.sum(means, axis=1)[:, None]
         share = mixture(totals[..., None])[1][0]
-        quadrature = bracket_error(
-            means, share, rounding=4 * eps * jnp.abs(means[0]), whole=totals
-        )
+        rounding = 4 * eps * jnp.abs(means[0])
+        quadrature = bracket_error(means, share, rounding=rounding, whole=totals)
         other = jnp.where(share < 1, functions[1], 0)
         function = times(share, functions[0]) + times(1 - share, other)
     level = run.level(function)
@@ -347,10 +346,10 @@ class SpacesLeftOut(eqx.Module):
     """
 
     basis: Inexact[Array, "n m"]
-    probes: Inexact[Array, "n k"]
+    probes: Block
     spaces: Complements
 
-    def level(self, f: Inexact[Array, "m m"]) -> Float[Array, ""]:
+    def level(self, f: Inexact[Array, "m m"]) -> Number:
         """Return c, for which c I is nearest to the parts of F that the S_i leave."""
         lengths = jnp.sum(squared_modulus(self.spaces.remainders))
         return jnp.sum(self._forms(f)) / jnp.where(lengths > 0, lengths, 1)
@@ -384,7 +383,7 @@ class SpacesLeftOut(eqx.Module):
         known = jnp.maximum(self._diagonal(f), 0)
         return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(self._forms(f), 0)))
 
-    def _forms(self, f: Inexact[Array, "m m"]) -> Float[Array, " k"]:
+    def _forms(self, f: Inexact[Array, "m m"]) -> OfProbes:
         """Return r_i* F r_i."""
         r = self.spaces.remainders
         return jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T), axis=1).real

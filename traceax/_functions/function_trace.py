@@ -23,13 +23,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 from traceax._core.canonical import compiled
 from traceax._core.checks import check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
-from traceax._core.operator import (
-    LinearMap,
-    Operator,
-    gram,
-    stores_matrix,
-    working_dtype,
-)
+from traceax._core.operator import LinearMap, Operator, gram, stores_matrix, working_dtype
 from traceax._core.rule import with_own_jvp
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._functions.equations import Shift, whitened
@@ -55,7 +49,8 @@ from traceax._functions.slq import (
     zero_if_positive,
 )
 from traceax._linalg import lapack
-from traceax._linalg.columns import dot, largest_modulus, over, times
+from traceax._linalg.columns import Matrix, Number, dot, largest_modulus, over, times
+from traceax._linalg.conjugate_gradients import Sides
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.samplers import SamplerLike, rademacher, sphere
@@ -188,14 +183,11 @@ def block_trace(
     coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
     if coloured is not None:
         return quadratures(call.using(coloured), subject, structure, shape)
-    return call.using(sphere).finish(
-        partial(block_quadrature, depth=shape.depth, meter=call.meter),
-        *call.using(sphere).draw(shape.width),
-        spent=shape.num_matvecs,
-        degrees=shared_degrees_of_freedom(shape.width),
-        structure=structure,
-        subject=subject,
-    )
+    call, degrees = call.using(sphere), shared_degrees_of_freedom(shape.width)
+    algorithm = partial(block_quadrature, depth=shape.depth, meter=call.meter)
+    (probes,) = call.draw(shape.width)
+    cost = {"spent": shape.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
 
 
 def logdet(
@@ -291,26 +283,21 @@ def logdet(
 def _log_determinants(
     shift: Float[Array, "*shifts"], array: Inexact[Array, " *entries"]
 ) -> tuple[Float[Array, "*shifts"], Float[Array, "*shifts"]]:
-    """Return the log-determinants for all shifts, and their errors."""
-    return jnp.vectorize(partial(_log_determinant, array))(shift)
+    """Return log det of a diagonal or a matrix plus shift I, for all shifts, and errors."""
+
+    def of_one(shift: Number) -> tuple[Number, Number]:
+        if array.ndim == 1:
+            return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
+        return factorised(array, shift)[1:]
+
+    return jnp.vectorize(of_one)(shift)
 
 
 def _logs(shift: Float[Array, "*shifts"], matrix: Array) -> Float[Array, "*shifts"]:
     return _log_determinants(shift, matrix)[0]
 
 
-def _log_determinant(
-    array: Inexact[Array, " *entries"], shift: Float[Array, ""]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return log det of a diagonal or a matrix plus shift I, and the error of this."""
-    if array.ndim == 1:
-        return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
-    return factorised(array, shift)[1:]
-
-
-def factorised(
-    matrix: Inexact[Array, "n n"], shift: Float[Array, ""]
-) -> tuple[Partial, Float[Array, ""], Float[Array, ""]]:
+def factorised(matrix: Matrix, shift: Number) -> tuple[Partial, Number, Number]:
     """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and its error.
 
     The error of the log-determinant is infinite if B is singular to rounding, else zero. If
@@ -328,16 +315,11 @@ def factorised(
     logs = jnp.where(is_singular, -jnp.inf, logs)
     error = jnp.where(_is_singular(held, factor), jnp.inf, 0).astype(logs.dtype)
     inverse = Partial(solved, factor, y=identity)
-    return (
-        Partial(solved, factor, shifted),
-        with_own_jvp(logs, _along, shifted, inverse),
-        error,
-    )
+    logs = with_own_jvp(logs, _along, shifted, inverse)
+    return Partial(solved, factor, shifted), logs, error
 
 
-def solved(
-    factor: Inexact[Array, "n n"], matrix: Inexact[Array, "n n"], y: Inexact[Array, "n t"]
-) -> Inexact[Array, "n t"]:
+def solved(factor: Matrix, matrix: Matrix, y: Sides) -> Sides:
     """Return B^{-1} y, differentiable in B and y to any order.
 
     `factor` is the Cholesky factor of B, which is `matrix`.
@@ -352,14 +334,12 @@ def solved(
     return jax.lax.custom_linear_solve(lambda v: dot(matrix, v), y, solve, transposed)
 
 
-def _along(matrix: Inexact[Array, "n n"], inverse: Inexact[Array, "n n"]) -> Array:
+def _along(matrix: Matrix, inverse: Matrix) -> Array:
     """Return tr(B^{-1} matrix). If B^{-1} is held, its derivative is d log det B."""
     return jnp.sum(inverse.conj() * matrix).real
 
 
-def _is_singular(
-    matrix: Inexact[Array, "n n"], factor: Inexact[Array, "n n"]
-) -> Bool[Array, ""]:
+def _is_singular(matrix: Matrix, factor: Matrix) -> Bool[Array, ""]:
     """Return whether B is singular to rounding, by two steps of inverse iteration.
 
     The first step is from a vector without a pattern, which is unlikely to be orthogonal to
@@ -590,22 +570,15 @@ def arnoldi_trace(
         budgets = num_matvecs, num_probes, num_steps
         return _coloured_trace(call, subject, structure, budgets, real=is_real)
     call = call.using(rademacher)
-    algorithm = partial(
-        block_arnoldi,
-        depth=shape.depth,
-        resphered=call.resphere or call.sampler is rademacher,
-        real=is_real,
-    )
-    return call.finish(
-        algorithm,
-        *call.draw(shape.width),
-        spent=shape.num_matvecs,
-        # These samples are less skewed than samples of plain quadrature, of which only a
-        # third count.
-        degrees=shared_degrees_of_freedom(shape.width),
-        structure=structure,
-        subject=subject,
-    )
+    resphered = call.resphere or call.sampler is rademacher
+    how = {"resphered": resphered, "real": is_real}
+    algorithm = partial(block_arnoldi, depth=shape.depth, **how)
+    (probes,) = call.draw(shape.width)
+    # These samples are less skewed than samples of plain quadrature, of which only a third
+    # count.
+    degrees = shared_degrees_of_freedom(shape.width)
+    cost = {"spent": shape.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
 
 
 # So many colours have a second probe, for the error bar of a single repeat.

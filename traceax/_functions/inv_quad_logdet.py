@@ -47,8 +47,17 @@ from traceax._functions.exact_functions import (
 )
 from traceax._functions.function_trace import factorised
 from traceax._functions.slq import node_for
-from traceax._linalg.columns import column_dots, column_norms_squared, column_scales, over
+from traceax._linalg.columns import (
+    Block,
+    Matrix,
+    Number,
+    column_dots,
+    column_norms_squared,
+    column_scales,
+    over,
+)
 from traceax._linalg.conjugate_gradients import (
+    Sides,
     Solve,
     conjugate_gradients,
     galerkin,
@@ -204,8 +213,8 @@ def inv_quad_logdet(
 
 
 def _exact_solve(
-    array: Inexact[Array, " *entries"], shift: Float[Array, ""], y: Inexact[Array, "n t"]
-) -> tuple[Inexact[Array, "n t"], Float[Array, " 2"], Float[Array, ""]]:
+    array: Inexact[Array, " *entries"], shift: Number, y: Sides
+) -> tuple[Sides, Float[Array, " 2"], Number]:
     """Return the solution, the quadratic form and the log-determinant, and their error.
 
     `array` is the matrix A, or its diagonal if it has no other entries.
@@ -222,19 +231,13 @@ def _exact_solve(
     return solution, jnp.stack([form, logs]), error
 
 
-def _exact_values(
-    shift: Float[Array, ""], y: Inexact[Array, "n t"], matrix: Inexact[Array, "n n"]
-) -> Float[Array, " 2"]:
+def _exact_values(shift: Number, y: Sides, matrix: Matrix) -> Float[Array, " 2"]:
     return _exact_solve(matrix, shift, y)[1]
 
 
 def _estimated(
-    call: Call,
-    subject: Likelihood,
-    rtol: float,
-    rest: Float[Array, ""],
-    start: Inexact[Array, "n t"] | None,
-) -> tuple[Estimate, Estimate, Inexact[Array, "n t"]]:
+    call: Call, subject: Likelihood, rtol: float, rest: Number, start: Sides | None
+) -> tuple[Estimate, Estimate, Sides]:
     """Return estimates of the quadratic form and the log-determinant, and the solution.
 
     `rest` is added to the log-determinant: it is log det D if the operator was scaled by
@@ -245,14 +248,8 @@ def _estimated(
     kept = t if 4 * t <= shape.width else 0
     width = shape.width - kept
     (probes,) = call.using(sphere).draw(width)
-    algorithm = partial(
-        likelihood,
-        shape=shape,
-        kept=kept,
-        meter=call.meter,
-        rtol=rtol,
-        max_steps=10 * call.num_matvecs,
-    )
+    how = {"rtol": rtol, "max_steps": 10 * call.num_matvecs}
+    algorithm = partial(likelihood, shape=shape, kept=kept, meter=call.meter, **how)
     outcome = run(algorithm, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
@@ -273,10 +270,10 @@ class Likelihood(eqx.Module):
     """
 
     function: MatrixFunction
-    vectors: Inexact[Array, "n t"]
-    shift: Float[Array, ""]
+    vectors: Sides
+    shift: Number
 
-    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+    def __call__(self, block: Block) -> Block:
         """Return B block."""
         return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
 
@@ -287,16 +284,16 @@ class Report(eqx.Module):
     solve: Solve
     num_steps: Int[Array, ""]
 
-    def __call__(self, subject: Likelihood) -> Inexact[Array, "n t"]:
+    def __call__(self, subject: Likelihood) -> Sides:
         return self.solve(subject, subject.vectors)
 
-    def solution(self, subject: Likelihood) -> Inexact[Array, "n t"]:
+    def solution(self, subject: Likelihood) -> Sides:
         return with_own_jvp(self.solve.solution, self, subject)
 
 
 def likelihood(
     subject: Likelihood,
-    probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n t"] | None],
+    probes: tuple[Block, Sides | None],
     *,
     shape: Shape,
     kept: int,
@@ -334,10 +331,8 @@ def likelihood(
     forms = column_dots(solution, y + residual).real
     bounds = rest.inverse_norm * column_dots(residual, inverse(residual)).real
     scales = column_scales(solution)
-    lengths = column_norms_squared(over(solution, scales[None, :])) * column_norms_squared(
-        y
-    )
-    lengths = scales * jnp.sqrt(lengths)
+    lengths = column_norms_squared(over(solution, scales[None, :]))
+    lengths = scales * jnp.sqrt(lengths * column_norms_squared(y))
     rounding = 4 * float(jnp.finfo(forms.dtype).eps) * lengths
     noise = jnp.hypot(rounding, 4 * known.form_noise(solution))
     errors = jnp.maximum(bounds, 0) + noise
@@ -365,7 +360,7 @@ def _read_both(traces: Readout, report: Report, subject: Likelihood) -> Float[Ar
     return jnp.append(traces(subject.function), form)
 
 
-def _form(subject: Likelihood, solution: Inexact[Array, "n t"]) -> Float[Array, ""]:
+def _form(subject: Likelihood, solution: Sides) -> Number:
     """Return 2 Re y* u - u* B u, where u is the solution."""
     dots = column_dots(solution, 2 * subject.vectors - subject(solution))
     return jnp.sum(dots.real)

@@ -27,10 +27,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact, UInt32
+from jaxtyping import Array, Inexact, UInt32
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     Square,
     column_norms_squared,
     diagonal_of,
@@ -53,13 +56,13 @@ class Basis(NamedTuple):
     `inverse` is factor^{-*}.
     """
 
-    columns: Inexact[Array, "n k"]
+    columns: Block
     factor: Square
     inverse: Square
-    scale: Float[Array, ""]
+    scale: Number
 
 
-def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
+def orthonormalise(block: Block) -> Basis:
     """Return a basis that is orthonormal whatever the rank is, and never divide by zero.
 
     Singular values below rounding are raised to it. This perturbs the block at the level of
@@ -70,22 +73,22 @@ def orthonormalise(block: Inexact[Array, "n k"]) -> Basis:
     return Basis(*_decompose(block, _floor(block)), scale)
 
 
-def _floor(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
+def _floor(block: Block) -> Number:
     """Return the level of rounding of a block's singular values."""
     return jnp.finfo(block.dtype).eps * jnp.maximum(jnp.linalg.norm(block), 1)
 
 
-Decomposition = tuple[Inexact[Array, "n k"], Square, Square]
+Decomposition = tuple[Block, Square, Square]
 
 
-def _decompose(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Decomposition:
+def _decompose(block: Block, floor: Number) -> Decomposition:
     """Return `columns`, `factor` and `inverse` of a basis."""
     n, k = block.shape
     is_small = n <= FEW_ROWS and n * k <= FEW_ENTRIES
     return (_by_qr if is_small or n < TALL * k else _by_random_signs)(block, floor)
 
 
-def _by_qr(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Decomposition:
+def _by_qr(block: Block, floor: Number) -> Decomposition:
     """Decompose by LAPACK's QR decomposition.
 
     A diagonal entry below the floor is replaced by the floor itself, which is real, because
@@ -97,9 +100,7 @@ def _by_qr(block: Inexact[Array, "n k"], floor: Float[Array, ""]) -> Decompositi
     return columns, triangle, _inverse(triangle.conj().T)
 
 
-def _by_random_signs(
-    block: Inexact[Array, "n k"], floor: Float[Array, ""]
-) -> Decomposition:
+def _by_random_signs(block: Block, floor: Number) -> Decomposition:
     """Decompose by randomised Cholesky QR, (1) to (3) of the module docstring."""
     n, k = block.shape
     sizes, right = approximate_svd(block)
@@ -114,7 +115,7 @@ def _by_random_signs(
     return dot(tall, turn.conj().T), factor, dot(turn, over(right, raised[:, None]))
 
 
-def approximate_svd(block: Inexact[Array, "n k"]) -> tuple[Float[Array, " k"], Square]:
+def approximate_svd(block: Block) -> tuple[OfProbes, Square]:
     """Return D and W* for which the columns of Y W D^{-1} are nearly orthonormal.
 
     D falls. A tall block Y is replaced by its sketch S Y, as in (1); the singular value
@@ -145,7 +146,7 @@ def square_roots(gram: Square) -> tuple[Square, Square]:
     return 16 * y, z / 16
 
 
-def hashed_signs(n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "n k"]:
+def hashed_signs(n: int, k: int, dtype: jnp.dtype) -> Block:
     """Return signs: the highest bit of a hash of the row times a hash of the column."""
     products = _hash(jnp.arange(n))[:, None] * _hash(-1 - np.arange(k))[None, :]
     return 1 - 2 * (products >> 31).astype(dtype)
@@ -160,8 +161,8 @@ def _hash(index: Any) -> UInt32[Any, "..."]:
 
 
 def pivoted_qr(
-    block: Inexact[Array, "p k"], most: Float[Array, ""]
-) -> tuple[Inexact[Array, "p p"], Float[Array, ""]]:
+    block: Inexact[Array, "p k"], most: Number
+) -> tuple[Inexact[Array, "p p"], Number]:
     """Return the unitary matrix of a QR decomposition with column pivoting, and how many of
     its columns, but no more than `most`, span the block up to columns of length 1.
 
@@ -189,19 +190,14 @@ def pivoted_qr(
         scaled = jnp.where(goes_on, over(column, scale), 0)
         rows = rows - dot(rows, scaled.conj())[:, None] * column[None, :]
         turn = turn - dot(turn, column)[:, None] * scaled.conj()[None, :]
-        return (
-            jnp.where(is_next[None, :], 0, rows),
-            turn,
-            jnp.where(goes_on, taken + 1, taken),
-        )
+        taken = jnp.where(goes_on, taken + 1, taken)
+        return jnp.where(is_next[None, :], 0, rows), turn, taken
 
     start = block.T, jnp.eye(p, dtype=block.dtype), jnp.zeros_like(most)
     return jax.lax.fori_loop(0, k, step, start)[1:]
 
 
-def extend(
-    basis: Basis, block: Inexact[Array, "n j"], noise: Inexact[Array, "n j"]
-) -> Basis:
+def extend(basis: Basis, block: Block, noise: Block) -> Basis:
     """Return the basis of a block to which more columns are appended; its own columns stay.
 
     If a new column is already in the range, its projection off the range is rounding, which
@@ -260,7 +256,7 @@ class Downdate(NamedTuple):
     """
 
     directions: Square
-    distances: Float[Array, " k"]
+    distances: OfProbes
 
 
 def downdate(basis: Basis) -> Downdate:

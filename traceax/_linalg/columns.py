@@ -20,7 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact
 
+Number = Float[Array, ""]
+Block = Inexact[Array, "n k"]  # of vectors, which are its columns
+OfProbes = Float[Array, " k"]  # a number for each column
 Square = Inexact[Array, "k k"]
+Matrix = Inexact[Array, "n n"]
 
 
 def promoted(*arrays: Array) -> tuple[Array, ...]:
@@ -102,27 +106,27 @@ def _folded(
     return reduce(fold, jax.lax.split(jnp.pad(x, missing), (length,) * parts, axis=axis))
 
 
-def column_dots(a: Inexact[Array, "n k"], b: Inexact[Array, "n k"]) -> Inexact[Array, " k"]:
+def column_dots(a: Block, b: Block) -> Inexact[Array, " k"]:
     """Return <a_j, b_j> = a_j* b_j for every column j."""
     return summed(a.conj() * b, axis=0)
 
 
-def column_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+def column_norms_squared(a: Block) -> OfProbes:
     """Return |a_j|^2 for every column j."""
     return column_dots(a, a).real
 
 
-def row_dots(a: Inexact[Array, "n k"], b: Inexact[Array, "n k"]) -> Inexact[Array, " n"]:
+def row_dots(a: Block, b: Block) -> Inexact[Array, " n"]:
     """Return the diagonal of a b*: the sum of a_j o conj(b_j) over columns j."""
     return summed(a * b.conj(), axis=1)
 
 
-def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
+def row_norms_squared(a: Block) -> Float[Array, " n"]:
     """Return the squared norm of every row."""
     return row_dots(a, a).real
 
 
-def frobenius_norm(matrix: Inexact[Array, "n k"]) -> Float[Array, ""]:
+def frobenius_norm(matrix: Block) -> Number:
     """Return the root of the sum of all squares, which must not overflow."""
     return jnp.sqrt(summed(row_norms_squared(matrix)))
 
@@ -146,7 +150,7 @@ def trace_of(matrix: Square) -> Inexact[Array, ""]:
     return summed(diagonal_of(matrix))
 
 
-def largest_modulus(block: Inexact[Array, "..."]) -> Float[Array, ""]:
+def largest_modulus(block: Inexact[Array, "..."]) -> Number:
     """Return the largest modulus in a block, or the least normal number if that is larger.
 
     So the block may be divided by the result, even if it is zero.
@@ -164,7 +168,7 @@ def largest_of_rows(x: Inexact[Array, "*values m"]) -> Float[Array, "*values"]:
     return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
 
 
-def column_scales(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+def column_scales(block: Block) -> OfProbes:
     """Return the largest modulus in each column, or 1 for a zero column.
 
     So each column may be divided by its scale.
@@ -190,7 +194,7 @@ class Moments(eqx.Module):
     squares: Float[Array, " n"]
     weight: Float[Array, " n"]
     weight_squares: Float[Array, " n"]
-    scale: Float[Array, ""]
+    scale: Number
 
     def value(self) -> Inexact[Array, " n"]:
         """Return the estimate v, divided by `scale`; zero if no sample has a weight."""
@@ -212,7 +216,7 @@ class Moments(eqx.Module):
         mixed = self.mixed + times(moved, self.weight_squares)
         return replace(self, mixed=mixed, squares=jnp.maximum(squares, 0))
 
-    def _in_units_of(self, scale: Float[Array, ""]) -> Moments:
+    def _in_units_of(self, scale: Number) -> Moments:
         factor = self.scale / scale
         linear = (self.numerator, self.size, self.mixed)
         numerator, size, mixed = (times(x, factor) for x in linear)

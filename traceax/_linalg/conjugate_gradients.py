@@ -47,6 +47,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
+    Number,
     adjoint_dot_columns,
     column_dots,
     column_norms_squared,
@@ -58,7 +59,7 @@ from traceax._linalg.columns import (
     squared_modulus,
     times,
 )
-from traceax._linalg.krylov import BlockKrylov, Matvecs
+from traceax._linalg.krylov import BlockKrylov, Matvecs, OnSpace
 
 Sides = Inexact[Array, "n t"]
 BySide = Float[Array, " t"]
@@ -75,8 +76,8 @@ class Preconditioner(eqx.Module):
     basis: Inexact[Array, "n s"]
     vectors: Inexact[Array, "s s"]
     values: Float[Array, " s"]
-    nu: Float[Array, ""]
-    largest: Float[Array, ""]
+    nu: Number
+    largest: Number
 
     def __call__(self, block: Sides) -> Sides:
         """Return P^{-1} block."""
@@ -99,8 +100,8 @@ class Projection(eqx.Module):
     tall: Inexact[Array, "s r"]
     theta: Float[Array, " r"]
     vectors: Inexact[Array, "r r"]
-    shift: Float[Array, ""]
-    scale: Float[Array, ""]
+    shift: Number
+    scale: Number
 
     def inside(self, block: Sides) -> Inexact[Array, "r t"]:
         """Return the coordinates of a block in the eigenvectors of T."""
@@ -113,7 +114,7 @@ class Projection(eqx.Module):
         return dot_columns(self.tall, block) + times(shift, padded)
 
     @property
-    def rounding(self) -> Float[Array, ""]:
+    def rounding(self) -> Number:
         """The distance by which rounding may have moved an eigenvalue of T + shift I."""
         theta = self.theta
         largest = jnp.maximum(-theta[0], theta[-1]) + jnp.abs(self.shift)
@@ -137,10 +138,7 @@ class Projection(eqx.Module):
 
 
 def projected(
-    space: BlockKrylov,
-    shift: Float[Array, ""],
-    theta: Float[Array, " r"],
-    vectors: Inexact[Array, "r r"],
+    space: BlockKrylov, shift: Number, theta: Float[Array, " r"], vectors: OnSpace
 ) -> Projection:
     """Project A + shift I on a Krylov space that has its next block, given the eigenvalues
     and eigenvectors of T."""
@@ -235,7 +233,7 @@ def conjugate_gradients(
     residual: Sides,
     energy: BySide | float = 0.0,
     *,
-    rtol: Float[Array, ""] | float,
+    rtol: Number | float,
     max_steps: int,
 ) -> Iterate:
     """Solve B x = residual, from x = 0.
@@ -299,7 +297,7 @@ class Solve(eqx.Module):
 
     solution: Sides
     precondition: Preconditioner
-    rtol: Float[Array, ""]
+    rtol: Number
     max_steps: int = eqx.field(static=True)
 
     def __call__(self, apply: Matvecs, y: Sides) -> Sides:

@@ -58,13 +58,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._linalg import lapack
-from traceax._linalg.basis import (
-    approximate_svd,
-    hashed_signs,
-    pivoted_qr,
-    square_roots,
-)
+from traceax._linalg.basis import approximate_svd, hashed_signs, pivoted_qr, square_roots
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     column_norms_squared,
     dot,
     largest_modulus,
@@ -90,10 +88,9 @@ ASYMMETRY = 0.1
 TWINS, CHANGE, DIFFERENCE = 2, 0.02, 0.05
 
 # A linear map of blocks, which takes one matvec for each column.
-Matvecs = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
+Matvecs = Callable[[Block], Block]
 
 Panel = Inexact[Array, "n b"]
-Number = Float[Array, ""]
 OnSpace = Inexact[Array, "r r"]
 Filled = Bool[Array, " r"]
 
@@ -355,16 +352,10 @@ def block_krylov(
         # The first step writes this into the last columns, which a later one overwrites.
         projection = _updated(projection, factor, (here, before))
         args = projection, residual.scale, shown, basis, new, here
-        if extend:
-            state = jax.lax.cond(
-                here < rank,
-                orthogonalised,
-                lambda p, s, shown, *_: (p, residual, shown),
-                *args,
-            )
-        else:
-            state = orthogonalised(*args)
-        return (basis, *state), None
+        if not extend:
+            return (basis, *orthogonalised(*args)), None
+        kept = lambda p, s, shown, *_: (p, residual, shown)  # noqa: E731
+        return (basis, *jax.lax.cond(here < rank, orthogonalised, kept, *args)), None
 
     size = rank + width if extend else rank
     lengths = jnp.sqrt(column_norms_squared(block))
@@ -373,9 +364,8 @@ def block_krylov(
     basis, projection = (jnp.zeros(s, block.dtype) for s in ((n, size), (size, rank)))
     here = np.arange(0, size, width)
     places = jnp.asarray(np.stack([here, (here - width) % rank], axis=1))
-    (basis, projection, _, shown), _ = jax.lax.scan(
-        step, (basis, projection, start, shown), places
-    )
+    state = basis, projection, start, shown
+    (basis, projection, _, shown), _ = jax.lax.scan(step, state, places)
     if meter is not None:
         meter.close(shown)
     square, asymmetry = projection[:rank], None
@@ -466,10 +456,7 @@ def plain_frame(projection: OnSpace, asymmetry: Number | float = 0.0) -> Frame:
 
 
 def eigenframe(
-    projection: OnSpace,
-    asymmetry: Number,
-    filled: Filled,
-    bound: Number | None = None,
+    projection: OnSpace, asymmetry: Number, filled: Filled, bound: Number | None = None
 ) -> Frame:
     """Return eigenvectors in single precision, the coordinates of Z in double.
 
@@ -512,7 +499,7 @@ class Complements(NamedTuple):
 
     vectors: Inexact[Array, "k r p"]
     remainders: Inexact[Array, "k r"]
-    dimensions: Float[Array, " k"]
+    dimensions: OfProbes
     inside: Filled
 
     def resphered(self) -> Complements:

@@ -28,6 +28,8 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
+    Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     diagonal_of,
@@ -61,9 +63,9 @@ class Fit(NamedTuple):
     gram: Core
     vectors: Inexact[Array, "k m 2"]
     residuals: Inexact[Array, "m k"]
-    squares: Float[Array, " k"]
-    shift: Float[Array, ""]
-    noise: Float[Array, ""]
+    squares: OfProbes
+    shift: Number
+    noise: Number
 
     @property
     def columns(self) -> Inexact[Array, "m twice"]:
@@ -71,19 +73,19 @@ class Fit(NamedTuple):
         return jnp.moveaxis(self.vectors, 0, 1).reshape(len(self.gram), -1)
 
     @property
-    def traces(self) -> Float[Array, " k"]:
+    def traces(self) -> OfProbes:
         """The traces tr A<S_-j>, by (1)."""
         removed = column_dots(self.columns, dot(self.gram, self.columns)).real
         return trace_of(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
 
     @property
-    def remainders(self) -> Float[Array, " k"]:
+    def remainders(self) -> OfProbes:
         """The remainders w_j* (A - A<S_-j>) w_j, by (2)."""
         return self.squares - self.shift
 
 
 def fit_to_core(
-    test: Tall, images: Tall, directions: Inexact[Array, "a a"], noise: Float[Array, ""]
+    test: Tall, images: Tall, directions: Inexact[Array, "a a"], noise: Number
 ) -> Fit:
     """Make the approximation from S and A S. The shift is at least `noise`.
 
@@ -116,7 +118,7 @@ def fit(
     vectors: Core,
     images: Tall,
     directions: Inexact[Array, "a a"],
-    shift: Float[Array, ""],
+    shift: Number,
     skew: Core | None = None,
 ) -> Fit:
     """Make the approximation from the eigenvalues and eigenvectors of the core.

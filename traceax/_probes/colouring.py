@@ -379,19 +379,17 @@ def colour_pattern(name: str, pattern: Any, power: int, num_colours: Any) -> Col
     if num_colours is None:
         return _of_power(edges, power)
     cure = "Pass as many as there are matvecs to spend."
-    num_colours = check_count(
-        name, "num_colours", num_colours, 1, "one for all dimensions", cure
-    )
-    found = best_colouring(edges, power, num_colours)
+    most = check_count(name, "num_colours", num_colours, 1, "one for all dimensions", cure)
+    found = best_colouring(edges, power, most)
     if found is not None:
         return found
     needed = _clique(graph(edges), power)
-    if needed <= num_colours or edges.shape[0] <= _MANY:
+    if needed <= most or edges.shape[0] <= _MANY:
         needed = int(_of_power(edges, power).colours.max()) + 1
     must = f"be at least {needed}, the fewest found for a colouring that keeps {power} "
     must += "step apart" if power == 1 else "steps apart"
     cure = "Raise it, or lower the power." if power > 1 else "Raise it."
-    raise invalid(ValueError, name, "num_colours", must, num_colours, cure)
+    raise invalid(ValueError, name, "num_colours", must, most, cure)
 
 
 @memo

@@ -39,6 +39,7 @@ from traceax._core.checks import invalid
 from traceax._core.operator import Operator, working_dtype
 from traceax._core.sparse import Pattern, own_pattern
 from traceax._core.vectors import Structure, as_columns
+from traceax._linalg.columns import Block
 from traceax._probes.colouring import best_colouring, places, undirected
 from traceax._probes.probing import Probing, probing_of
 from traceax._probes.samplers import Sampler, hadamard, rademacher, sphere
@@ -128,7 +129,7 @@ def for_pattern(
 
 def draw(
     name: str, sampler: Sampler, key: PRNGKeyArray, operator: Operator, num_probes: int
-) -> Inexact[Array, "n k"]:
+) -> Block:
     """Draw probes for an operator, check them, and return them as columns of a block.
 
     They are constants for derivatives.
@@ -145,7 +146,7 @@ def _columns(
     structure: Structure,
     num_probes: int,
     dtype: jnp.dtype,
-) -> Inexact[Array, "n k"]:
+) -> Block:
     """Draw probes, and check that they have the operator's input structure."""
     probes = sampler(key, structure, num_probes)
 
@@ -175,7 +176,7 @@ class Draws(eqx.Module):
 
     def __call__(
         self, keys: Key[Array, " samples"] | UInt32[Array, "samples words"]
-    ) -> Inexact[Array, "n k"]:
+    ) -> Block:
         space = lx.IdentityLinearOperator(self.structure)
 
         def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:

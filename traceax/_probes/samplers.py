@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_callable, check_count, check_key, invalid
+from traceax._core.checks import are_arrays, check_callable, check_count, check_key, invalid
 from traceax._core.vectors import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
@@ -37,6 +38,7 @@ SamplerLike = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..
 LARGE = 2**20  # from so many numbers on, each device draws its own part of a block
 
 
+@dataclass(eq=False)
 class Sampler:
     """A function that draws probes, with the properties that estimators use.
 
@@ -80,27 +82,19 @@ class Sampler:
     **See also**: `probing`, and `check_sampler` in `traceax.testing`.
     """
 
-    __name__: str
+    draw: SamplerLike
+    _: KW_ONLY
+    rotation_invariant: bool = False
+    independent: bool = False
+    group: int = 1
+    population: Callable[[int], int] | None = None
     is_plain = False  # True for a user's own function, about which nothing is known
 
-    def __init__(
-        self,
-        draw: SamplerLike,
-        *,
-        rotation_invariant: bool = False,
-        independent: bool = False,
-        group: int = 1,
-        population: Callable[[int], int] | None = None,
-    ) -> None:
-        _check_draw("Sampler", "draw", draw)
+    def __post_init__(self) -> None:
+        _check_draw("Sampler", "draw", self.draw)
         # `help` then shows a sampler as the function, and as its name if it is a default.
-        functools.update_wrapper(self, draw)
-        self.__name__ = getattr(draw, "__name__", type(draw).__name__)
-        self.draw = draw
-        self.rotation_invariant = rotation_invariant
-        self.independent = independent
-        self.group = group
-        self.population = population
+        functools.update_wrapper(self, self.draw, updated=())
+        self.__name__ = getattr(self.draw, "__name__", type(self.draw).__name__)
 
     def __call__(
         self, key: PRNGKeyArray, structure: Structure, num_probes: int
@@ -147,14 +141,9 @@ def as_sampler(name: str, sampler: Any) -> Sampler:
         if not sampler.args and not sampler.keywords:
             return inner
         plain = inner.is_plain
-        draw = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
-        made = Sampler(
-            draw,
-            rotation_invariant=inner.rotation_invariant,
-            independent=inner.independent,
-            group=inner.group,
-            population=inner.population,
-        )
+        kept: dict[str, Any] = {f.name: getattr(inner, f.name) for f in fields(Sampler)}
+        kept["draw"] = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
+        made = Sampler(**kept)
     else:
         _check_draw(name, "sampler", sampler)
         made, plain = Sampler(sampler), True
@@ -173,9 +162,7 @@ def space(name: str, structure: Structure) -> tuple[int, jnp.dtype]:
     They are split into leaves after the draw, so that a probe does not depend on how the
     space is split.
     """
-    leaves = jax.tree.leaves(structure)
-    kinds = [getattr(leaf, "dtype", None) for leaf in leaves]
-    if not leaves or not all(k and jnp.issubdtype(k, jnp.inexact) for k in kinds):
+    if not are_arrays(structure, "real or complex numbers"):
         must = "be a pytree of jax.ShapeDtypeStruct of real or complex dtypes"
         cure = "Pass operator.in_structure(), or jax.ShapeDtypeStruct((n,), float)."
         raise invalid(TypeError, name, "structure", must, repr(structure), cure)
@@ -409,9 +396,7 @@ def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Arra
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
 
 
-def _rows(
-    draw: Callable[..., Array], key: PRNGKeyArray, k: int, n: int, dtype: Any
-) -> Array:
+def _rows(draw: Callable, key: PRNGKeyArray, k: int, n: int, dtype: Any) -> Array:
     """Draw k rows of n numbers.
 
     Small blocks are drawn as one long vector, which has the same numbers and compiles

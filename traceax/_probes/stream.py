@@ -20,13 +20,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Float, Inexact, Int, Shaped
 
-from traceax._core.checks import check_batch_size, check_samples, invalid
-from traceax._core.operator import Operator
+from traceax._core.checks import check_samples, invalid
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
-from traceax._probes.draw import Draws, draw
 from traceax._probes.probing import DEGREES
 from traceax._probes.samplers import Sampler
 
@@ -132,9 +130,8 @@ class Stream(eqx.Module):
 
     def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
         """Return `fn` of all batches, joined along the last axis, which is for probes."""
-        return self.shown(meter)._scan(lambda _, columns: (None, fn(columns)), None, meter)[
-            1
-        ]
+        each = lambda _, columns: (None, fn(columns))  # noqa: E731
+        return self.shown(meter)._scan(each, None, meter)[1]
 
     def reduce(
         self,
@@ -248,26 +245,3 @@ def design_of(name: str, n: int, num_matvecs: int, sampler: Sampler) -> Sampling
     if sampler.population is not None:  # This is the finite-population correction.
         correction = (1 - num_probes / sampler.population(n)) ** 0.5
     return SamplingDesign(num_samples, num_probes, correction)
-
-
-def stream(
-    name: str,
-    operator: Operator,
-    key: PRNGKeyArray,
-    num_probes: int,
-    sampler: Sampler,
-    batch_size: int | None,
-) -> Stream:
-    """Draw all probes at once, or draw each batch when it is needed.
-
-    The second way needs a `batch_size`, and a sampler of independent samples.
-    """
-    group = sampler.group
-    check_batch_size(name, batch_size, group)
-    count = num_probes // group
-    batch = count if batch_size is None else batch_size // group
-    if batch < count and sampler.independent:
-        samples = Draws(name, sampler, operator.in_structure())
-        return Stream(jax.random.split(key, count), samples, count, group, batch)
-    block = draw(name, sampler, key, operator, num_probes)
-    return Stream(block, None, count, group, batch)

@@ -70,7 +70,6 @@ from traceax._linalg.columns import (
 )
 from traceax._linalg.krylov import Complements, block_krylov, truncated
 from traceax._quadrature.block_quadrature import (
-    Shape,
     both_sides,
     forms_on_complements,
     levels_and_complements,
