@@ -1,6 +1,6 @@
 """Intervals of everything that takes a pattern, half of the time the wrong one.
 
-`python -m tests.benchmarks.patterns [--keys 128] [--functions trace logdet ...] [--double]`,
+`python -m tests.benchmarks.patterns [--keys 128] [--functions trace ...] [--double]`,
 from the root of the repository.
 
 Six graphs of 200 dimensions, twelve operators on each. The pattern is the graph of the
@@ -111,7 +111,7 @@ def _root(matrix: Dense) -> float:
 
 
 def functions(pattern: Dense) -> dict[str, Case]:
-    """Of each function, a call, its truth, and whether the operator is positive definite."""
+    """Of each function: a call, its truth, whether operators are positive definite."""
     rows, columns = np.nonzero(pattern)
     sampler = tx.probing(pattern, num_colours=BUDGET - 1)
     return {
