@@ -93,7 +93,13 @@ from traceax._quadrature.nodes import (
     weights_with_node,
     with_node,
 )
-from traceax._quadrature.scalar import MatrixFunction, Traces, traces_outcome
+from traceax._quadrature.scalar import (
+    Flat,
+    MatrixFunction,
+    Slope,
+    Traces,
+    traces_outcome,
+)
 
 
 class Shape(NamedTuple):
@@ -242,6 +248,10 @@ def spectrum_of(
     # moves all nodes at its level one way, by a part of its size.
     bends = jnp.where(jnp.isfinite(down), jnp.abs(up + down) / 2, 2 * jnp.abs(up))
     bends = jnp.where(jnp.isfinite(bends), bends, 0) + slopes * step / 4
+    if subject.bound is not None:
+        reach = eps * largest[0, 0]
+        is_near = (jnp.abs(first - edge) <= reach)[:, None]
+        bends = bends + jnp.where(is_near, bend_at_edge(fn, edge, reach)[None], 0)
     spans = jnp.abs(deeper) / jnp.where(step > 0, step, 1)
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
@@ -251,6 +261,21 @@ def spectrum_of(
     if subject.node is None:
         return spectrum
     return _with_radau(spectrum, space, subject, jnp.maximum(grain, own * largest))
+
+
+def bend_at_edge(
+    fn: Flat, edge: Float[Array, ""], reach: Float[Array, ""]
+) -> Float[Array, " p"]:
+    """Return how far f bends away from its tangent within `reach` of the edge.
+
+    The noise that T - T* shows lacks the errors that both halves of T share, which are
+    several times larger if A = B* B. They move the zeros of A by up to `reach`, which is
+    eps times the largest eigenvalue. Over such a distance a smooth f follows its tangent,
+    for which the noise that was measured is enough. A root does not: half of its rise is
+    bend. It counts in full, because all zeros move one way."""
+    top = edge + reach
+    bend = jnp.abs(fn(top) - fn(edge) - times(reach, Slope(fn)(top)))
+    return jnp.where(jnp.isfinite(bend), bend, 0)
 
 
 def _with_radau(
