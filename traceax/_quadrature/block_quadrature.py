@@ -251,7 +251,8 @@ def spectrum_of(
     if subject.bound is not None:
         reach = eps * largest[0, 0]
         is_near = (jnp.abs(first - edge) <= reach)[:, None]
-        bends = bends + jnp.where(is_near, bend_at_edge(fn, edge, reach)[None], 0)
+        bend = bend_at_edge(fn, subject.bound, reach)
+        bends = bends + jnp.where(is_near, bend[None], 0)
     spans = jnp.abs(deeper) / jnp.where(step > 0, step, 1)
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
