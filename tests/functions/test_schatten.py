@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, contains
+from tests.helpers import cases, close, contains, over_keys
 from tests.wrappers import PSD, function
+from traceax._quadrature.block_quadrature import bend_at_edge
 
 KEY = jax.random.key(11)
 
@@ -83,3 +84,29 @@ def test_special_operators() -> None:
         for unit in (1e-200, 1e200):  # whose squares are out of range
             close(norm(unit) / unit, norm(1.0), 1e-10)
     assert jnp.isfinite(jax.grad(nuclear)(1.0))  # those that are 0 have no part in it
+
+
+@pytest.mark.slow
+def test_singular_values_that_are_rounding_errors() -> None:
+    """In A* A those below sqrt(eps) of the largest are, and the root makes them large. (In
+    half of the runs the error was beyond the interval.)"""
+    draw = np.random.default_rng(0).normal
+    matrix = draw(size=(100, 5)) @ draw(size=(5, 100))
+    single = function(jnp.asarray(matrix, np.float32))
+
+    def run(key: Any) -> tx.Estimate:
+        return tx.schatten_norm(single, 1, key, 120)
+
+    estimate, want = over_keys(run, KEY, 40), float(truth(matrix, 1.0))
+    error = jnp.mean((estimate.value - want) ** 2) ** 0.5
+    assert jnp.mean(contains(estimate, want)) >= 0.9
+    assert jnp.all(estimate.standard_error < 4 * error)
+
+
+def test_only_roots_bend_at_the_edge() -> None:
+    """A logarithm with a shift, an exponential and an inverse follow their tangents."""
+    fn = lambda x: jnp.stack([x**0.5, jnp.log(x + 1e-2), jnp.exp(-x), 1 / (1 + x)])  # noqa: E731
+    edge, reach = jnp.zeros(()), jnp.asarray(1e-7)
+    bends = bend_at_edge(fn, edge, reach)
+    close(bends[0], reach**0.5 / 2, 1e-6)
+    assert jnp.all(bends[1:] < 1e-9)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases, close, given, is_unbiased, refused
+from tests.helpers import cases, close, given, is_unbiased, refused, slow
 from tests.matrices import hermitian
 from tests.wrappers import EVERY, function, matrix_free, part_of
 from traceax._quadrature.scalar import softening
@@ -314,3 +314,40 @@ def test_a_slope_of_rounding_has_no_sign() -> None:
     for shift in (-1e-15, 0.0, 1e-15):
         assert softening(sharp, nodes + shift) == 0
     close(softening(sharp, nodes - 0.5), jnp.exp(-0.25) / 10, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(float)])
+@pytest.mark.parametrize("budget", [120, 256], ids=["part", "exact"])
+def test_low_temperatures(budget: int, dtype: Any) -> None:
+    """With energies from the lowest level nothing overflows, and only that level is left,
+    which the run resolves to rounding: an error of d in a level changes the entropy by
+    beta d. Without the shift all is NaN in single precision."""
+    matrix, beta = EXCHANGE.real.astype(dtype), 200.0
+    levels = np.linalg.eigvalsh(np.asarray(matrix, float))
+    lowest = float(levels[0])
+
+    def fn(shift: Any, x: Any) -> Any:
+        weight = jnp.exp(-beta * (x - shift))
+        return {"Z": weight, "E": (x - shift) * weight, "E2": (x - shift) ** 2 * weight}
+
+    def combine(t: Any) -> Any:
+        energy = t["E"] / t["Z"]
+        entropy = jnp.log(t["Z"]) + beta * energy
+        return {"entropy": entropy, "capacity": beta**2 * (t["E2"] / t["Z"] - energy**2)}
+
+    shifted, plain = (
+        block(function(matrix), partial(fn, shift), combine, budget=budget)
+        for shift in (lowest, 0.0)
+    )
+    above = levels - lowest
+    shares = np.exp(-beta * above) / np.sum(np.exp(-beta * above))
+    energy = shares @ above
+    want = {
+        "entropy": np.log(np.sum(np.exp(-beta * above))) + beta * energy,
+        "capacity": beta**2 * (shares @ above**2 - energy**2),
+    }
+    for name, number in shifted.value.items():
+        tolerance = max(1e-4, 8 * beta * float(jnp.finfo(dtype).eps) * levels[-1])
+        assert abs(float(number) - want[name]) < tolerance
+        assert jnp.isfinite(shifted.standard_error[name])
+    assert dtype is float or jnp.isnan(plain.value["entropy"])

@@ -81,6 +81,7 @@ from traceax._quadrature.dense import (
     Radau,
     decompose_above,
     largest_of,
+    nearer_node,
     radau,
 )
 from traceax._quadrature.nodes import (
@@ -92,7 +93,13 @@ from traceax._quadrature.nodes import (
     weights_with_node,
     with_node,
 )
-from traceax._quadrature.scalar import MatrixFunction, Traces, traces_outcome
+from traceax._quadrature.scalar import (
+    Flat,
+    MatrixFunction,
+    Slope,
+    Traces,
+    traces_outcome,
+)
 
 
 class Shape(NamedTuple):
@@ -241,6 +248,11 @@ def spectrum_of(
     # moves all nodes at its level one way, by a part of its size.
     bends = jnp.where(jnp.isfinite(down), jnp.abs(up + down) / 2, 2 * jnp.abs(up))
     bends = jnp.where(jnp.isfinite(bends), bends, 0) + slopes * step / 4
+    if subject.bound is not None:
+        reach = eps * largest[0, 0]
+        is_near = (jnp.abs(first - edge) <= reach)[:, None]
+        bend = bend_at_edge(fn, subject.bound, reach)
+        bends = bends + jnp.where(is_near, bend[None], 0)
     spans = jnp.abs(deeper) / jnp.where(step > 0, step, 1)
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
@@ -250,6 +262,21 @@ def spectrum_of(
     if subject.node is None:
         return spectrum
     return _with_radau(spectrum, space, subject, jnp.maximum(grain, own * largest))
+
+
+def bend_at_edge(
+    fn: Flat, edge: Float[Array, ""], reach: Float[Array, ""]
+) -> Float[Array, " p"]:
+    """Return how far f bends away from its tangent within `reach` of the edge.
+
+    The noise that T - T* shows lacks the errors that both halves of T share, which are
+    several times larger if A = B* B. They move the zeros of A by up to `reach`, which is
+    eps times the largest eigenvalue. Over such a distance a smooth f follows its tangent,
+    for which the noise that was measured is enough. A root does not: half of its rise is
+    bend. It counts in full, because all zeros move one way."""
+    top = edge + reach
+    bend = jnp.abs(fn(top) - fn(edge) - times(reach, Slope(fn)(top)))
+    return jnp.where(jnp.isfinite(bend), bend, 0)
 
 
 def _with_radau(
@@ -273,10 +300,12 @@ def _with_radau(
         end = k * depth
         is_before = np.arange(k * space.depth)[None, :] < end
         below.append(jnp.where(is_before, tall[end : end + k], 0))
-    each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
-    rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
     distances = subject.side * (eigen.values[0] - node)
     is_bound = jnp.all(distances >= -10 * noise[0])
+    first = Eigen(*(x[0] for x in eigen))
+    node = nearer_node(node, first, below[0], noise[0], side=subject.side)
+    each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
+    rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
     nodes, values = with_node(
         node,
         jnp.where(is_bound, fn(node), jnp.nan),
