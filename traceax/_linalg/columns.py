@@ -123,8 +123,9 @@ def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
 
 
 def frobenius_norm(matrix: Inexact[Array, "n k"]) -> Float[Array, ""]:
-    """Return the root of the sum of all squares, which must not overflow."""
-    return jnp.sqrt(summed(row_norms_squared(matrix)))
+    """Return the root of the sum of all squares, which are summed in units of the largest."""
+    scale = largest_modulus(matrix)
+    return scale * jnp.sqrt(summed(row_norms_squared(over(matrix, scale))))
 
 
 def squared_modulus(a: Inexact[Array, "*shape"]) -> Float[Array, "*shape"]:
