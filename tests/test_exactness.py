@@ -198,6 +198,15 @@ def test_units_are_powers_of_two(entry: Entry, exponent: int) -> None:
     close(scaled_gradient * (unit / factor), gradient, tolerance)
 
 
+@each(ALL + DIAGONALS, "hutchpp_trace")
+def test_the_gradient_near_the_largest_number(entry: Entry) -> None:
+    """The inverse of a number above 2^126 is flushed to zero. (Traces overflow there.)"""
+    matrix = hermitian(spectrum("flat", 70), "float32")
+    _, gradient = value_and_gradient(entry, matrix, BUDGET)
+    _, scaled = value_and_gradient(entry, matrix * 2.0**124, BUDGET)
+    close(scaled, gradient, 100 * eps("float32"))
+
+
 @each(ALL + REST_ALL, *QUICK)
 @pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
 def test_low_precision_is_sketched_in_float32(entry: Entry, dtype: Any) -> None:
