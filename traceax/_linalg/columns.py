@@ -125,6 +125,8 @@ def row_norms_squared(a: Inexact[Array, "n k"]) -> Float[Array, " n"]:
 def frobenius_norm(matrix: Inexact[Array, "n k"]) -> Float[Array, ""]:
     """Return the root of the sum of all squares, in units of the largest number."""
     scale = largest_modulus(matrix)
+    # XLA may divide by a product of two scales, of which one should not be tiny.
+    scale = jnp.where(scale > jnp.finfo(scale.dtype).tiny, scale, 1)
     return scale * jnp.sqrt(summed(row_norms_squared(over(matrix, scale))))
 
 
