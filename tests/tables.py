@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     semidefinite: bool = False
     euler: bool = True
     truth: Callable[[Any], Any] = jnp.trace
-    degree: int = 1
+    degree: float = 1
 
     def tagged(self, operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
         """Where the estimator insists on it."""

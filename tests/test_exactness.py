@@ -126,6 +126,87 @@ def test_scale(entry: Entry, dtype: Any, name: str, factor: float) -> None:
     assert jnp.all(jnp.isfinite(scaled_gradient))
 
 
+BAND = abs(np.subtract.outer(np.arange(70), np.arange(70))) < 2
+
+
+def of(fn: Any, *how: Any, **more: Any) -> Any:
+    return lambda operator, key, budget: fn(operator, *how, key, budget, **more)
+
+
+def mean_eigenvalue(run: Any) -> Any:
+    """The geometric mean, from the sum of the logarithms."""
+
+    def estimate(*call: Any) -> tx.Estimate:
+        found = run(*call)
+        mean = jnp.exp(found.value / 70)
+        return tx.Estimate(mean, mean * found.standard_error / 70, found.num_matvecs)
+
+    return estimate
+
+
+def likelihood(operator: Any, key: Any, budget: int) -> tx.Estimate:
+    y = jnp.ones(70, operator.in_structure().dtype)
+    return tx.inv_quad_logdet(operator, y, key, budget).logdet
+
+
+def lanczos(fn: Any) -> Any:
+    return lambda operator, key, _: tx.slq_trace(
+        operator, fn, key, num_probes=5, num_steps=9
+    )
+
+
+trace = tx.function_trace
+POWERS = [
+    Entry("function_trace", of(trace, jnp.square), 6, degree=2),
+    Entry("semidefinite", of(trace, jnp.sqrt), 6, True, degree=0.5),
+    Entry("colours", of(trace, jnp.square, pattern=BAND), 6, degree=2),
+    Entry("slq_trace", lanczos(jnp.sqrt), 6, degree=0.5),
+    Entry("slq_trace, semidefinite", mean_eigenvalue(lanczos(jnp.log)), 6, True),
+    Entry("logdet", mean_eigenvalue(of(tx.logdet)), 6),
+    Entry("logdet, colours", mean_eigenvalue(of(tx.logdet, pattern=BAND)), 6),
+    Entry("inv_quad_logdet", mean_eigenvalue(likelihood), 6),
+    Entry("arnoldi_trace", of(tx.arnoldi_trace, jnp.square), 6, degree=2),
+    Entry("arnoldi_trace, root", of(tx.arnoldi_trace, jnp.sqrt), 6, degree=0.5),
+    Entry(
+        "arnoldi_trace, colours",
+        of(tx.arnoldi_trace, jnp.sqrt, pattern=BAND),
+        6,
+        degree=0.5,
+    ),
+    Entry("function_diagonal", of(tx.function_diagonal, jnp.sqrt), 6, degree=0.5),
+    Entry("schatten_norm", of(tx.schatten_norm, 1), 13),
+]
+ASYMMETRIC = ("arnoldi_trace", "schatten_norm")
+
+
+@each(ALL + REST_ALL + POWERS, "xtrace", "slq_trace")
+@pytest.mark.parametrize("exponent", [slow(-60), slow(-40), 40, slow(60)])
+def test_units_are_powers_of_two(entry: Entry, exponent: int) -> None:
+    """They change no digit, but where a number is rounded to an absolute level."""
+    is_general = not entry.semidefinite and (
+        entry not in POWERS or entry.name.startswith(ASYMMETRIC)
+    )
+    matrix = hermitian(np.linspace(1, 3, 70), "float32")
+    if is_general:
+        matrix = matrix + general(70, "float32") / 8
+    unit = 2.0 ** (exponent / max(entry.degree, 1))
+    plain, gradient = value_and_gradient(entry, matrix, BUDGET)
+    scaled, scaled_gradient = value_and_gradient(entry, matrix * unit, BUDGET)
+    tolerance, factor = 1e2 * eps("float32"), unit**entry.degree
+    close(scaled.value / factor, plain.value, tolerance)
+    close(scaled.standard_error / factor, plain.standard_error, 1e-3)
+    close(scaled_gradient * (unit / factor), gradient, tolerance)
+
+
+@each(ALL + DIAGONALS, "hutchpp_trace")
+def test_the_gradient_near_the_largest_number(entry: Entry) -> None:
+    """The inverse of a number above 2^126 is flushed to zero. (Traces overflow there.)"""
+    matrix = hermitian(spectrum("flat", 70), "float32")
+    _, gradient = value_and_gradient(entry, matrix, BUDGET)
+    _, scaled = value_and_gradient(entry, matrix * 2.0**124, BUDGET)
+    close(scaled, gradient, 100 * eps("float32"))
+
+
 @each(ALL + REST_ALL, *QUICK)
 @pytest.mark.parametrize("dtype", ["float16", slow("bfloat16")])
 def test_low_precision_is_sketched_in_float32(entry: Entry, dtype: Any) -> None:

@@ -198,11 +198,12 @@ def na_hutchpp_trace(
 def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
     test, rest = probes
     sketch = linear_map(test)
-    eps, q = linear_map.eps_of(test, sketch), orthonormalise(sketch).columns
+    eps, basis = linear_map.eps_of(test, sketch), orthonormalise(sketch)
+    q = basis.columns
     mu, resphering = _project(rest, q, resphere)
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
-    least = frobenius_norm(sketch) / test.shape[1] ** 0.5
+    least = basis.scale * frobenius_norm(basis.factor) / test.shape[1] ** 0.5
     rounding = summed(jnp.abs(h)) + mean(jnp.abs(samples))
     error = standard_error(samples, _roundoff(eps) * jnp.maximum(rounding, least))
     return Outcome(summed(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))

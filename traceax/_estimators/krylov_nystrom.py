@@ -234,6 +234,12 @@ class Products(NamedTuple):
         return float(jnp.finfo(self.images.dtype).eps)
 
     @property
+    def divisor(self) -> Float[Array, ""]:
+        """The scale, or 1 if the sketch is zero: XLA may divide by a part of the least
+        normal number, which is zero to it."""
+        return jnp.where(self.scale > jnp.finfo(self.scale.dtype).tiny, self.scale, 1)
+
+    @property
     def fitted(self) -> Fit:
         """The Nyström approximation, with a shift that covers rounding of the images."""
         size = jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
@@ -266,7 +272,7 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
     if again == 0:
         return known
     basis, root = orthonormalise(sketch[:, :again]), block.shape[0] ** 0.5
-    images = over(root * sign * linear_map(basis.columns), known.scale)
+    images = over(root * sign * linear_map(basis.columns), known.divisor)
     directions, distances = downdate(basis)
     longest = jnp.sqrt(jnp.max(column_norms_squared(basis.factor)))
     usable = jnp.min(distances) > INDEPENDENT * known.eps * longest
@@ -280,8 +286,8 @@ def products(linear_map: LinearMap, *blocks: Inexact[Array, "n _"]) -> Products:
 def products_of_sketch(sketch: Block, block: Block) -> Products:
     """Collect what is known from one batch, the sketch A Omega of the probes `block`."""
     scale, none = largest_modulus(sketch), jnp.zeros((0, 0), block.dtype)
-    images = over(sketch, jnp.where(scale > jnp.finfo(scale.dtype).tiny, scale, 1))
-    return Products(block, block, images, none, 1, scale)
+    known = Products(block, block, sketch, none, 1, scale)
+    return known._replace(images=over(sketch, known.divisor))
 
 
 def _trace(

@@ -151,15 +151,17 @@ def trace_of(matrix: Square) -> Inexact[Array, ""]:
 
 
 def largest_modulus(block: Inexact[Array, "..."]) -> Number:
-    """Return the largest modulus in a block, or the least normal number if that is larger.
+    """Return the largest modulus in a block, or the nearest number that may be a divisor.
 
-    So the block may be divided by the result, even if it is zero.
+    It is at least the least normal number, so the block may be zero. It is at most an
+    eighth of the largest one, because XLA multiplies by the inverse of a divisor, and the
+    inverse of a larger number is flushed to zero.
     """
     sizes = jnp.abs(block)
     for axis in range(sizes.ndim):
         sizes = _folded(sizes, jnp.maximum, axis)
-    largest = jnp.max(sizes)
-    return jnp.maximum(largest, jnp.finfo(largest.dtype).tiny)
+    limits = jnp.finfo(sizes.dtype)
+    return jnp.clip(jnp.max(sizes), limits.tiny, limits.max / 8)
 
 
 def largest_of_rows(x: Inexact[Array, "*values m"]) -> Float[Array, "*values"]:

@@ -66,7 +66,6 @@ def _scaled_back(decompose: Decomposition, matrix: Inexact[Array, "*batch n n"])
     back. The unit is a power of two, so it changes no digit.
     """
     size = jax.lax.stop_gradient(largest_modulus(matrix))
-    size = jnp.minimum(size, jnp.finfo(size.dtype).max / 4)
     unit = size / jnp.frexp(size)[0]
     result = decompose(times(1 / unit, matrix))
     if isinstance(result, tuple):

@@ -364,7 +364,9 @@ def probing(
     inverses of Laplacians plus 0.01 to 1, it is 1.0 to 1.7 times the measured error. It is
     larger if entries decay faster or if the operator is not Hermitian. With colours alone,
     the standard error of one repeat is `inf`, and two repeats may agree by chance. Use
-    three or more repeats for a diagonal.
+    three or more repeats for a diagonal. All entries of a probe that are not zero have one
+    modulus. So an operator that computes in bfloat16 internally may round all of them in
+    the same direction, which the standard error of a sum does not show.
 
     **Arguments**
 

@@ -1,0 +1,191 @@
+"""Every function at the zero operator, at a multiple of I and at rank 1, also if products
+are rounded to bfloat16 inside of the operator.
+
+Values, error bars and derivatives are finite, and an interval contains the truth. A shift
+of a multiple of I has the derivative sum of f', which estimates of traces find exactly.
+(Left out is what has no such answer: the logarithm of zero, and the derivative of a root.)
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+from tests import calls
+from tests.helpers import cases, close
+from tests.tables import row_norms, square
+from tests.wrappers import PSD
+
+N = calls.N
+KEYS = jax.random.split(jax.random.key(1), 2)
+BAND = abs(np.subtract.outer(np.arange(N), np.arange(N))) < 2
+COLOURS = tx.probing(BAND)
+LEVEL = 2.5  # of the multiple of I; bfloat16 has it
+
+
+class Case(NamedTuple):
+    """`exact`: the derivative in a shift of a multiple of I is exact, up to the rounding of
+    products. `rounded`: bars see what rounding to bfloat16 does."""
+
+    name: str
+    call: Callable[[Any, Any], tx.Estimate]
+    truth: Callable[[Any], Any]
+    exact: bool = False
+    tags: Any = PSD
+    dtype: Any = np.float32
+    rounded: bool = True
+
+
+def known(name: str, *case: Any, **more: Any) -> Case:
+    return Case(name, calls.CALLS[name.split(",", maxsplit=1)[0]], *case, **more)
+
+
+def of(fn: Any, *before: Any, **how: Any) -> Any:
+    return lambda matrix, key: fn(calls.operator(matrix), *before, key, **how)
+
+
+def summed(fn: Any) -> Any:
+    """The sum of f over the eigenvalues."""
+    return lambda matrix: jnp.sum(fn(jnp.linalg.eigvalsh(matrix)))
+
+
+def diagonal_of(fn: Any) -> Any:
+    def truth(matrix: Any) -> Any:
+        values, vectors = jnp.linalg.eigh(matrix)
+        return abs(vectors) ** 2 @ fn(values)
+
+    return truth
+
+
+def logarithm(x: Any) -> Any:
+    return jnp.log(x + 0.5)
+
+
+def curvature(fn: Any) -> Any:
+    def energy(x: Any, matrix: Any) -> Any:
+        return jnp.sum(x * calls.times(matrix, x)) / 2
+
+    return lambda matrix, key: fn(energy, matrix[0], key, 6, args=matrix)
+
+
+trace, diagonal = jnp.trace, jnp.diagonal
+SHORT: Any = {"num_probes": 4, "num_steps": 5}
+COLOURED: Any = {"num_probes": 3, "num_steps": 5, "sampler": COLOURS}
+COMPLEX: Any = {"dtype": np.complex64, "rounded": False}
+UNTAGGED: Any = {"tags": ()}
+# All entries of the probes of a colour are rounded in the same way.
+SIGNS: Any = {"rounded": False}
+CASES = [
+    known("trace", trace, True),
+    known("trace, untagged", trace, True, **UNTAGGED),
+    known("trace, complex", trace, True, **COMPLEX),
+    Case(
+        "trace, colours", of(tx.trace, num_matvecs=24, pattern=BAND), trace, True, **SIGNS
+    ),
+    known("hutchinson_trace", trace, True),
+    Case("hutchpp_trace", of(tx.hutchpp_trace, num_matvecs=30), trace, True, **UNTAGGED),
+    Case("xtrace", of(tx.xtrace, num_matvecs=30), trace, True, **UNTAGGED),
+    known("xnystrace", trace, True),
+    known("deltashift", trace, True),
+    known("diagonal", diagonal),
+    Case(
+        "diagonal, colours",
+        of(tx.diagonal, num_matvecs=24, pattern=BAND),
+        diagonal,
+        **SIGNS,
+    ),
+    known("diagpp", diagonal),
+    known("xdiag", diagonal),
+    known("row_norms_squared", row_norms),
+    known("frobenius_norm_squared", square),
+    known("selected_entries", lambda m: m[np.nonzero(BAND)]),
+    Case("laplacian", curvature(tx.laplacian), trace, True),
+    Case(
+        "function_trace",
+        of(tx.function_trace, jnp.exp, num_matvecs=40),
+        summed(jnp.exp),
+        True,
+    ),
+    Case("slq_trace", of(tx.slq_trace, jnp.exp, **SHORT), summed(jnp.exp), True),
+    Case(
+        "arnoldi_trace",
+        of(tx.arnoldi_trace, jnp.exp, **SHORT),
+        summed(jnp.exp),
+        True,
+        tags=(),
+        **SIGNS,
+    ),
+    Case(
+        "function_diagonal",
+        of(tx.function_diagonal, jnp.exp, **SHORT),
+        diagonal_of(jnp.exp),
+    ),
+    Case(
+        "function_diagonal, colours",
+        of(tx.function_diagonal, jnp.exp, **COLOURED),
+        diagonal_of(jnp.exp),
+    ),
+    Case("logdet", of(tx.logdet, num_matvecs=40, shift=0.5), summed(logarithm), True),
+    Case("schatten_norm", of(tx.schatten_norm, 1, num_matvecs=40), summed(abs)),
+]
+
+
+def to_bfloat16(x: Any) -> Any:
+    return jax.lax.reduce_precision(x, 8, 7)
+
+
+@pytest.mark.parametrize("case", cases(CASES, "trace", "xdiag"), ids=lambda case: case.name)
+def test_degenerate_operators(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = calls.times
+
+    def operator(matrix: Any) -> lx.AbstractLinearOperator:
+        structure = jax.eval_shape(lambda: matrix[0])
+        apply = lambda v: calls.times(matrix, v)  # noqa: E731
+        return lx.FunctionLinearOperator(apply, structure, case.tags)
+
+    def value(matrix: Any, is_rounded: Any, key: Any) -> tuple[Any, tx.Estimate]:
+        def product(matrix: Any, v: Any) -> Any:
+            if not case.rounded:
+                return times(matrix, v)
+            low = to_bfloat16(times(matrix, to_bfloat16(v)))
+            return jnp.where(is_rounded, low, times(matrix, v))
+
+        monkeypatch.setattr(calls, "times", product)
+        estimate = case.call(matrix, key)
+        return sum(jnp.sum(leaf).real for leaf in jax.tree.leaves(estimate.value)), estimate
+
+    monkeypatch.setattr(calls, "operator", operator)
+    both = jax.vmap(jax.value_and_grad(value, has_aux=True), in_axes=(None, None, 0))
+    compiled = jax.jit(both)
+    rate = jax.grad(lambda level: case.truth(level * jnp.eye(N)).real)
+    u = np.random.default_rng(0).standard_normal(N).astype(case.dtype)
+    if np.iscomplexobj(u):
+        u = u * np.exp(1j * np.arange(N)).astype(case.dtype)
+    u = u / np.linalg.norm(u)
+    eye = np.eye(N, dtype=case.dtype)
+    for name, matrix in {
+        "0": 0 * eye,
+        "I": LEVEL * eye,
+        "uu": np.outer(u, u.conj()),
+    }.items():
+        for is_rounded in [False, True][: 1 + case.rounded]:
+            (_, estimate), gradient = compiled(jnp.asarray(matrix), is_rounded, KEYS)
+            exact = np.asarray(
+                case.truth(jnp.asarray(matrix, np.result_type(matrix, 0.0))).real
+            )
+            rounding = 3e-6 * np.max(abs(exact))
+            low, high = map(np.asarray, estimate.interval(0.9999))
+            at = f"{case.name} {name} {is_rounded}"
+            assert np.all(np.isfinite(estimate.standard_error)), at
+            held = (low - rounding <= exact) & (exact <= high + rounding)
+            assert np.all(held), (at, np.max(abs(np.asarray(estimate.value) - exact)))
+            assert np.all(np.isfinite(gradient)), at
+            if case.exact and name != "uu":
+                slope = jnp.trace(gradient, axis1=1, axis2=2).real
+                expected = jnp.full(2, rate(LEVEL if name == "I" else 0.0))
+                close(slope, expected, 0.02 if is_rounded else 1e-4)
