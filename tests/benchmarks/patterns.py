@@ -49,7 +49,8 @@ def graphs() -> dict[str, Dense]:
     tree[child, (child - 1) // 2] = tree[(child - 1) // 2, child] = 1
     line = lambda m: np.eye(m, k=1) + np.eye(m, k=-1)  # noqa: E731
     grid = np.kron(line(10), np.eye(20)) + np.kron(np.eye(10), line(20))
-    near = scipy.spatial.distance.cdist(*[rng.uniform(size=(N, 2))] * 2) < 0.1
+    points = rng.uniform(size=(N, 2))
+    near = scipy.spatial.distance.cdist(points, points) < 0.1
     sparse = rng.uniform(size=(N, N)) < 1.5 / N
     found = {"chain": chain, "grid": grid, "tree": tree, "small world": small}
     found |= {"geometric": near.astype(float), "random": (sparse | sparse.T).astype(float)}
