@@ -34,9 +34,9 @@ in C, with independent normal g_b. If no row has two entries in C, then
 
 is zero. Otherwise E|t_a|^2 is twice the sum of |A_ab|^2 over all b of C but m(a). For a in
 C this is twice the variance of the estimate of A_aa. If its mean is more than `_MOST` times
-the mean of the residuals, it takes their place. Two cases differ in what is exact. If A =
-A*, residuals are zero for a colouring that is exact. If not, the colouring is taken as
-exact if all t_a are zero to rounding.
+the mean of the residuals, it takes their place. A colouring is exact if all t_a are zero
+to rounding and other colours agree: all residuals are zero as well, or, if A is not known
+to be Hermitian, no entry is seen at the distances of the next paragraph.
 
 Distances tell as well whether a colouring is exact. If the operator has no entry at two
 consecutive distances, it has none further away. If that is seen at the last two distances
@@ -228,16 +228,18 @@ class NeighbourResiduals(eqx.Module):
             variances = (variances + mean(variances[near.neighbours])) / 2
         error = self.scale * jnp.sqrt(variances) / repeats
         none, has_beyond = self.beyond <= 4 * eps * self.size[:, None], near.has_beyond
-        everywhere = jnp.any(has_beyond, axis=0) & jnp.all(none | ~has_beyond, axis=0)
+        clear = jnp.all(none | ~has_beyond, axis=0)
         if self.is_exact is None or self.missed is None:
+            everywhere = clear & jnp.any(has_beyond, axis=0)
             is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
             return jnp.where(is_exact, 0, error)
         # A few dimensions at an end do not speak for all others.
         counted = jnp.mean(has_beyond.astype(error.dtype), axis=0) > _LEAST_SEEN
         least = (64 * eps) ** 2 * jnp.mean(self.size**2)
-        by_distance = jnp.any(everywhere & counted) & (self.missed <= least)
-        is_rounding = jnp.mean(self.squares) <= least if hermitian else True
-        return jnp.where(by_distance | (self.is_exact & is_rounding), 0, error)
+        by_distance = jnp.any(clear & counted) & (self.missed <= least)
+        # The colour C does not speak for all others either.
+        no_others = (jnp.mean(self.squares) <= least) | ((not hermitian) & jnp.any(clear))
+        return jnp.where(by_distance | (self.is_exact & no_others), 0, error)
 
     def error_in_sum(
         self, near: Neighbourhood, eps: float, *, real: bool, hermitian: bool
