@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, contains, over_keys, slow
+from tests.helpers import close, over_keys, slow
 from tests.matrices import hermitian
 from traceax._linalg.jackknife import bracket_error, quadrature_error
 from traceax._linalg.krylov import block_krylov
-from traceax._quadrature.dense import Eigen, decompose, nearer_node, radau
+from traceax._quadrature.dense import decompose, radau
 from traceax._quadrature.nodes import mixture
 
 KEY = jax.random.key(3)
@@ -208,62 +208,3 @@ def test_series_that_have_not_begun_to_converge() -> None:
     assert quadrature_error(steady, unresolved=True, rounding=1.0) < 10
     converging = jnp.array([1.11, 1.1, 1.0])
     close(quadrature_error(converging, unresolved=True), 0.01, 1e-12)
-
-
-def test_levels_at_the_same_phase_say_nothing() -> None:
-    """Where runs two or four steps shorter agree by chance, the other runs show the error.
-    Where these lie between the full runs and the shorter ones, they change nothing."""
-    series = jnp.array([3.0, 3.01, 3.0, 2.0, 2.5])
-    close(quadrature_error(series, unresolved=True), 1.0, 1e-12)
-    pairs, between = jnp.array([3.0, 4.0, 2.9, 4.1]), jnp.array([2.95, 4.05])
-    for ends, want in ((between, None), (jnp.array([2.0, 4.05]), 0.9)):
-        every, share = jnp.concatenate([pairs, ends])[:, None], jnp.full(1, 0.5)
-        want = bracket_error(pairs[:, None], share)[0] if want is None else want
-        close(bracket_error(every, share)[0], want, 1e-12)
-
-
-GRAM = np.linspace(79**0.5, 4716**0.5, 200) ** 2
-BELOW_A_GAP = np.append(np.linspace(1e-3, 1e-2, 20), np.linspace(1, 2, 480))
-
-
-@pytest.mark.parametrize(
-    ("spectrum", "size", "budget"),
-    [
-        (GRAM, 1e-3, 100),
-        slow(0.99 ** np.arange(500.0), 1e-6, 240),
-        slow(BELOW_A_GAP, 1e-6, 40),
-    ],
-    ids=["gram", "decay", "gap"],
-)
-@pytest.mark.parametrize("dtype", [np.float32, slow(float)])
-def test_a_node_that_is_far_from_the_spectrum(
-    spectrum: Any, size: float, budget: int, dtype: Any
-) -> None:
-    """Bars are of the size of the errors, though the function jumps from 0 at the node to 1
-    at the spectrum, also if T has not found the end of the spectrum yet. (A weight of the
-    node made them 1000 times as wide, and going all the way to the end too narrow.)"""
-    diagonal = jnp.asarray(spectrum, dtype)
-    operator = lx.FunctionLinearOperator(
-        lambda v: diagonal * v, jax.ShapeDtypeStruct(diagonal.shape, dtype), POSITIVE
-    )
-
-    def run(key: Any) -> tx.Estimate:
-        return tx.function_trace(operator, lambda x: x / (x + size), key, budget)
-
-    estimate = over_keys(run, KEY, 40)
-    want = float(np.sum(spectrum / (spectrum + size)))
-    error = np.mean((np.asarray(estimate.value, float) - want) ** 2) ** 0.5
-    rounding = 10 * float(jnp.finfo(dtype).eps) * want
-    assert np.median(estimate.standard_error) < max(3 * error, rounding)
-    # If 95 % of all intervals hold, fewer than 34 of 40 do in 1 case of 200.
-    assert np.sum(contains(estimate, want)) >= 34
-
-
-def test_the_node_stays_if_residuals_reach_it() -> None:
-    """Else it goes half of the way to where the residuals end, on either side."""
-    values, below = jnp.array([1.0, 3.0]), jnp.array([[0.25, 2.0]])
-    eigen, noise = Eigen(values, jnp.eye(2)), jnp.array([0.01, 0.01])
-    close(nearer_node(jnp.zeros(()), eigen, below, noise), 0.325, 1e-12)
-    close(nearer_node(jnp.ones(()) * 0.7, eigen, below, noise), 0.7, 1e-12)
-    turned = Eigen(-values, jnp.eye(2))
-    close(nearer_node(jnp.zeros(()), turned, below, noise, side=-1), -0.325, 1e-12)

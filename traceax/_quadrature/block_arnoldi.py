@@ -70,6 +70,7 @@ from traceax._linalg.columns import (
 )
 from traceax._linalg.krylov import Complements, block_krylov, truncated
 from traceax._quadrature.block_quadrature import (
+    Shape,
     both_sides,
     forms_on_complements,
     levels_and_complements,
@@ -238,8 +239,7 @@ def coloured_arnoldi(
     """Estimate tr f(A) by an Arnoldi process of `depth` steps for each coloured probe."""
     count = design.num_probes
     block = jnp.hstack([probes.first, probes.again])
-    # Two steps less, because those of one parity add nothing in a bipartite graph.
-    sizes = sorted({max(depth - less, 1) for less in (0, 2, 4)}, reverse=True)
+    sizes = Shape(1, depth).levels(mixed=False)
 
     def run(start: Inexact[Array, " n"]) -> tuple[Array, Array, Array]:
         space = block_krylov(subject.linear_map, start[:, None], depth, hermitian=False)

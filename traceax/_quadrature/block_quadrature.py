@@ -81,7 +81,6 @@ from traceax._quadrature.dense import (
     Radau,
     decompose_above,
     largest_of,
-    nearer_node,
     radau,
 )
 from traceax._quadrature.nodes import (
@@ -300,12 +299,10 @@ def _with_radau(
         end = k * depth
         is_before = np.arange(k * space.depth)[None, :] < end
         below.append(jnp.where(is_before, tall[end : end + k], 0))
-    distances = subject.side * (eigen.values[0] - node)
-    is_bound = jnp.all(distances >= -10 * noise[0])
-    first = Eigen(*(x[0] for x in eigen))
-    node = nearer_node(node, first, below[0], noise[0], side=subject.side)
     each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
     rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
+    distances = subject.side * (eigen.values[0] - node)
+    is_bound = jnp.all(distances >= -10 * noise[0])
     nodes, values = with_node(
         node,
         jnp.where(is_bound, fn(node), jnp.nan),

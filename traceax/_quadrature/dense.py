@@ -141,29 +141,6 @@ def radau(
     return Radau(node + side * squares * signs, vectors, solved, node)
 
 
-def nearer_node(
-    node: Float[Array, ""],
-    eigen: Eigen,
-    below: Inexact[Array, "k m"],
-    noise: Float[Array, " m"],
-    *,
-    side: int = 1,
-) -> Float[Array, ""]:
-    """Return a bound half way between the node and the end of the spectrum, if T, as in
-    `radau`, shows that this end is not at the node.
-
-    If the node is far from the spectrum, even a tiny weight of it makes Radau's rule
-    useless for functions that vary much in between. Each eigenvalue of T, with the
-    eigenvector v, has an eigenvalue of A within its residual |B E* v| and its noise, and as
-    far as T shows, the spectrum ends with the last of these intervals. If they reach the
-    node, it stays. There may be eigenvalues beyond, of which T knows nothing yet. So the
-    node goes only half of the way. (With all of the way, intervals for 95 % that always
-    held then held in 90 % of runs, for a few eigenvalues below a gap.)"""
-    residuals = jnp.linalg.norm(dot(below, eigen.vectors), axis=0)
-    distances = side * (eigen.values - node) - residuals - 10 * noise
-    return node + side * jnp.maximum(jnp.min(distances), 0) / 2
-
-
 @jax.custom_jvp
 def _distinct(matrix: Inexact[Array, "m m"]) -> Eigen:
     """Decompose a matrix, with a derivative that is NaN if eigenvalues coincide. It does

@@ -381,9 +381,6 @@ class SplitRule(eqx.Module):
         share, of_slope = (mixture(totals)[1] for totals in both)
         # If f' is singular at the node, as that of x log x is at 0, R overrates it.
         usable = (of_slope < SINGULAR) | (of_slope == 1)
-        # The derivative of R lacks the change of a node that has moved (`nearer_node`), and
-        # slopes of a Gram matrix had a bias of a third of their standard error.
-        usable &= radau.node == 0
         usable &= jnp.all(jnp.isfinite(left) & jnp.isfinite(right), axis=(0, 2, 3, 4))
         share = jax.lax.stop_gradient(jnp.where(usable, share, 1))
         alone = (share == 1)[:, None, None, None]
