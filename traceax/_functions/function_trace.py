@@ -621,7 +621,7 @@ def _coloured_trace(
     again = dataclasses.replace(call, key=others[1]).draw(colours)[0][:, chosen]
     if design.num_samples > 1:
         chosen, again = chosen[:0], again[:, :0]
-    # The error of a single repeat rests on a few colours, which may differ much.
+    # The error of a single repeat is computed from a few colours, which may differ much.
     few = max(1, tests - 1) if design.num_samples == 1 else math.inf
     return call.finish(
         partial(coloured_arnoldi, depth=depth, design=design, real=real),

@@ -233,13 +233,13 @@ class NeighbourResiduals(eqx.Module):
             everywhere = clear & jnp.any(has_beyond, axis=0)
             is_exact = jnp.any(jnp.where(has_beyond, none, everywhere[None]), axis=1)
             return jnp.where(is_exact, 0, error)
-        # A few dimensions at an end do not speak for all others.
+        # What a few dimensions at an end show may be false for others.
         counted = jnp.mean(has_beyond.astype(error.dtype), axis=0) > _LEAST_SEEN
         least = (64 * eps) ** 2 * jnp.mean(self.size**2)
         by_distance = jnp.any(clear & counted) & (self.missed <= least)
-        # The colour C does not speak for all others either.
-        no_others = (jnp.mean(self.squares) <= least) | ((not hermitian) & jnp.any(clear))
-        return jnp.where(by_distance | (self.is_exact & no_others), 0, error)
+        # So may be what the colour C shows.
+        agree = (jnp.mean(self.squares) <= least) | ((not hermitian) & jnp.any(clear))
+        return jnp.where(by_distance | (self.is_exact & agree), 0, error)
 
     def error_in_sum(
         self, near: Neighbourhood, eps: float, *, real: bool, hermitian: bool
