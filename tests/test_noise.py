@@ -231,7 +231,7 @@ def left_of_a_softmax_head(classes: int) -> Any:
     return (lambda v: without(fisher.mv(without(v)))), features
 
 
-@pytest.mark.parametrize("classes", [40, slow(9)])
+@pytest.mark.parametrize("classes", [40, slow(25), slow(9)])
 @pytest.mark.parametrize(
     ("tag", "count"), [(PSD, 16), (PSD, 40), (lx.symmetric_tag, 16), (lx.symmetric_tag, 40)]
 )
