@@ -154,8 +154,12 @@ def bracket_error(
     whose distance falls by a factor s from the shorter runs to the full ones. Over ten
     kinds of spectra and six functions the error of the mixture was, in 95 of 100 cases, at
     most 0.14 of the distance for s up to 0.6, 0.34 for s up to 0.95, and all of it for
-    larger s. For s below 0.1 it was at most 0.8 (1 - share) share of the distance. Half of
-    these is one standard error.
+    larger s. Half of these is one standard error. If both rules converge alike, the error
+    is (1 - share) share of the distance, times a factor that is 0.8 at most for s below 0.1
+    and 20 for s up to 0.6. (One rule may be 1e5 times as accurate, as Gauss's is for
+    x/(x + c), if the node is far from the spectrum. Where this made the bar less than half
+    as wide, over 27 spectra, 27 functions and five budgets, it was 2,200 times the error
+    before and is ten times; twice the bar holds in 99 %, with 1 in place of 20 in 91 %.)
 
     If Gauss's rule is taken alone, its last change is c, and its error is c s/(1 - s), but
     at least c. If s is unknown, because Radau's rule is infinite, the error is 8 c. If c is
@@ -176,8 +180,9 @@ def bracket_error(
     change = jnp.abs(totals[0] - totals[2])
     most = jnp.where(change > 10 * rounding, 0.99, 0.5)
     ratio = jnp.where(jnp.isnan(ratio), 8 / 9, jnp.minimum(ratio, most))
-    least = jnp.where(ratio < 0.1, jnp.minimum(0.07, 0.4 * share * (1 - share)), 0.07)
-    error = width * jnp.maximum(least, ratio**4 / 2)
+    alike = jnp.where(ratio < 0.1, 0.8, 20) * share * (1 - share)
+    slow, fast = jnp.maximum(0.07, ratio**4 / 2), jnp.minimum(0.07, alike)
+    error = width * jnp.where(ratio < 0.6, fast, slow)
     alone = change * jnp.maximum(1, ratio / (1 - ratio))
     error = jnp.where(share < 1, error, alone)
     if len(totals) == 4:
