@@ -82,7 +82,7 @@ from traceax._linalg.columns import (
     times,
     trace_of,
 )
-from traceax._linalg.nystrom import Fit, fit, fit_to_core, left_out_in_pairs
+from traceax._linalg.nystrom import Fit, fit, fit_to_cores, left_out_in_pairs
 from traceax._probes.draw import for_sketch
 from traceax._probes.samplers import SamplerLike
 
@@ -239,12 +239,18 @@ class Products(NamedTuple):
         normal number, which is zero to it."""
         return jnp.where(self.scale > jnp.finfo(self.scale.dtype).tiny, self.scale, 1)
 
-    @property
-    def fitted(self) -> Fit:
-        """The Nyström approximation, with a shift that covers rounding of the images."""
+    def fits(self, *more: Block) -> Fit:
+        """Return the Nyström approximations of A, with a shift that covers rounding of the
+        images, and of other operators, which have the images `more` of S."""
         size = jnp.maximum(jnp.linalg.norm(self.images), 1e-3)
         noise = self.eps * self.block.shape[0] ** 0.5 * size
-        return fit_to_core(self.test, self.images, self.directions, noise)
+        images = jnp.stack([self.images, *more])
+        return fit_to_cores(self.test, images, self.directions, noise)
+
+    @property
+    def fitted(self) -> Fit:
+        """The Nyström approximation of A alone."""
+        return jax.tree.map(lambda leaf: leaf[0], self.fits())
 
     @property
     def without_second(self) -> Products:
@@ -359,21 +365,15 @@ def value_and_error(
 
     The third result are weights of the samples, 1 unless the forms of `near` are better.
     """
-    (n, k), of_a = known.block.shape, known.fitted
-    # The ridge has the same ratio to I as the shift has to A, so that the estimate is exact
-    # for multiples of I. Noise may make the size negative. No ridge is a bias.
-    size = jnp.maximum(jnp.sum(column_dots(known.test, known.images).real), of_a.shift)
-    ridge = of_a.shift * (jnp.sum(column_norms_squared(known.test)) / size)
-    of_one = fit_to_core(known.test, known.test, known.directions, ridge)
-    factors = jnp.ones_like(of_a.squares)
-    if resphere:
-        factors = (n - of_one.traces) / of_one.remainders
-    samples, weights = of_a.traces + factors * of_a.remainders, jnp.ones(k, factors.dtype)
-    roundoff = 4 * known.eps * len(of_a.gram) ** 0.5
-    rounding = roundoff * mean(samples) + NOISES * of_a.noise
+    (n, k), both = known.block.shape, known.fits(known.test)
+    (traces, ranks), (remainders, lengths) = jax.vmap(_parts)(both)
+    factors = (n - ranks) / lengths if resphere else jnp.ones(k, traces.dtype)
+    samples, weights = traces + factors * remainders, jnp.ones(k, factors.dtype)
+    roundoff = 4 * known.eps * known.test.shape[1] ** 0.5
+    rounding = roundoff * mean(samples) + NOISES * both.noise[0]
     error = jnp.full_like(rounding, jnp.inf)
     if k > 1:
-        pairs, real = _of_pairs(of_a, of_one, n, resphere), not jnp.iscomplexobj(known.test)
+        pairs, real = _of_pairs(both, n, resphere), not jnp.iscomplexobj(known.test)
         if near is not None:
             weights, forms = _weights(pairs, near, real), near.samples(known.eps)
             plain = forms.values.real
@@ -384,9 +384,8 @@ def value_and_error(
             rounding = share * rounding + (1 - share) * forms.rounding
         error = jackknife.jackknife_error(jackknife.mean_of_others(pairs), rounding)
         if resphere:
-            along = of_a.remainders / of_one.remainders
-            across = dot(of_a.left, of_a.residuals)
-            across = across - dot(of_one.left, times(along[None, :], of_one.residuals))
+            of_a, of_one = dot(both.left, both.residuals)
+            across = of_a - times((remainders / lengths)[None, :], of_one)
             missed = (weights * factors) ** 2 * column_norms_squared(across)
             error = jackknife.no_less_than_theory(error, missed, real=real)
     return known.scale * mean(samples), known.scale * error, weights
@@ -405,10 +404,13 @@ def _weights(pairs: Float[Array, "k k"], near: NearDiagonal, real: bool) -> OfPr
     return jnp.clip((ratio - 0.2) / 0.3, 0, 1)
 
 
-def _of_pairs(of_a: Fit, of_one: Fit, n: int, resphere: bool) -> Float[Array, "k k"]:
+def _parts(fit: Fit) -> tuple[OfProbes, OfProbes]:
+    return fit.traces, fit.remainders
+
+
+def _of_pairs(both: Fit, n: int, resphere: bool) -> Float[Array, "k k"]:
     """Return the samples without each pair of probes, indexed [i, j]; j evaluates."""
-    traces, remainders = _parts_of_pairs(of_a)
-    ranks, lengths = _parts_of_pairs(of_one)
+    (traces, ranks), (remainders, lengths) = jax.vmap(_parts_of_pairs)(both)
     return traces + ((n - ranks) / lengths if resphere else 1) * remainders
 
 

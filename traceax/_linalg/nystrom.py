@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
@@ -84,16 +85,24 @@ class Fit(NamedTuple):
         return self.squares - self.shift
 
 
-def fit_to_core(
-    test: Tall, images: Tall, directions: Inexact[Array, "a a"], noise: Number
+def fit_to_cores(
+    test: Tall,
+    images: Inexact[Array, "operators n m"],
+    directions: Inexact[Array, "a a"],
+    noise: Number,
 ) -> Fit:
-    """Make the approximation from S and A S. The shift is at least `noise`.
+    """Make the approximation of A, and of I if that is a second operator, in one batch.
 
+    `images` are A S, and S if I is to be fitted, too. The shift of A is at least `noise`.
     S* A S would be Hermitian if A were applied exactly, so its asymmetry shows the noise of
     a matvec. The shift covers the noise of the whole core. A matrix that was rounded once
     (a kernel in float32) is Hermitian, but may have negative eigenvalues: then the shift is
     twice the depth of the lowest one, and no eigenvalue is changed but by the shift. This
     widens no error bar, because the estimate is unbiased whatever the shift is.
+
+    The shift of I has the same ratio to I as that of A has to A, so that estimates are
+    exact for multiples of I. Noise may make the trace of the core negative. No shift of I
+    is a bias.
 
     The result is NaN if the lowest eigenvalue is too deep for noise: then the tag is wrong.
     The noise of a matvec may lie in one direction u (of the largest logit, in a softmax
@@ -104,15 +113,18 @@ def fit_to_core(
     large at most, and with tags that are wrong 70 times and more, once probes see it.
     """
     core = dot(test.conj().T, images)
-    skew = core - core.conj().T
-    noise = noise + frobenius_norm(skew) / 2
-    values, vectors = lapack.eigh((core + core.conj().T) / 2)
-    depth, largest = jnp.maximum(-values[0], 0), jnp.max(jnp.abs(values))
-    deepest = 16 * (test.shape[0] / test.shape[1]) ** 0.5 * noise
-    depth = jnp.where(depth - deepest > NOISE * largest, jnp.nan, depth)
-    shift = jnp.maximum(noise, 2 * depth)
-    skew = dot(vectors.conj().T, skew, vectors)
-    return fit(values, vectors, images, directions, shift, skew)
+    adjoint = core.conj().swapaxes(1, 2)
+    skew, traces = core - adjoint, jnp.trace(core, axis1=1, axis2=2).real
+    values, vectors = jax.vmap(lapack.eigh)((core + adjoint) / 2)
+    depth, largest = 2 * jnp.maximum(-values[:, 0], 0), jnp.max(jnp.abs(values[0]))
+    noise = noise + frobenius_norm(skew[0]) / 2
+    deepest = 32 * (test.shape[0] / test.shape[1]) ** 0.5 * noise
+    is_wrong = depth[0] - deepest > 2 * NOISE * largest
+    shift = jnp.where(is_wrong, jnp.nan, jnp.maximum(noise, depth[0]))
+    ridge = shift * (traces / jnp.maximum(traces[0], shift))
+    shifts = jnp.maximum(ridge, depth).at[0].set(shift)
+    each = jax.vmap(fit, in_axes=(0, 0, 0, None, 0, 0))
+    return each(values, vectors, images, directions, shifts, skew)
 
 
 def fit(
@@ -125,7 +137,7 @@ def fit(
 ) -> Fit:
     """Make the approximation from the eigenvalues and eigenvectors of the core.
 
-    `skew` is the asymmetry of the core in these eigenvectors; without it there is no noise.
+    `skew` is the asymmetry of the core; without it there is no noise.
     """
     again = directions.shape[0]
     k = values.size - again
@@ -148,6 +160,7 @@ def fit(
         # entry by entry, in its eigenvectors, too. There a trace of A<S> changes by
         # |F_a|^2/theta_a for a change of theta_a, and remainder j by x_j x_j*,
         # x_j = H^{-1} e_j/(H^{-1})_jj.
+        skew = dot(vectors.conj().T, skew, vectors)
         theta = jnp.maximum(values, 0) + shift
         rates = jnp.sqrt(diagonal_of(gram).real / theta)
         x = over(residuals, jnp.sqrt(theta)[:, None])
