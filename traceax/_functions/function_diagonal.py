@@ -310,12 +310,12 @@ def _functions(
     """Return f(T) at all levels, on the coordinates that are kept; with a node f(T) and
     f(T_R), in turn."""
     values, m = spectrum.values[:, 0], kept.shape[1]
-    one = jax.vmap(_function)
-    if spectrum.radau is None:
+    one, rule = jax.vmap(_function), spectrum.rules.radau
+    if rule is None:
         return one(kept, *spectrum.eigen, values)
     gauss = one(kept, *spectrum.eigen, values[::2, :m])
-    at_node, rule = values[1::2, m:], spectrum.radau
-    radau = one(kept, rule.values, rule.vectors[:, :m], values[1::2, :m] - at_node)
+    at_node, rise = values[1::2, m:], values[1::2, :m] - values[1::2, m:]
+    radau = one(kept, rule.values[:, 0], rule.vectors[:, 0, :m], rise)
     identity = kept[:, None] & jnp.eye(m, dtype=bool)[None]
     radau = radau + jnp.where(identity, at_node[..., None], 0).astype(radau.dtype)
     return jnp.stack([gauss, radau], axis=1).reshape(-1, m, m)

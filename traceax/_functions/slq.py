@@ -41,9 +41,10 @@ from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 from traceax._quadrature.block_quadrature import Shape, shape_for
-from traceax._quadrature.dense import Eigen, Radau, decompose, decompose_above, radau
+from traceax._quadrature.dense import Eigen, decompose, decompose_above
 from traceax._quadrature.nodes import (
     Nodes,
+    Rules,
     SplitRule,
     at_nodes,
     mixture,
@@ -51,7 +52,6 @@ from traceax._quadrature.nodes import (
     slopes_at,
     weighted_sum,
     weights_with_node,
-    with_node,
 )
 from traceax._quadrature.scalar import (
     MatrixFunction,
@@ -389,53 +389,41 @@ def sample(
         block = krylov if near is None else near.with_test(krylov)
         krylov = lanczos(subject.linear_map, block.T, num_steps, **how)
     sizes = _sizes(num_steps, mixed=subject.node is not None)
-    (nodes, vectors), grain = decompose_above(
-        by_sizes(krylov.projection, sizes), subject.bound
-    )
+    found, grain = decompose_above(by_sizes(krylov.projection, sizes), subject.bound)
     # Eigenvalues at the level of rounding become zero, as in `decompose`.
-    found = Eigen(jnp.where(jnp.abs(nodes) <= 4 * grain, 0, nodes), vectors)
-    eigen, moved = _in_domain(found, subject, krylov)
+    theta = jnp.where(jnp.abs(found.values) <= 4 * grain, 0, found.values)
+    found = Eigen(theta, found.vectors)
+    nodes, moved = _in_domain(theta, subject, krylov)
     # A test probe, which comes after all others, is no part of the value.
     counted = jnp.asarray(np.arange(len(krylov.length)) < num_probes, krylov.length.dtype)
     coefficients = (krylov.length**2 * (counted / num_probes))[:, None, None]
-    whole = Eigen(*(x[0] for x in eigen))
-    split = SplitRule(krylov.basis, whole, coefficients, num_steps)
-    values = at_nodes(subject.fn, eigen.values)
-    slopes = slopes_at(subject.fn, whole.values, moved[:, None])
-    weights = jax.vmap(partial(node_weights, coefficients))(eigen)
+    whole, basis = Eigen(nodes[0], found.vectors[0]), krylov.basis
+    rules = Rules(nodes, jnp.swapaxes(at_nodes(subject.fn, nodes), -1, -2))
+    slopes = jnp.swapaxes(slopes_at(subject.fn, nodes[0], moved[:, None]), -1, -2)
+    each = jax.vmap(partial(node_weights, coefficients))
+    weights = each(found.vectors)
     if subject.node is not None:
         noise = 4 * grain + jax.lax.stop_gradient(krylov.noise)[None, :, None]
-        rule = _radau(found, krylov, sizes, subject, noise)
-        of_rule = Eigen(rule.values, rule.vectors)
-        ends = jax.vmap(partial(node_weights, coefficients))(of_rule)
-        weights = weights_with_node(weights, ends)
-        nearest = subject.side * (found.values[0] - subject.node)
-        is_bound = jnp.min(nearest + moved[:, None]) >= 0
-        at_node = jnp.where(is_bound, subject.fn(subject.node), jnp.nan)
-        more = at_nodes(subject.fn, rule.values)
-        points, values = with_node(
-            subject.node,
-            at_node,
-            (eigen.values, rule.values),
-            (jnp.swapaxes(values, -1, -2), jnp.swapaxes(more, -1, -2)),
-        )
-        values = jnp.swapaxes(values, -1, -2)
-        rules = points.reshape(len(points), -1), weights.reshape(len(points), 1, -1)
-        first = rule.first(0)
-        basis = jnp.concatenate([krylov.basis, krylov.new[:, None]], axis=1)
-        split = SplitRule(basis, whole, coefficients, num_steps, rules, first)
-        slopes = jnp.pad(slopes, ((0, 0), (0, 1), (0, 0)))
-    nodes = split.nodes()
+        below = _below(krylov, sizes)
+        rules = rules.with_node(subject, found, below, noise, moved[:, None])
+        assert rules.radau is not None
+        weights = weights_with_node(weights, each(rules.radau.vectors))
+        basis = jnp.concatenate([basis, krylov.new[:, None]], axis=1)
+        slopes = jnp.pad(slopes, ((0, 0), (0, 0), (0, 1)))
+    rows = weights.reshape(len(weights), 1, -1)
+    split = SplitRule(basis, whole, coefficients, num_steps, rules, rows)
     indicator = None
     if near is not None and not isinstance(probes, Krylov):
-        indicator = _indicator(probes, krylov, whole, values[0][:, :num_steps], near)
+        values = jnp.swapaxes(rules.values[0], -1, -2)
+        indicator = _indicator(probes, krylov, whole, values[:, :num_steps], near)
+    first = weights[0][:, None]
     terms = (
-        weighted_sum(weights[:, None], jnp.moveaxis(values, -1, 1)),
-        weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(values[0]), -1, 0)),
-        weighted_sum(weights[0][None], jnp.moveaxis(jnp.abs(slopes), -1, 0)),
+        weighted_sum(weights[:, :, None], rules.values),
+        weighted_sum(first, jnp.abs(rules.values[0])),
+        weighted_sum(first, slopes),
     )
-    levels, sizes, slopes = (x[..., :num_probes] for x in terms)
-    return Sampled(levels, sizes, slopes, moved[:num_probes], indicator), nodes
+    levels, sizes, slopes = (jnp.moveaxis(x, -1, -2)[..., :num_probes] for x in terms)
+    return Sampled(levels, sizes, slopes, moved[:num_probes], indicator), split.nodes()
 
 
 def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
@@ -450,50 +438,29 @@ def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
     return [num_steps - less for less in fewer if less < num_steps]
 
 
-def _radau(
-    eigen: Eigen,
-    krylov: Krylov,
-    sizes: list[int],
-    subject: MatrixFunction,
-    noise: Float[Array, "levels N m"],
-) -> Radau:
-    """Decompose all projections with one more step, for every size and every probe."""
-    m, node = krylov.projection.shape[1], subject.node
-    assert node is not None
+def _below(krylov: Krylov, sizes: list[int]) -> Inexact[Array, "levels N 1 m"]:
+    """Return the row below T that couples it to the next step, for every size."""
+    m = krylov.projection.shape[1]
     padded = jnp.pad(krylov.projection, ((0, 0), (0, 1), (0, 0)))
     padded = padded.at[:, m, m - 1].set(krylov.below)
-    below = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
-    # One loop over all sizes and probes compiles faster than two.
-    every = jax.tree.map(_in_one_axis, (eigen, jnp.stack(below), noise))
-
-    def one(eigen: Eigen, below: Array, noise: Array) -> tuple[Array, ...]:
-        return radau(eigen, below, node, noise, side=subject.side)[:3]
-
-    rule, shape = jax.vmap(one)(*every), eigen.values.shape[:2]
-    values, vectors, solved = (x.reshape(*shape, *x.shape[1:]) for x in rule)
-    return Radau(values, vectors, solved, node)
-
-
-def _in_one_axis(x: Array) -> Array:
-    return x.reshape(-1, *x.shape[2:])
+    rows = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
+    return jnp.stack(rows)
 
 
 def _in_domain(
-    eigen: Eigen, subject: MatrixFunction, krylov: Krylov
-) -> tuple[Eigen, Float[Array, " N"]]:
+    nodes: Float[Array, "levels N m"], subject: MatrixFunction, krylov: Krylov
+) -> tuple[Float[Array, "levels N m"], Float[Array, " N"]]:
     """Return the nodes in the domain of f, and how far noise may have moved them.
 
     There is one such distance for each probe. If noise has moved a node below zero and f is
     undefined there, the node moves back to the size of this noise.
     """
-    nodes, eps = eigen.values, float(jnp.finfo(eigen.values.dtype).eps)
-    noise = jax.lax.stop_gradient(krylov.noise)
+    eps, noise = float(jnp.finfo(nodes.dtype).eps), jax.lax.stop_gradient(krylov.noise)
     moved = noise + 4 * eps * jnp.max(jnp.abs(nodes[0]), axis=1)
     values = at_nodes(subject.fn, nodes)
     undefined = jnp.any(~jnp.isfinite(values), axis=-1)
     near = noise[None, :, None]
-    nodes = jnp.where(undefined & (nodes < 0) & (nodes >= -4 * near), near, nodes)
-    return Eigen(nodes, eigen.vectors), moved
+    return jnp.where(undefined & (nodes < 0) & (nodes >= -4 * near), near, nodes), moved
 
 
 def _indicator(

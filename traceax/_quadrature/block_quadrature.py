@@ -78,19 +78,17 @@ from traceax._linalg.krylov import (
 )
 from traceax._quadrature.dense import (
     Eigen,
-    Radau,
     decompose_above,
     largest_of,
-    radau,
 )
 from traceax._quadrature.nodes import (
+    Rules,
     SplitRule,
     at_nodes,
     mixture,
     slopes_at,
     weighted_sum,
     weights_with_node,
-    with_node,
 )
 from traceax._quadrature.scalar import (
     Flat,
@@ -155,16 +153,21 @@ def trace_from_spectrum(
     """Estimate tr f(A) from a space, and the spectrum and the complements made of it."""
     rule = quadrature(spectrum, spaces.resphered())
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
-    coefficients, num_steps = rule.matrix[None], max(5 * space.depth, 40)
-    if spectrum.basis is None or spectrum.radau is None:
-        split = SplitRule(space.basis.T[None], whole, coefficients, num_steps)
-    else:
-        rules = spectrum.nodes, jnp.mean(rule.weights, axis=1, keepdims=True)
-        first = spectrum.radau.first(slice(0, 1))
-        basis = spectrum.basis.T[None]
-        split = SplitRule(basis, whole, coefficients, num_steps, rules, first)
+    basis = space.basis
+    if spectrum.rules.radau is not None:
+        assert space.more is not None
+        basis = space.more[0]
+    split = SplitRule(
+        basis.T[None],
+        whole,
+        rule.matrix[None],
+        max(5 * space.depth, 40),
+        spectrum.rules,
+        jnp.mean(rule.weights, axis=1, keepdims=True),
+    )
     samples = rule.mixture(spectrum.values)[0]
-    traces = Traces(mean(samples), samples, spectrum.values, spectrum.bounds, split.nodes())
+    known = spectrum.values, spectrum.bounds
+    traces = Traces(mean(samples), samples, *known, split.nodes())
     return traces_outcome(subject, traces, rule.error)
 
 
@@ -205,11 +208,13 @@ class Spectrum(NamedTuple):
     eigen: Eigen
     theta: Float[Array, "levels m"]
     noise: Float[Array, "m m"]
-    nodes: Float[Array, "rules w"]
-    values: Inexact[Array, "rules p w"]
     bounds: tuple[Float[Array, "p w"], Float[Array, "p w"], Float[Array, "p w"]]
-    radau: Radau | None = None
-    basis: Inexact[Array, "n s"] | None = None
+    rules: Rules
+
+    @property
+    def values(self) -> Inexact[Array, "rules p w"]:
+        """The values of f at the nodes of all rules."""
+        return self.rules.values[:, 0]
 
 
 def spectrum_of(
@@ -256,11 +261,20 @@ def spectrum_of(
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
     bounds = jnp.abs(values[0]), slopes.T, bends.T
+    rules = Rules(nodes[:, None], values[:, None])
+    if subject.node is not None:
+        assert space.more is not None
+        tall, k = space.more[1], space.width
+        ends = k * np.array(Shape(k, space.depth).levels(mixed=True))
+        below = jnp.stack([tall[end : end + k] for end in ends])
+        below = jnp.where(np.arange(tall.shape[1]) < ends[:, None, None], below, 0)
+        theta = Eigen(eigen.values[:, None], eigen.vectors[:, None])
+        around = jnp.maximum(grain, own * largest)[:, None]
+        rules = rules.with_node(subject, theta, below[:, None], around, 10 * around[0])
+        sizes, slopes, bends = (jnp.pad(x, ((0, 0), (0, 1))) for x in bounds)
+        bounds = sizes, slopes, bends
     known = Eigen(nodes, eigen.vectors), eigen.values
-    spectrum = Spectrum(*known, noise, nodes, values, bounds)
-    if subject.node is None:
-        return spectrum
-    return _with_radau(spectrum, space, subject, jnp.maximum(grain, own * largest))
+    return Spectrum(*known, noise, bounds, rules)
 
 
 def bend_at_edge(
@@ -276,43 +290,6 @@ def bend_at_edge(
     top = edge + reach
     bend = jnp.abs(fn(top) - fn(edge) - times(reach, Slope(fn)(top)))
     return jnp.where(jnp.isfinite(bend), bend, 0)
-
-
-def _with_radau(
-    spectrum: Spectrum,
-    space: BlockKrylov,
-    subject: MatrixFunction,
-    noise: Float[Array, "levels m"],
-) -> Spectrum:
-    """Add Radau's rules, given the noise of the eigenvalues of T.
-
-    If an eigenvalue of T lies on the other side of the node, the node is no bound, and f
-    counts as undefined at it. `logdet` assumes a node without a tag, and relies on this.
-    """
-    node, fn, k = subject.node, subject.fn, space.width
-    eigen = Eigen(spectrum.theta, spectrum.eigen.vectors)
-    assert node is not None
-    assert space.more is not None
-    basis, tall = space.more
-    below = []
-    for depth in Shape(k, space.depth).levels(mixed=True):
-        end = k * depth
-        is_before = np.arange(k * space.depth)[None, :] < end
-        below.append(jnp.where(is_before, tall[end : end + k], 0))
-    each = jax.vmap(partial(radau, side=subject.side), in_axes=(0, 0, None, 0))
-    rule = Radau(*each(eigen, jnp.stack(below), node, noise)[:3], node)
-    distances = subject.side * (eigen.values[0] - node)
-    is_bound = jnp.all(distances >= -10 * noise[0])
-    nodes, values = with_node(
-        node,
-        jnp.where(is_bound, fn(node), jnp.nan),
-        (spectrum.nodes, rule.values),
-        (spectrum.values, jnp.swapaxes(at_nodes(fn, rule.values), -1, -2)),
-    )
-    sizes, slopes, bends = (jnp.pad(x, ((0, 0), (0, 1))) for x in spectrum.bounds)
-    bounds = sizes, slopes, bends
-    joined = {"nodes": nodes, "values": values, "bounds": bounds}
-    return spectrum._replace(**joined, radau=rule, basis=basis)
 
 
 # Neighbours of an eigenvalue, in their order, that have about the same noise.
@@ -475,13 +452,14 @@ def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
     weights, sides = each(vectors[:, :rank])
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.isnan(spectrum.eigen.values)[:, None], jnp.nan, weights)
-    if spectrum.radau is not None:
-        weights = weights_with_node(weights, each(spectrum.radau.vectors[:, :rank])[0])
+    longer = spectrum.rules.radau
+    if longer is not None:
+        weights = weights_with_node(weights, each(longer.vectors[:, 0, :rank])[0])
     matrix, first = quadrature_matrix(spaces), vectors[0, :rank]
     pairs = squared_modulus(dot(first.conj().T, matrix, first))
     both = jnp.where(np.eye(len(pairs), dtype=bool), 1, 2)
     blur = both * pairs * spectrum.noise**2
-    mixed, inside = spectrum.radau is not None, spaces.inside
+    mixed, inside = longer is not None, spaces.inside
     return Quadrature(vectors[0], weights, sides[0], matrix, blur, inside, mixed)
 
 

@@ -93,11 +93,6 @@ class Radau(NamedTuple):
     solved: Inexact[Array, "... m k"]
     node: Float[Array, ""]
 
-    def first(self, place: Any) -> Radau:
-        """Return the decompositions at this place of the first axis."""
-        values, vectors, solved, node = self
-        return Radau(values[place], vectors[place], solved[place], node)
-
 
 def radau(
     eigen: Eigen,

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -58,7 +58,7 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.krylov import lanczos
-from traceax._quadrature.dense import Eigen, Radau, columns, decompose
+from traceax._quadrature.dense import Eigen, Radau, columns, decompose, radau
 from traceax._quadrature.scalar import (
     Factors,
     Flat,
@@ -154,23 +154,55 @@ def mixture(
     return jnp.where(weight < 1, mixed, gauss), share
 
 
-def with_node(
-    node: Float[Array, ""],
-    at_node: Inexact[Array, " p"],
-    nodes: tuple[Float[Array, "levels *N m"], Float[Array, "levels *N m"]],
-    values: tuple[Inexact[Array, "levels *N p m"], Inexact[Array, "levels *N p m"]],
-) -> tuple[Float[Array, "rules *N m+1"], Inexact[Array, "rules *N p m+1"]]:
-    """Append the node, and f at it, to the nodes of both rules, and interleave the rules.
+class Rules(NamedTuple):
+    """Quadrature rules for N projections at all levels: Gauss's, and after each of them
+    Radau's if the spectrum has a node as its bound.
 
-    Both pairs have Gauss's rule first. So the order is that of `mixture`."""
+    All `nodes` then end with that node, which Gauss's rule does not use. `values` are f at
+    the nodes. `radau` has the decompositions of Radau's rules, with an axis for levels and
+    one for projections."""
 
-    def joined(rules: Any, end: Array) -> Array:
-        both = jnp.stack(promoted(*rules), axis=1)
-        ends = jnp.broadcast_to(end[..., None].astype(both.dtype), (*both.shape[:-1], 1))
-        both = jnp.concatenate([both, ends], axis=-1)
-        return both.reshape(-1, *both.shape[2:])
+    nodes: Float[Array, "rules N w"]
+    values: Inexact[Array, "rules N p w"]
+    radau: Radau | None = None
 
-    return joined(nodes, node), joined(values, at_node)
+    def with_node(
+        self,
+        subject: MatrixFunction,
+        eigen: Eigen,
+        below: Inexact[Array, "levels N k m"],
+        noise: Float[Array, "levels N m"],
+        reach: Float[Array, "N _"],
+    ) -> Rules:
+        """Add Radau's rules to Gauss's, from decompositions and couplings as in `radau`.
+
+        If an eigenvalue of T lies on the other side of the node by more than `reach`, the
+        node is no bound, and f counts as undefined at it. `logdet` assumes a node without a
+        tag, and relies on this."""
+        node, fn, side = subject.node, subject.fn, subject.side
+        assert node is not None
+        # One loop over all levels and projections compiles faster than two.
+        flat = (x.reshape(-1, *x.shape[2:]) for x in (*eigen, below, noise))
+
+        def one(values: Array, vectors: Array, below: Array, noise: Array) -> tuple:
+            return radau(Eigen(values, vectors), below, node, noise, side=side)[:3]
+
+        parts = jax.vmap(one)(*flat)
+        parts = (x.reshape(*eigen.values.shape[:2], *x.shape[1:]) for x in parts)
+        values, vectors, solved = parts
+        rule = Radau(values, vectors, solved, node)
+        is_bound = jnp.all(side * (eigen.values[0] - node) + reach >= 0)
+        at_node = jnp.where(is_bound, fn(node), jnp.nan)
+
+        def joined(gauss: Array, radau: Array, end: Array) -> Array:
+            both = jnp.stack(promoted(gauss, radau), axis=1)
+            end = jnp.broadcast_to(end.astype(both.dtype), (*both.shape[:-1], 1))
+            both = jnp.concatenate([both, end], axis=-1)
+            return both.reshape(-1, *both.shape[2:])
+
+        values = jnp.swapaxes(at_nodes(fn, rule.values), -1, -2)
+        values = joined(self.values, values, at_node[:, None])
+        return Rules(joined(self.nodes, rule.values, node), values, rule)
 
 
 def weights_with_node(
@@ -246,11 +278,11 @@ def slopes_at(
 
 
 def node_weights(
-    coefficients: Inexact[Array, "N count count"], eigen: Eigen
+    coefficients: Inexact[Array, "N count count"], vectors: Inexact[Array, "N _ m"]
 ) -> Float[Array, "N m"]:
-    """Return the weights of the nodes in tr(C_i f(T_i)[:count, :count]), where T_i is the
-    matrix that `eigen` decomposes and the `coefficients` are the C_i."""
-    rows = eigen.vectors[:, : coefficients.shape[1]]
+    """Return the weights of the nodes in tr(C_i f(T_i)[:count, :count]), where T_i has
+    these eigenvectors and the `coefficients` are the C_i."""
+    rows = vectors[:, : coefficients.shape[1]]
     return jnp.sum((rows.conj() * dot(coefficients.astype(rows.dtype), rows)).real, axis=1)
 
 
@@ -278,15 +310,21 @@ class SplitRule(eqx.Module):
     eigen: Eigen
     coefficients: Inexact[Array, "N count count"]
     num_steps: int = eqx.field(static=True)
-    rules: tuple[Float[Array, "rules m"], Float[Array, "rules _ m"]] | None = None
-    radau: Radau | None = None
+    rules: Rules
+    weights: Float[Array, "rules _ m"]
+
+    @property
+    def radau(self) -> Radau | None:
+        """The decompositions of Radau's rule at full depth."""
+        if self.rules.radau is None:
+            return None
+        values, vectors, solved, node = self.rules.radau
+        return Radau(values[0], vectors[0], solved[0], node)
 
     def nodes(self) -> Nodes:
         """Return the quadrature whose pairs this rule makes."""
-        if self.rules is not None:
-            return Nodes(*self.rules, self)
-        weights = node_weights(self.coefficients, self.eigen).reshape(1, 1, -1)
-        return Nodes(self.eigen.values.reshape(1, -1), weights, self)
+        nodes = self.rules.nodes[: 1 if self.radau is None else None]
+        return Nodes(nodes.reshape(len(nodes), -1), self.weights[: len(nodes)], self)
 
     def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
         """Return the sum of C_i (g1(A) v)* dA (g2(A) v)."""
@@ -353,31 +391,30 @@ class SplitRule(eqx.Module):
             [P; Y]* dT_R [p; y] = (s'* dA q + q'* dA s) / 2,
             s = Z (p + X y),    q = Z (p - X y) + 2 Z_b y,    s', q' likewise of [P; Y].
         """
-        assert self.radau is not None
-        assert self.rules is not None
-        radau, count = self.radau, self.coefficients.shape[1]
+        longer, count = self.radau, self.coefficients.shape[1]
+        assert longer is not None
 
-        def of_one(soft: Array, eigen: Eigen, radau: Radau) -> Inexact[Array, "3 pp s c"]:
-            factors, rows = Factors(fn, soft), radau.vectors
+        def of_one(soft: Array, eigen: Eigen, longer: Radau) -> Inexact[Array, "3 pp s c"]:
+            factors, rows = Factors(fn, soft), longer.vectors
             gauss = columns(factors, None, eigen, count=count)
-            at_node = factors(radau.node)
-            rise = jax.vmap(factors)(radau.values) - at_node[None]
+            at_node = factors(longer.node)
+            rise = jax.vmap(factors)(longer.values) - at_node[None]
             ends = einsum("sm,mq,cm->qsc", *promoted(rows, rise, rows[:count].conj()))
             unit = jnp.eye(*ends.shape[1:], dtype=ends.dtype)[None]
             ends = ends + times(at_node[:, None, None], unit)
             inside, beyond = jnp.split(ends, [gauss.shape[1]], axis=1)
-            turned = dot(radau.solved.astype(beyond.dtype), beyond)
+            turned = dot(longer.solved.astype(beyond.dtype), beyond)
             none = jnp.zeros_like(beyond)
             tops = gauss, inside + turned, inside - turned
             bottoms = none, none, 2 * beyond
             return jnp.concatenate([jnp.stack(tops), jnp.stack(bottoms)], axis=2)
 
         axes = Radau(0, 0, 0, None)  # pyright: ignore[reportArgumentType]
-        found = jax.vmap(of_one, (0, 0, axes), 2)(soft, self.eigen, radau)
+        found = jax.vmap(of_one, (0, 0, axes), 2)(soft, self.eigen, longer)
         gauss, sums, rests = found.reshape(3, 2, -1, *found.shape[2:])
         left = jnp.stack([gauss[0], sums[0], rests[0]])
         right = jnp.stack([gauss[1], rests[1], sums[1]])
-        both = (Nodes(*self.rules, self).totals(f)[..., None] for f in (fn, Slope(fn)))
+        both = (self.nodes().totals(f)[..., None] for f in (fn, Slope(fn)))
         share, of_slope = (mixture(totals)[1] for totals in both)
         # If f' is singular at the node, as that of x log x is at 0, R overrates it.
         usable = (of_slope < SINGULAR) | (of_slope == 1)
