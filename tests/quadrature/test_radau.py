@@ -70,7 +70,8 @@ def test_errors_of_constant_ratio_cancel() -> None:
     truth, gauss, rest = np.array([3.0, -2.0]), np.array([0.4, -1e-3]), np.array([2.0, 7.0])
     for fall in (0.9, 1e-2):
         errors = [-gauss, gauss * rest, -gauss / fall, gauss * rest / fall]
-        mixed, share = mixture(jnp.asarray(truth + np.stack(errors))[..., None])
+        rules = jnp.asarray(truth + np.stack(errors)).reshape(2, 2, 2, 1)
+        mixed, share = mixture(rules)
         close(mixed[:, 0], truth, 1e-12)
         close(share, rest / (1 + rest), 1e-12)
 
@@ -78,7 +79,8 @@ def test_errors_of_constant_ratio_cancel() -> None:
 def test_gauss_alone() -> None:
     """If both rules move the same way, if one is infinite, and if there is one only."""
     both = jnp.array([[1.0, 1.0], [2.0, jnp.inf], [0.5, 0.5], [1.0, jnp.inf]])[..., None]
-    for rules in (both, both[:1]):
+    both = both.reshape(2, 2, 2, 1)
+    for rules in (both, both[:, :1]):
         mixed, share = mixture(rules)
         close(mixed[:, 0], np.ones(2), 0)
         close(share, np.ones(2), 0)
@@ -110,10 +112,11 @@ def test_the_truth_lies_between_both_rules(name: str) -> None:
         totals += [gauss, fn(node) + rise]
     low, high = sorted(map(float, totals[:2]))
     assert low < truth < high
-    mixed, share = mixture(jnp.stack(totals)[:, None, None])
+    rules = jnp.stack(totals).reshape(2, 2, 1)
+    mixed, share = mixture(rules[..., None])
     error = abs(float(mixed[0, 0] - truth))
     assert error < 0.5 * min(float(truth) - low, high - float(truth))
-    bar = float(bracket_error(jnp.stack(totals)[:, None], share)[0])
+    bar = float(bracket_error(rules, share)[0])
     assert error < 3 * bar < 3 * (high - low)
 
 

@@ -189,8 +189,8 @@ def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
 
 def _eigenvalues(matrix: Matrix) -> Nodes:
     eigen = decompose(matrix)
-    weights = jnp.ones((1, matrix.shape[0]), matrix.real.dtype)
-    return Nodes(eigen.values[None], weights[None], Partial(_matrix_pairs, matrix, eigen))
+    nodes, pairs = eigen.values[None, None], Partial(_matrix_pairs, matrix, eigen)
+    return Nodes(nodes, jnp.ones_like(nodes)[:, :, None], pairs)
 
 
 def _total(fn: Flat, combine: ScalarFunction | None, matrix: Array) -> Values:
@@ -278,8 +278,9 @@ def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
         sizes = jnp.sum(jnp.abs(values), axis=0)
         crossed = jnp.abs(value.imag) > min(noise, 1e-3) * sizes
         value = jnp.where(crossed, jnp.nan, value.real)
-    weights = jnp.ones((1, nodes.size), nodes.dtype)
-    readout = Nodes(nodes[None], weights[None], Partial(_general_pairs, matrix))
+    nodes = nodes[None, None]
+    pairs = Partial(_general_pairs, matrix)
+    readout = Nodes(nodes, jnp.ones_like(nodes)[:, :, None], pairs)
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 

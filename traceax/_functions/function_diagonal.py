@@ -260,21 +260,24 @@ def block_diagonal(
     ends = k * np.array(Shape(k, depth).levels(mixed=subject.node is not None))
     kept = jnp.asarray(np.arange(m)[None, :] < ends[:, None]) & space.filled[None, :]
     functions = _functions(spectrum, kept)
-    level = jax.vmap(run.level)(functions)
     identity = jnp.diag(space.filled.astype(functions.dtype))
-    rest = functions - times(level[:, None, None], identity[None])
-    means = jax.vmap(run.mean)(rest) + level[:, None]
+
+    def mean_of(function: Inexact[Array, "m m"]) -> Float[Array, " n"]:
+        level = run.level(function)
+        return run.mean(function - times(level, identity)) + level
+
+    means = jax.vmap(mean_of)(functions.reshape(-1, m, m))
+    means, function = means.reshape(*functions.shape[:2], -1), functions[0, 0]
     if subject.node is None:
-        size = 4 * eps * jnp.linalg.norm(means[0])
+        size, means = 4 * eps * jnp.linalg.norm(means[0]), means[:, 0]
         quadrature = quadrature_error(means, unresolved=True, rounding=size, together=True)
-        function = functions[0]
     else:
-        totals = jnp.sum(means, axis=1)[:, None]
+        totals = jnp.sum(means, axis=2, keepdims=True)
         share = mixture(totals[..., None])[1][0]
-        rounding = 4 * eps * jnp.abs(means[0])
+        rounding = 4 * eps * jnp.abs(means[0, 0])
         quadrature = bracket_error(means, share, rounding=rounding, whole=totals)
-        other = jnp.where(share < 1, functions[1], 0)
-        function = times(share, functions[0]) + times(1 - share, other)
+        other = jnp.where(share < 1, functions[0, 1], 0)
+        function = times(share, function) + times(1 - share, other)
     level = run.level(function)
     rest = function - times(level, identity)
     samples = level + run.samples(rest)
@@ -306,19 +309,20 @@ def _read_spaces(
 
 def _functions(
     spectrum: Spectrum, kept: Bool[Array, "levels m"]
-) -> Inexact[Array, "rules m m"]:
-    """Return f(T) at all levels, on the coordinates that are kept; with a node f(T) and
-    f(T_R), in turn."""
-    values, m = spectrum.values[:, 0], kept.shape[1]
+) -> Inexact[Array, "levels rules m m"]:
+    """Return f(T) at all levels, on the coordinates that are kept; with a node also
+    f(T_R)."""
+    values, m = spectrum.values[:, :, 0], kept.shape[1]
     one, rule = jax.vmap(_function), spectrum.rules.radau
+    gauss = one(kept, *spectrum.eigen, values[:, 0, :m])
     if rule is None:
-        return one(kept, *spectrum.eigen, values)
-    gauss = one(kept, *spectrum.eigen, values[::2, :m])
-    at_node, rise = values[1::2, m:], values[1::2, :m] - values[1::2, m:]
+        return gauss[:, None]
+    at_node = values[:, 1, m:]
+    rise = values[:, 1, :m] - at_node
     radau = one(kept, rule.values[:, 0], rule.vectors[:, 0, :m], rise)
     identity = kept[:, None] & jnp.eye(m, dtype=bool)[None]
     radau = radau + jnp.where(identity, at_node[..., None], 0).astype(radau.dtype)
-    return jnp.stack([gauss, radau], axis=1).reshape(-1, m, m)
+    return jnp.stack([gauss, radau], axis=1)
 
 
 def _function(

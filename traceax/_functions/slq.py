@@ -51,7 +51,6 @@ from traceax._quadrature.nodes import (
     node_weights,
     slopes_at,
     weighted_sum,
-    weights_with_node,
 )
 from traceax._quadrature.scalar import (
     MatrixFunction,
@@ -312,7 +311,7 @@ class Sampled(eqx.Module):
     residuals.
     """
 
-    levels: Inexact[Array, "levels p N"]
+    levels: Inexact[Array, "levels rules p N"]
     sizes: Float[Array, "p N"]
     slopes: Float[Array, "p N"]
     moved: Float[Array, " N"]
@@ -329,13 +328,8 @@ class Sampled(eqx.Module):
 
         The quadrature error of a single step is unknown, unless n = 1.
         """
-        operator, mixed = subject.linear_map.operator, subject.node is not None
-
-        def mixture_of(levels: Inexact[Array, "rules p N"]) -> tuple[Array, Array]:
-            return mixture(levels if mixed else levels[:1])
-
-        terms = mixture_of(self.levels)[0]
-        unresolved = num_steps == 1 and operator.in_size() > 1
+        terms = mixture(self.levels)[0]
+        unresolved = num_steps == 1 and subject.linear_map.operator.in_size() > 1
         eps = float(jnp.finfo(self.moved.dtype).eps)
         total = jnp.sum(terms, axis=1)
         samples = design.totals(terms * design.num_samples)
@@ -344,7 +338,7 @@ class Sampled(eqx.Module):
         traces = Traces(total, samples, self.levels, bounds, readout)
 
         def error_of(
-            levels: Inexact[Array, "levels p N"],
+            levels: Inexact[Array, "levels rules p N"],
             sizes: Float[Array, "p N"],
             slopes: Float[Array, "p N"],
             indicator: Float[Array, "p n"] | None = None,
@@ -356,17 +350,13 @@ class Sampled(eqx.Module):
             totals = jnp.sum(levels, axis=-1)
             rounding = 4 * eps * jnp.sum(sizes, axis=1)
             rounding = rounding + jnp.max(self.moved) * jnp.sum(slopes, axis=1)
-            terms, share = mixture_of(levels)
+            terms, share = mixture(levels)
             if indicator is None:
                 error = design.mean_and_error(terms * design.num_probes, rounding)[1]
             else:
                 error = jackknife.length(indicator, rounding)
-            if mixed:
-                return error, jackknife.bracket_error(totals, share, rounding=rounding)
-            gap = jackknife.quadrature_error(
-                totals, unresolved=unresolved, rounding=rounding
-            )
-            return error, gap
+            how = {"rounding": rounding, "unresolved": unresolved}
+            return error, jackknife.error_of_rules(totals, share, **how)
 
         return traces_outcome(subject, traces, error_of)
 
@@ -398,28 +388,27 @@ def sample(
     counted = jnp.asarray(np.arange(len(krylov.length)) < num_probes, krylov.length.dtype)
     coefficients = (krylov.length**2 * (counted / num_probes))[:, None, None]
     whole, basis = Eigen(nodes[0], found.vectors[0]), krylov.basis
-    rules = Rules(nodes, jnp.swapaxes(at_nodes(subject.fn, nodes), -1, -2))
+    values = jnp.swapaxes(at_nodes(subject.fn, nodes), -1, -2)
+    rules = Rules(nodes[:, None], values[:, None])
     slopes = jnp.swapaxes(slopes_at(subject.fn, nodes[0], moved[:, None]), -1, -2)
     each = jax.vmap(partial(node_weights, coefficients))
-    weights = each(found.vectors)
     if subject.node is not None:
         noise = 4 * grain + jax.lax.stop_gradient(krylov.noise)[None, :, None]
         below = _below(krylov, sizes)
         rules = rules.with_node(subject, found, below, noise, moved[:, None])
-        assert rules.radau is not None
-        weights = weights_with_node(weights, each(rules.radau.vectors))
         basis = jnp.concatenate([basis, krylov.new[:, None]], axis=1)
         slopes = jnp.pad(slopes, ((0, 0), (0, 0), (0, 1)))
-    rows = weights.reshape(len(weights), 1, -1)
+    weights = rules.weights(each(found.vectors), each)
+    rows = weights.reshape(*weights.shape[:2], 1, -1)
     split = SplitRule(basis, whole, coefficients, num_steps, rules, rows)
     indicator = None
     if near is not None and not isinstance(probes, Krylov):
-        values = jnp.swapaxes(rules.values[0], -1, -2)
-        indicator = _indicator(probes, krylov, whole, values[:, :num_steps], near)
-    first = weights[0][:, None]
+        values = jnp.swapaxes(values[0], -1, -2)
+        indicator = _indicator(probes, krylov, whole, values, near)
+    first = weights[0, 0, :, None]
     terms = (
-        weighted_sum(weights[:, :, None], rules.values),
-        weighted_sum(first, jnp.abs(rules.values[0])),
+        weighted_sum(weights[..., None, :], rules.values),
+        weighted_sum(first, jnp.abs(rules.values[0, 0])),
         weighted_sum(first, slopes),
     )
     levels, sizes, slopes = (jnp.moveaxis(x, -1, -2)[..., :num_probes] for x in terms)

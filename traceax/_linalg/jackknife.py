@@ -141,12 +141,28 @@ def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
     return jnp.sqrt(weights.shape[0] * summed(weights**2))
 
 
+def error_of_rules(
+    totals: Inexact[Array, "levels rules p"],
+    share: Float[Array, "..."],
+    *,
+    rounding: Float[Array, "..."] | float,
+    unresolved: bool = True,
+) -> Errors:
+    """Return the error of the mixture, or of Gauss's rule if that is the only one.
+
+    Without a shorter run to compare with, the error of a quadrature that is `unresolved` is
+    unknown."""
+    if totals.shape[1] == 2:
+        return bracket_error(totals, share, rounding=rounding)
+    return quadrature_error(totals[:, 0], unresolved=unresolved, rounding=rounding)
+
+
 def bracket_error(
-    totals: Inexact[Array, "rules p"],
+    totals: Inexact[Array, "levels 2 p"],
     share: Float[Array, "..."],
     *,
     rounding: Float[Array, "..."] | float = 0.0,
-    whole: Inexact[Array, "rules 1"] | None = None,
+    whole: Inexact[Array, "levels 2 1"] | None = None,
 ) -> Errors:
     """Return the error of the mixture of Gauss's rule and Radau's.
 
@@ -171,13 +187,13 @@ def bracket_error(
     `whole` is the sum of the totals if these are parts, such as the entries of a
     diagonal. It has less noise than they have, and gives s and the share.
     """
-    width = jnp.abs(totals[1] - totals[0])
-    if len(totals) == 2:
+    width = jnp.abs(totals[0, 1] - totals[0, 0])
+    if len(totals) == 1:
         return jnp.where(jnp.isfinite(width), width / 2, jnp.inf)
-    gauss, radau, *shorter = totals if whole is None else whole
-    before = jnp.abs(shorter[1] - shorter[0])
-    ratio = jnp.abs(radau - gauss) / jnp.where(before > 0, before, 1)
-    change = jnp.abs(totals[0] - totals[2])
+    of_all = totals if whole is None else whole
+    now, before = (jnp.abs(rules[1] - rules[0]) for rules in of_all[:2])
+    ratio = now / jnp.where(before > 0, before, 1)
+    change = jnp.abs(totals[0, 0] - totals[1, 0])
     most = jnp.where(change > 10 * rounding, 0.99, 0.5)
     ratio = jnp.where(jnp.isnan(ratio), 8 / 9, jnp.minimum(ratio, most))
     alike = jnp.where(ratio < 0.1, 0.8, 20) * share * (1 - share)
@@ -185,9 +201,9 @@ def bracket_error(
     error = width * jnp.where(ratio < 0.6, fast, slow)
     alone = change * jnp.maximum(1, ratio / (1 - ratio))
     error = jnp.where(share < 1, error, alone)
-    if len(totals) == 4:
+    if len(totals) == 2:
         return error
-    full, before, between = totals[:2], totals[2:4], totals[4:]
+    full, before, between = totals
     detour = jnp.abs(full - between) + jnp.abs(between - before) - jnp.abs(full - before)
     outside = jnp.max(detour, axis=0) / 2
     return jnp.where(outside > 10 * rounding, jnp.maximum(error, outside), error)

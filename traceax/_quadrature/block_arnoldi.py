@@ -162,7 +162,7 @@ def block_arnoldi(
     weights = mixed(jnp.mean(weights[:, 0], axis=1)[:, None], share[:, None])
     matrices = mixed(matrices[:, None], share[:, None, None])
     pairs = ArnoldiPairs(space.basis, modes, matrices, real)
-    readout = Nodes(modes.nodes[None], weights[None], pairs)
+    readout = Nodes(modes.nodes[None, None], weights[None, None], pairs)
     return Outcome(value, error, readout, quadrature_error=gap)
 
 
@@ -281,10 +281,10 @@ def coloured_arnoldi(
         apart = apart / (count * len(probes.chosen)) ** 0.5
         error = jackknife.length(apart, rounding)
 
-    weights = weights[0].reshape(1, 1, -1) / count
+    weights = weights[0].reshape(1, 1, 1, -1) / count
     modes = Modes(*(x[:count] for x in modes))
     pairs = ColouredPairs(basis[:count], probes.first, modes, real)
-    readout = Nodes(modes.nodes.reshape(1, -1), weights, pairs)
+    readout = Nodes(modes.nodes.reshape(1, 1, -1), weights, pairs)
     return Outcome(mean(samples), jnp.hypot(error, gap), readout, quadrature_error=gap)
 
 

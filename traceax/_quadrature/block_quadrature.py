@@ -88,7 +88,6 @@ from traceax._quadrature.nodes import (
     mixture,
     slopes_at,
     weighted_sum,
-    weights_with_node,
 )
 from traceax._quadrature.scalar import (
     Flat,
@@ -163,9 +162,9 @@ def trace_from_spectrum(
         rule.matrix[None],
         max(5 * space.depth, 40),
         spectrum.rules,
-        jnp.mean(rule.weights, axis=1, keepdims=True),
+        jnp.mean(rule.weights, axis=2, keepdims=True),
     )
-    samples = rule.mixture(spectrum.values)[0]
+    samples = mixture(rule.samples(spectrum.values))[0]
     known = spectrum.values, spectrum.bounds
     traces = Traces(mean(samples), samples, *known, split.nodes())
     return traces_outcome(subject, traces, rule.error)
@@ -212,9 +211,9 @@ class Spectrum(NamedTuple):
     rules: Rules
 
     @property
-    def values(self) -> Inexact[Array, "rules p w"]:
+    def values(self) -> Inexact[Array, "levels rules p w"]:
         """The values of f at the nodes of all rules."""
-        return self.rules.values[:, 0]
+        return self.rules.values[:, :, 0]
 
 
 def spectrum_of(
@@ -261,7 +260,7 @@ def spectrum_of(
     slopes = largest[0, 0] * jnp.where(moved[0][:, None], spans, slopes)
     values = jnp.swapaxes(values, -1, -2)
     bounds = jnp.abs(values[0]), slopes.T, bends.T
-    rules = Rules(nodes[:, None], values[:, None])
+    rules = Rules(nodes[:, None, None], values[:, None, None])
     if subject.node is not None:
         assert space.more is not None
         tall, k = space.more[1], space.width
@@ -332,34 +331,27 @@ class Quadrature(eqx.Module):
     where g is |f'| times the largest node. K has the coordinates of Z that are `inside`."""
 
     vectors: Inexact[Array, "m m"]
-    weights: Float[Array, "rules k w"]
+    weights: Float[Array, "levels rules k w"]
     sides: Inexact[Array, "k s m"]
     matrix: Inexact[Array, "r r"]
     blur: Float[Array, "m m"]
     inside: Filled
-    is_mixed: bool = eqx.field(static=True, default=False)
 
-    def mixture(
-        self, values: Inexact[Array, "rules p w"]
-    ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"]]:
-        """Return all samples of the trace of a function, and the shares of Gauss's rule."""
-        return mixture(self.samples(values if self.is_mixed else values[:1]))
-
-    def samples(self, values: Inexact[Array, "rules p w"]) -> Inexact[Array, "rules p k"]:
-        """Return all samples of the trace of a function, given its values at the nodes of
-        all levels, or of the first ones."""
-        return weighted_sum(self.weights[: len(values), None], values[:, :, None])
+    def samples(
+        self, values: Inexact[Array, "levels rules p w"]
+    ) -> Inexact[Array, "levels rules p k"]:
+        """Return all samples of the trace of a function, given its values at all nodes."""
+        return weighted_sum(self.weights[:, :, None], values[..., None, :])
 
     def error(
-        self, values: Inexact[Array, "rules p w"], *bounds: Float[Array, "p w"]
+        self, values: Inexact[Array, "levels rules p w"], *bounds: Float[Array, "p w"]
     ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
         """Return the error of sampling and rounding, and the error of quadrature, of the
         trace of a function, given its values at the nodes and its `bounds` as in
         `Spectrum`."""
         every = self.samples(values)
-        totals = mean(every)
-        samples, share = mixture(every if self.is_mixed else every[:1])
-        weights = jnp.mean(self.weights[0], axis=0)[None, :]
+        samples, share = mixture(every)
+        weights = jnp.mean(self.weights[0, 0], axis=0)[None, :]
         bends, *rates = (jnp.where(weights > 0, x, 0) for x in bounds[::-1])
         # Squares must not overflow. Slopes may be far larger than values.
         rates = jnp.stack(rates)
@@ -375,14 +367,10 @@ class Quadrature(eqx.Module):
         rounding = jnp.hypot(4 * eps * (size + jnp.abs(value)), 2 * moved + sums[2])
         error = jackknife.shared_error(samples, rounding)
         if samples.shape[-1] > 1:
-            used = jnp.where(weights > 0, values[0], 0)[:, :m]
+            used = jnp.where(weights > 0, values[0, 0], 0)[:, :m]
             theory = self._error_by_theory(over(used, scales[1][:, None]))
             error = jnp.maximum(error, scales[1] * theory)
-        if self.is_mixed:
-            return error, jackknife.bracket_error(totals, share, rounding=rounding)
-        # Without a shorter run to compare with, the quadrature error is unknown.
-        gap = jackknife.quadrature_error(totals, unresolved=True, rounding=rounding)
-        return error, gap
+        return error, jackknife.error_of_rules(mean(every), share, rounding=rounding)
 
     def _error_by_theory(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
         """Return what theory makes of B = (I - P_i) f(A) (I - P_i), given f at the nodes.
@@ -452,15 +440,13 @@ def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
     weights, sides = each(vectors[:, :rank])
     # LAPACK may return finite eigenvectors for NaN input.
     weights = jnp.where(jnp.isnan(spectrum.eigen.values)[:, None], jnp.nan, weights)
-    longer = spectrum.rules.radau
-    if longer is not None:
-        weights = weights_with_node(weights, each(longer.vectors[:, 0, :rank])[0])
+    of_vectors = lambda vectors: each(vectors[:, 0, :rank])[0]  # noqa: E731
+    weights = spectrum.rules.weights(weights, of_vectors)
     matrix, first = quadrature_matrix(spaces), vectors[0, :rank]
     pairs = squared_modulus(dot(first.conj().T, matrix, first))
     both = jnp.where(np.eye(len(pairs), dtype=bool), 1, 2)
     blur = both * pairs * spectrum.noise**2
-    mixed, inside = longer is not None, spaces.inside
-    return Quadrature(vectors[0], weights, sides[0], matrix, blur, inside, mixed)
+    return Quadrature(vectors[0], weights, sides[0], matrix, blur, spaces.inside)
 
 
 def _weights(

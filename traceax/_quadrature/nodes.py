@@ -105,8 +105,8 @@ class Nodes(eqx.Module):
     the operator that is read. There are one or several rules, whose results `mixture`
     joins. All values of f share one row of weights, or each has its own."""
 
-    nodes: Inexact[Array, "rules m"]
-    weights: Inexact[Array, "rules _ m"]
+    nodes: Inexact[Array, "levels rules m"]
+    weights: Inexact[Array, "levels rules _ m"]
     pairs: SlopePairs
 
     def __call__(self, subject: MatrixFunction) -> Inexact[Array, " p"]:
@@ -116,21 +116,21 @@ class Nodes(eqx.Module):
         """Return the sum over the nodes of the weights times f."""
         return mixture(self.totals(fn)[..., None])[0][:, 0]
 
-    def totals(self, fn: Flat) -> Inexact[Array, "rules p"]:
+    def totals(self, fn: Flat) -> Inexact[Array, "levels rules p"]:
         """Return this sum for each rule."""
         values = jnp.swapaxes(at_nodes(fn, self.nodes), -1, -2)
         # The Jacobian of f has several values for each value of f.
-        copies = values.shape[1] // self.weights.shape[1]
-        return weighted_sum(jnp.repeat(self.weights, copies, axis=1), values)
+        copies = values.shape[-2] // self.weights.shape[-2]
+        return weighted_sum(jnp.repeat(self.weights, copies, axis=-2), values)
 
 
 def mixture(
-    samples: Inexact[Array, "rules p k"],
+    samples: Inexact[Array, "levels rules p k"],
 ) -> tuple[Inexact[Array, "p k"], Float[Array, " p"]]:
     """Return (c G + R) / (1 + c) for each sample, and the shares c / (1 + c) of Gauss's
     rule.
 
-    The rules are G = Gauss's and R = Gauss and Radau's at full depth, and both at less
+    The rules are G = Gauss's and, with a node, R = Radau's, at full depth and then at less
     depth. If the signs of the derivatives of f alternate, as those of a logarithm, a power
     below 1 or an inverse, then G and R lie on different sides of the truth. Both errors
     shrink by about the same factor from one depth to the next, so that what R changes over
@@ -138,32 +138,32 @@ def mixture(
 
     If both rules move the same way, their errors have the same sign, or are rounding. Then
     G is taken alone, as it is if R is infinite, and if there is no other rule."""
-    gauss = samples[0]
-    if len(samples) == 1:
+    gauss = samples[0, 0]
+    if samples.shape[1] == 1:
         return gauss, jnp.ones(gauss.shape[0], gauss.real.dtype)
-    radau, totals = samples[1], mean(samples)
-    if len(samples) == 2:
+    radau, totals = samples[0, 1], mean(samples)
+    if len(samples) == 1:
         share = jnp.full(gauss.shape[0], 0.5, gauss.real.dtype)
     else:
-        rise, fall = totals[1] - totals[3], totals[2] - totals[0]
+        fall, rise = totals[1, 0] - totals[0, 0], totals[0, 1] - totals[1, 1]
         sizes, opposite = jnp.abs(rise) + jnp.abs(fall), (rise.conj() * fall).real > 0
         share = jnp.where(opposite, jnp.abs(rise) / jnp.where(opposite, sizes, 1), 1)
-    share = jnp.where(jnp.isfinite(totals[1]) & jnp.isfinite(share), share, 1)
+    share = jnp.where(jnp.isfinite(totals[0, 1]) & jnp.isfinite(share), share, 1)
     weight = share[:, None]
     mixed = times(weight, gauss) + times(1 - weight, jnp.where(weight < 1, radau, 0))
     return jnp.where(weight < 1, mixed, gauss), share
 
 
 class Rules(NamedTuple):
-    """Quadrature rules for N projections at all levels: Gauss's, and after each of them
-    Radau's if the spectrum has a node as its bound.
+    """Quadrature rules for N projections at all levels: Gauss's, and then Radau's if the
+    spectrum has a node as its bound.
 
     All `nodes` then end with that node, which Gauss's rule does not use. `values` are f at
     the nodes. `radau` has the decompositions of Radau's rules, with an axis for levels and
     one for projections."""
 
-    nodes: Float[Array, "rules N w"]
-    values: Inexact[Array, "rules N p w"]
+    nodes: Float[Array, "levels rules N w"]
+    values: Inexact[Array, "levels rules N p w"]
     radau: Radau | None = None
 
     def with_node(
@@ -195,25 +195,30 @@ class Rules(NamedTuple):
         at_node = jnp.where(is_bound, fn(node), jnp.nan)
 
         def joined(gauss: Array, radau: Array, end: Array) -> Array:
-            both = jnp.stack(promoted(gauss, radau), axis=1)
+            both = jnp.concatenate(promoted(gauss, radau[:, None]), axis=1)
             end = jnp.broadcast_to(end.astype(both.dtype), (*both.shape[:-1], 1))
-            both = jnp.concatenate([both, end], axis=-1)
-            return both.reshape(-1, *both.shape[2:])
+            return jnp.concatenate([both, end], axis=-1)
 
         values = jnp.swapaxes(at_nodes(fn, rule.values), -1, -2)
         values = joined(self.values, values, at_node[:, None])
         return Rules(joined(self.nodes, rule.values, node), values, rule)
 
+    def weights(
+        self,
+        gauss: Float[Array, "levels *N m"],
+        of_vectors: Callable[[Inexact[Array, "levels N s m"]], Float[Array, "levels *N m"]],
+    ) -> Float[Array, "levels rules *N w"]:
+        """Return the weights of all nodes, given those of Gauss's rules, and a function
+        that makes weights of the vectors of Radau's rules.
 
-def weights_with_node(
-    gauss: Float[Array, "levels *N m"], radau: Float[Array, "levels *N m"]
-) -> Float[Array, "rules *N m+1"]:
-    """Append the weight of the node: zero for Gauss's rule, and for Radau's what its other
-    weights lack of the sum of all, which is the same for both rules."""
-    rest = jnp.sum(gauss, axis=-1) - jnp.sum(radau, axis=-1)
-    ends = jnp.stack([jnp.zeros_like(rest), jnp.maximum(rest, 0)], axis=1)
-    both = jnp.concatenate([jnp.stack([gauss, radau], axis=1), ends[..., None]], axis=-1)
-    return both.reshape(-1, *both.shape[2:])
+        The weight of the node is zero for Gauss's rule, and for Radau's what its other
+        weights lack of the sum of all, which is the same for both rules."""
+        if self.radau is None:
+            return gauss[:, None]
+        longer = of_vectors(self.radau.vectors)
+        rest = jnp.maximum(jnp.sum(gauss, axis=-1) - jnp.sum(longer, axis=-1), 0)
+        ends = jnp.stack([jnp.zeros_like(rest), rest], axis=1)[..., None]
+        return jnp.concatenate([jnp.stack([gauss, longer], axis=1), ends], axis=-1)
 
 
 @eqx.filter_custom_jvp
@@ -311,7 +316,7 @@ class SplitRule(eqx.Module):
     coefficients: Inexact[Array, "N count count"]
     num_steps: int = eqx.field(static=True)
     rules: Rules
-    weights: Float[Array, "rules _ m"]
+    weights: Float[Array, "levels rules _ m"]
 
     @property
     def radau(self) -> Radau | None:
@@ -324,7 +329,7 @@ class SplitRule(eqx.Module):
     def nodes(self) -> Nodes:
         """Return the quadrature whose pairs this rule makes."""
         nodes = self.rules.nodes[: 1 if self.radau is None else None]
-        return Nodes(nodes.reshape(len(nodes), -1), self.weights[: len(nodes)], self)
+        return Nodes(nodes.reshape(*nodes.shape[:2], -1), self.weights[: len(nodes)], self)
 
     def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
         """Return the sum of C_i (g1(A) v)* dA (g2(A) v)."""

@@ -221,7 +221,7 @@ class Traces(NamedTuple):
 
     total: Inexact[Array, " p"]
     samples: Inexact[Array, "p k"]
-    values: Inexact[Array, "levels p m"]
+    values: Inexact[Array, "levels rules p m"]
     bounds: tuple[Float[Array, "p m"], ...]
     readout: Readout
 
