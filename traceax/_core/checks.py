@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
-from traceax._core.operator import Operator, canonicalise, is_negative, is_positive
+from traceax._core.operator import Operator, canonicalise, is_negative, is_semidefinite
 from traceax._core.questions import class_name
 from traceax._core.vectors import dimension
 
@@ -170,7 +170,6 @@ def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> i
 
 
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
-    tagged = is_positive(operator) or is_negative(operator)
     must = "be tagged positive or negative semidefinite, as its algorithm needs"
     got = f"a {class_name(operator)} that is not"
     cure = (
@@ -178,7 +177,7 @@ def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
         " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
         f"its primal), use traceax.{instead}."
     )
-    require(tagged, name, "operator", must, got, cure)
+    require(is_semidefinite(operator), name, "operator", must, got, cure)
 
 
 # Numbers and vectors.
@@ -236,8 +235,7 @@ def check_trace(name: str, argument: str, trace: Any, dtype: Any) -> Array:
     is_number = jnp.issubdtype(getattr(trace, "dtype", type(trace)), jnp.number)
     must = "be a number, because the structure of the control does not give its trace"
     cure = "Pass its exact trace, or a control that stores its matrix."
-    known = trace is not None and is_number
-    require_type(known, name, argument, must, written(trace), cure)
+    require_type(is_number, name, argument, must, written(trace), cure)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     fits = not jnp.ndim(trace) and (is_complex or not jnp.iscomplexobj(trace))
     must = f"be one {'' if is_complex else 'real '}number"

@@ -22,7 +22,7 @@ from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import invalid
+from traceax._core.checks import require, require_type, written
 from traceax._core.printing import formatted, in_words, is_readable
 
 
@@ -143,17 +143,17 @@ class Estimate(eqx.Module):
         interval, so take an `Estimate` of the real part.
         """
         name, cure = "Estimate.interval", "Pass 0.95, for example."
-        if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
-            must = "be a number or an array, because it is a probability"
-            raise invalid(TypeError, name, "level", must, repr(level), cure)
+        is_number = isinstance(level, float | int | np.generic | np.ndarray | jax.Array)
+        must = "be a number or an array, because it is a probability"
+        require_type(is_number, name, "level", must, written(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
-        if not all(0 < number < 1 for number in known):
-            must = "be strictly between 0 and 1, because it is a probability"
-            raise invalid(ValueError, name, "level", must, repr(level), cure)
-        if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(self.value)):
-            must, got = "be asked of a real value, as these have an order", "a complex one"
-            cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
-            raise invalid(TypeError, name, "", must, got, cure)
+        fits = all(0 < number < 1 for number in known)
+        must = "be strictly between 0 and 1, because it is a probability"
+        require(fits, name, "level", must, written(level), cure)
+        is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(self.value)))
+        must, got = "be asked of a real value, as these have an order", "a complex one"
+        cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
+        require_type(is_real, name, "", must, got, cure)
         if jnp.ndim(level):
             return jax.vmap(self.interval)(jnp.asarray(level))
         degrees = jnp.asarray(self.degrees_of_freedom)
@@ -161,8 +161,7 @@ class Estimate(eqx.Module):
         def width(error: Any) -> Array:
             quantile = compiled(student_quantile, level, degrees.astype(error.dtype))
             # Each estimate of a batch has one quantile for all of its entries.
-            entries = (1,) * (error.ndim - quantile.ndim)
-            quantile = quantile.reshape(quantile.shape + entries)
+            quantile = jnp.expand_dims(quantile, range(quantile.ndim, error.ndim))
             return jnp.where(error == 0, 0, error * quantile)
 
         widths = jax.tree.map(width, self.standard_error)
@@ -198,10 +197,9 @@ def exact_estimate(
         return jnp.where(jnp.isnan(x), jnp.nan, error).astype(x.real.dtype)
 
     held = jax.lax.stop_gradient(value)
-    if error is None:
-        errors = jax.tree.map(error_of, held)
-    else:
-        errors = jax.tree.map(nondifferentiable, jax.tree.map(error_of, held, error), value)
+    errors = jax.tree.map(error_of, held, *([] if error is None else [error]))
+    if error is not None:
+        errors = jax.tree.map(nondifferentiable, errors, value)
     return Estimate(value, errors, spent, method="exact")
 
 

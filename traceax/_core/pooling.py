@@ -267,13 +267,9 @@ def _square(both: Estimate) -> Estimate:
         return nondifferentiable(error, _product(value))
 
     own = jax.lax.stop_gradient(both.standard_error)
-    return Estimate(
-        value=jax.tree.map(_product, both.value),
-        standard_error=jax.tree.map(error, both.value, own),
-        num_matvecs=_total(both.num_matvecs),
-        degrees_of_freedom=jnp.maximum(_total(both.degrees_of_freedom), 1.0),
-        method=both.method,
-    )
+    value, errors = jax.tree.map(_product, both.value), jax.tree.map(error, both.value, own)
+    spent, degrees = map(_total, (both.num_matvecs, both.degrees_of_freedom))
+    return Estimate(value, errors, spent, jnp.maximum(degrees, 1.0), method=both.method)
 
 
 def _total(count: Any) -> Any:

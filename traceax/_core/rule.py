@@ -32,7 +32,6 @@ reverse mode the rule costs one vector-Jacobian product of the matvec for each m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -91,9 +90,8 @@ def _evaluate_jvp(
     if not jnp.iscomplexobj(outcome.value):
         read = read.real
     read = read.astype(outcome.value.dtype)
-    error, gap = error_tangent(outcome.standard_error, read.real), None
-    if outcome.quadrature_error is not None:
-        gap = error_tangent(outcome.quadrature_error, read.real)
+    errors = outcome.standard_error, outcome.quadrature_error
+    error, gap = jax.tree.map(lambda e: error_tangent(e, read.real), errors)
     return outcome, Outcome(read, error, unperturbed.readout, unperturbed.report, gap)
 
 
@@ -136,12 +134,12 @@ def estimate(
 ) -> Estimate:
     """Run an algorithm under the rule, and cut its results into leaves by `structure`."""
     outcome = run(algorithm, subject, probes)
-    value, error, gap = outcome.value, outcome.standard_error, outcome.quadrature_error
+    parts = outcome.value, outcome.standard_error, outcome.quadrature_error
     if structure is not None:
-        value, error = as_result(value, structure), as_result(error, structure)
-        gap = None if gap is None else as_result(gap, structure)
-    made = Estimate(value, error, spent, float(degrees), method=method)
-    return made if gap is None else replace(made, quadrature_error=gap)
+        parts = jax.tree.map(lambda column: as_result(column, structure), parts)
+    value, error, gap = parts
+    gap, degrees = 0.0 if gap is None else gap, float(degrees)
+    return Estimate(value, error, spent, degrees, method=method, quadrature_error=gap)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

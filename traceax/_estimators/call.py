@@ -32,8 +32,7 @@ from traceax._core.operator import (
     DOUBLE,
     LinearMap,
     Operator,
-    is_negative,
-    is_positive,
+    is_semidefinite,
     unit_roundoff,
     working_dtype,
 )
@@ -112,7 +111,7 @@ class Call:
 
     @property
     def is_semidefinite(self) -> bool:
-        return is_positive(self.operator) or is_negative(self.operator)
+        return is_semidefinite(self.operator)
 
     @property
     def resphere(self) -> bool:

@@ -31,12 +31,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Int
 
-from traceax._core.checks import check_array, check_count, invalid, with_library
+from traceax._core.canonical import is_concrete
+from traceax._core.checks import (
+    check_array,
+    check_count,
+    invalid,
+    require,
+    require_type,
+    with_library,
+)
 from traceax._core.sparse import Pattern, entries_of, is_of_jax, own_pattern
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
@@ -87,19 +93,18 @@ def places(name: str, pattern: Any) -> Pattern:
     known = pattern if isinstance(pattern, Pattern) else own_pattern(pattern)
     if known is not None:
         return known
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(pattern)):
-        must = "be concrete, because it is coloured on the host"
-        cure = "Colour it outside of jax.jit."
-        raise invalid(TypeError, name, "pattern", must, "a traced array", cure)
+    must, got = "be concrete, because it is coloured on the host", "a traced array"
+    cure = "Colour it outside of jax.jit."
+    require_type(is_concrete(pattern), name, "pattern", must, got, cure)
     is_sparse = is_of_jax(pattern) or hasattr(pattern, "tocoo")
     matrix = pattern if is_sparse else check_array(name, "pattern", pattern) != 0
     shape = np.shape(matrix)
     batched = getattr(pattern, "n_batch", 0) or getattr(pattern, "n_dense", 0)
-    if len(shape) != 2 or shape[0] != shape[1] or batched:
-        must = "be a square matrix, a row and a column for each dimension"
-        cure = "Pass a dense or sparse array, B.T @ B or B @ B.T of a rectangular B."
-        got = f"shape {shape}" if shape else with_library(pattern)
-        raise invalid(ValueError, name, "pattern", must, got, cure)
+    fits = len(shape) == 2 and shape[0] == shape[1] and not batched
+    must = "be a square matrix, a row and a column for each dimension"
+    cure = "Pass a dense or sparse array, B.T @ B or B @ B.T of a rectangular B."
+    got = f"shape {shape}" if shape else with_library(pattern)
+    require(fits, name, "pattern", must, got, cure)
     return entries_of(matrix)[1]
 
 

@@ -35,7 +35,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import invalid
+from traceax._core.checks import require
 from traceax._core.operator import Operator, working_dtype
 from traceax._core.sparse import Pattern, own_pattern
 from traceax._core.vectors import Structure, as_columns
@@ -66,15 +66,12 @@ def check_dependence(name: str, sampler: Sampler, takes: Takes = "independent") 
     """
     alone = sampler.population is not None and takes not in ("dependent", "any")
     grouped = sampler.group > 1 and takes not in ("coloured", "any")
-    if alone or grouped:
-        got = f"traceax.{sampler!r}" if alone else f"a sampler of group={sampler.group}"
-        got = "traceax.probing" if isinstance(sampler, Probing) else got
-        must = "draw independent probes, because each is a sample of its own"
-        cure = (
-            f"Use traceax.sphere or traceax.rademacher; {got} is for "
-            "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
-        )
-        raise invalid(ValueError, name, "sampler", must, got, cure)
+    got = f"traceax.{sampler!r}" if alone else f"a sampler of group={sampler.group}"
+    got = "traceax.probing" if isinstance(sampler, Probing) else got
+    must = "draw independent probes, because each is a sample of its own"
+    cure = f"Use traceax.sphere or traceax.rademacher; {got} is for "
+    cure += "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
+    require(not (alone or grouped), name, "sampler", must, got, cure)
 
 
 def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None:
@@ -85,10 +82,10 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None
     """
     n = operator.in_size()
     known = own_pattern(operator) if pattern is None else places(name, pattern)
-    if known is not None and known.shape != (n, n):
+    if known is not None:
         must, got = f"be {n} x {n}, like the operator's matrix", f"shape {known.shape}"
         cure = "Pass the pattern of this operator, or of the matrix it is a function of."
-        raise invalid(ValueError, name, "pattern", must, got, cure)
+        require(known.shape == (n, n), name, "pattern", must, got, cure)
     return known
 
 
@@ -122,9 +119,8 @@ def for_pattern(
     if known is None:
         return None
     edges, least = undirected(known), max(num_probes - tests, 1)
-    found = best_colouring(edges, enough, least)
-    found = found or best_colouring(edges, enough, num_probes)
-    return None if found is None else probing_of(found)
+    tries = (best_colouring(edges, enough, count) for count in (least, num_probes))
+    return next((probing_of(found) for found in tries if found), None)
 
 
 def draw(
@@ -157,10 +153,10 @@ def _columns(
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
     got = jax.tree.map(shaped, probes)
-    if eqx.tree_equal(got, jax.tree.map(expected, structure)) is not True:
-        must = f"return the operator's input structure with a leading axis of {num_probes}"
-        cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
-        raise invalid(ValueError, name, "sampler", must, got, cure)
+    fits = eqx.tree_equal(got, jax.tree.map(expected, structure)) is True
+    must = f"return the operator's input structure with a leading axis of {num_probes}"
+    cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
+    require(fits, name, "sampler", must, got, cure)
     return as_columns(probes, dtype)
 
 

@@ -12,6 +12,7 @@ standard error of their mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int, Shaped
 
-from traceax._core.checks import check_samples, invalid
+from traceax._core.checks import check_samples, require_type
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
 from traceax._probes.probing import DEGREES
@@ -54,11 +55,11 @@ def checked_meter(name: str, progress_meter: Any) -> ProgressMeter:
     """Check the meter that the user gave. If it is None, return one that shows nothing."""
     meter = SILENT if progress_meter is None else progress_meter
     methods = [getattr(meter, method, None) for method in ("init", "step", "close")]
-    if isinstance(meter, type) or not all(map(callable, methods)):
-        must = "be a progress meter of diffrax, or have its methods init, step and close"
-        got = "a class" if isinstance(meter, type) else type(meter).__name__
-        cure = "Pass diffrax.TextProgressMeter(), for example."
-        raise invalid(TypeError, name, "progress_meter", must, got, cure)
+    is_class, fits = isinstance(meter, type), all(map(callable, methods))
+    must = "be a progress meter of diffrax, or have its methods init, step and close"
+    got = "a class" if is_class else type(meter).__name__
+    cure = "Pass diffrax.TextProgressMeter(), for example."
+    require_type(fits and not is_class, name, "progress_meter", must, got, cure)
     return meter
 
 
@@ -241,7 +242,7 @@ def design_of(name: str, n: int, num_matvecs: int, sampler: Sampler) -> Sampling
     """Make the design with as many samples as the budget allows, in n dimensions."""
     check_samples(name, num_matvecs, sampler.group)
     num_samples = num_matvecs // sampler.group
-    num_probes, correction = num_samples * sampler.group, 1.0
-    if sampler.population is not None:  # This is the finite-population correction.
-        correction = (1 - num_probes / sampler.population(n)) ** 0.5
-    return SamplingDesign(num_samples, num_probes, correction)
+    num_probes = num_samples * sampler.group
+    # The finite-population correction.
+    population = sampler.population(n) if sampler.population else math.inf
+    return SamplingDesign(num_samples, num_probes, (1 - num_probes / population) ** 0.5)
