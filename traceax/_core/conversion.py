@@ -26,6 +26,13 @@ from traceax._core.sparse import SparseOperator, entries_of, is_of_jax, table
 
 NAME = "as_operator"
 
+# What to pass in place of objects of other libraries.
+_CURES = {
+    "torch": "Pass a.numpy(force=True).",
+    "pandas": "Pass a.to_numpy().",
+    "networkx": "Pass networkx.to_scipy_sparse_array(a).",
+}
+
 
 def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operator:
     """Make a lineax operator of a matrix, dense or sparse, or of a function v -> A v.
@@ -77,12 +84,12 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         return _sparse(matrix, tags)
     if all(hasattr(matrix, name) for name in ("matmat", "rmatmat", "shape", "dtype")):
         return _on_host(matrix, tags)
-    if library in ("torch", "networkx", "pandas"):
-        raise _no_matrix(matrix, library)
-    if callable(matrix):
+    if callable(matrix) and library not in _CURES:
         return _of_function(matrix, structure, tags)
-    if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
-        raise _no_matrix(matrix, library)
+    is_array = isinstance(matrix, np.ndarray | jax.Array | list | tuple)
+    must = "be an array, a sparse matrix, a function v -> A v, or an operator"
+    cure = _CURES.get(library, "Pass a function, and its structure.")
+    require_type(is_array, NAME, "matrix", must, type(matrix).__name__, cure)
     known = isinstance(matrix, jax.Array)
     array = matrix if known else check_array(NAME, "matrix", matrix)
     _check_square(array.shape)
@@ -200,15 +207,3 @@ def _check_square(shape: tuple[int, ...]) -> None:
     must = "be square, with a row and a column for each dimension"
     cure = "Of a rectangular B take B.T @ B; for norms, lx.MatrixLinearOperator(B)."
     require(fits, NAME, "matrix", must, f"shape {shape}", cure)
-
-
-def _no_matrix(matrix: Any, library: str) -> Exception:
-    """Return the exception for an object that is no matrix, with a cure."""
-    cures = {
-        "torch": "Pass a.numpy(force=True).",
-        "pandas": "Pass a.to_numpy().",
-        "networkx": "Pass networkx.to_scipy_sparse_array(a).",
-    }
-    must = "be an array, a sparse matrix, a function v -> A v, or an operator"
-    cure = cures.get(library, "Pass a function, and its structure.")
-    return invalid(TypeError, NAME, "matrix", must, type(matrix).__name__, cure)
