@@ -40,9 +40,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.estimate import Estimate, error_tangent
+from traceax._core.estimate import error_tangent
 from traceax._core.operator import LinearMap
-from traceax._core.vectors import Structure, as_result
 
 Values = Inexact[Array, "*values"]
 Readout = Callable[[Any], Values]
@@ -120,26 +119,6 @@ def _with_own_jvp_jvp(
     blocks = [make(subject) for make in held]
     _, moved = eqx.filter_jvp(lambda s: function(s, *blocks), (subject,), (tangents[2],))
     return with_own_jvp(*primals), moved
-
-
-def estimate(
-    algorithm: Algorithm,
-    subject: Subject,
-    probes: PyTree,
-    *,
-    method: str,
-    spent: int,
-    degrees: float,
-    structure: Structure | None = None,
-) -> Estimate:
-    """Run an algorithm under the rule, and cut its results into leaves by `structure`."""
-    outcome = run(algorithm, subject, probes)
-    parts = outcome.value, outcome.standard_error, outcome.quadrature_error
-    if structure is not None:
-        parts = jax.tree.map(lambda column: as_result(column, structure), parts)
-    value, error, gap = parts
-    gap, degrees = 0.0 if gap is None else gap, float(degrees)
-    return Estimate(value, error, spent, degrees, method=method, quadrature_error=gap)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core import checks, rule
+from traceax._core import checks
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     DOUBLE,
@@ -36,8 +36,8 @@ from traceax._core.operator import (
     unit_roundoff,
     working_dtype,
 )
-from traceax._core.rule import Algorithm, Outcome, Subject
-from traceax._core.vectors import Structure
+from traceax._core.rule import Algorithm, Outcome, Subject, run
+from traceax._core.vectors import Structure, as_result
 from traceax._estimators.readouts import Batches, Forms, Reduce
 from traceax._probes.draw import Draws, Takes, check_dependence, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
@@ -183,7 +183,7 @@ class Call:
         checks.check_batch_size(self.name, self.batch_size, group)
         batch = count if self.batch_size is None else self.batch_size // group
         if batch < count and sampler.independent:
-            samples = Draws(self.name, sampler, self.operator.in_structure())
+            samples = Draws(self.name, sampler, self.operator.in_structure(), group)
             return Stream(jax.random.split(self.key, count), samples, count, group, batch)
         block = draw(self.name, sampler, self.key, self.operator, design.num_probes)
         return Stream(block, None, count, group, batch)
@@ -211,10 +211,9 @@ class Call:
         if units is None:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
-        algorithm, spent = partial(_read_all, meter=self.meter), units.num_probes
-        subject = LinearMap(self.operator) if subject is None else subject
-        how = {"spent": spent, "degrees": spent, "structure": structure}
-        return rule.estimate(algorithm, subject, readout, method="exact", **how)
+        how = {"spent": units.num_probes, "degrees": units.num_probes, "method": "exact"}
+        algorithm = partial(_read_all, meter=self.meter)
+        return self.finish(algorithm, readout, structure=structure, subject=subject, **how)
 
     def finish(
         self,
@@ -232,17 +231,21 @@ class Call:
         The subject is the operator, as a `LinearMap`, unless another one is given. `spent`
         is the number of matvecs that the algorithm takes, and `degrees` is the number of
         degrees of freedom of its error bar. `method` is the function that the estimate
-        names, by default the one that was called. `structure` is the structure of the
-        result, or None if it is a number.
+        names, by default the one that was called. `structure` is the structure into whose
+        leaves the results are cut, or None if they are left as they are.
         """
         if self.num_checks:
-            algorithm = partial(_checked, algorithm)
+            algorithm, spent = partial(_checked, algorithm), spent + self.num_checks
         subject = LinearMap(self.operator) if subject is None else subject
-        how = {"method": coloured(method or self.name, self.sampler), "degrees": degrees}
-        spent += self.num_checks
-        return rule.estimate(
-            algorithm, subject, probes, spent=spent, structure=structure, **how
-        )
+        outcome = run(algorithm, subject, probes)
+        parts = outcome.value, outcome.standard_error, outcome.quadrature_error
+        if structure is not None:
+            parts = jax.tree.map(lambda column: as_result(column, structure), parts)
+        value, error, gap = parts
+        name = method or self.name
+        name = name if name == "exact" else coloured(name, self.sampler)
+        made = Estimate(value, error, spent, float(degrees), method=name)
+        return made if gap is None else replace(made, quadrature_error=gap)
 
 
 def begin(
@@ -279,6 +282,6 @@ def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Ou
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _checked(run: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
+def _checked(algorithm: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
     """Run an algorithm on a linear map whose noise two matvecs measure."""
-    return run(LinearMap(linear_map.operator, checked=True), probes)
+    return algorithm(LinearMap(linear_map.operator, checked=True), probes)
