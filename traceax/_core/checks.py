@@ -244,12 +244,11 @@ def check_trace(name: str, argument: str, trace: Any, dtype: Any) -> Array:
     return jnp.asarray(trace, dtype)
 
 
+Shift = ArrayLike | lx.DiagonalLinearOperator
+
+
 def check_shift(
-    name: str,
-    operator: Operator,
-    shift: ArrayLike | lx.DiagonalLinearOperator,
-    *,
-    several: bool = True,
+    name: str, operator: Operator, shift: Shift, *, several: bool = True
 ) -> None:
     """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
     must = "not be tagged negative semidefinite, because log det A would not be real"

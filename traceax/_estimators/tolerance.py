@@ -137,9 +137,9 @@ def adaptive(
     size: int | None = min(first, max_matvecs)
     while size is not None:
         level, began = levels.setdefault(size, _Level(size)), time.monotonic()
-        run, must = estimate(jax.random.fold_in(key, count), size), "return an Estimate"
-        got, is_estimate = type(run).__name__, isinstance(run, Estimate)
-        checks.require_type(is_estimate, name, "estimate", must, got, _CURE)
+        run = estimate(jax.random.fold_in(key, count), size)
+        must, got = "return an Estimate", type(run).__name__
+        checks.require_type(isinstance(run, Estimate), name, "estimate", must, got, _CURE)
         numbers = jax.lax.stop_gradient((run.value, run.standard_error))
         _check_eager(name, "estimate", numbers)
         jax.block_until_ready(numbers)
@@ -243,11 +243,8 @@ def _next_size(
     standard error that is wanted.
     """
     last = levels[-1]
-    usable = [
-        level
-        for level in levels
-        if level.cost <= matvecs and min(level.seconds) <= seconds and level.gains
-    ]
+    fitting = (level for level in levels if level.cost <= matvecs and level.gains)
+    usable = [level for level in fitting if min(level.seconds) <= seconds]
     # What a larger run costs that is good enough by itself, and what is tried of it.
     larger = math.inf
     if wanted > 0 and last.of_one < math.inf:

@@ -120,7 +120,7 @@ class Stream(eqx.Module):
 
         starts = self.batch * jnp.arange(whole)
         (carry, state), outputs = jax.lax.scan(shown, (carry, meter.init()), starts)
-        outputs = jax.tree.map(_unbatched, outputs)
+        outputs = jax.tree.map(partial(jnp.concatenate, axis=-1), outputs)
         if rest:
             last = jax.checkpoint(partial(step, count=rest))
             carry, output = last(carry, jnp.asarray(self.batch * whole))
@@ -147,8 +147,8 @@ class Stream(eqx.Module):
         stream = self.shown(meter)
         if stream.is_whole:
             return fn(self._columns(0, self.num_samples))
-        shapes = jax.eval_shape(lambda: fn(self._columns(0, stream.batch)))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        like = jax.eval_shape(lambda: fn(self._columns(0, stream.batch)))
+        zeros = jax.tree.map(jnp.zeros_like, like)
         return stream._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros, meter)[0]
 
     def _columns(self, first: int | Array, count: int) -> Columns:
@@ -180,12 +180,6 @@ class _Units(NamedTuple):
 
     def __call__(self, indices: Int[Array, " b"]) -> Columns:
         return jax.nn.one_hot(indices, self.n, axis=0, dtype=self.dtype)
-
-
-def _unbatched(outputs: Array) -> Array:
-    """Join the outputs of several batches, a leading axis, along their last axis."""
-    moved = jnp.moveaxis(outputs, 0, -2)
-    return moved.reshape(*moved.shape[:-2], -1)
 
 
 class SamplingDesign(NamedTuple):
