@@ -8,6 +8,7 @@ for one is never silently zero: it is an error in reverse mode and infinite in f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,12 +42,16 @@ class _Any:
 jax.tree_util.register_pytree_node(
     Name, lambda name: ((), _Any(name)), lambda structure, _: Name(structure.name)
 )
-export.register_pytree_node_serialization(
-    Name,
-    serialized_name="traceax.Name",
-    serialize_auxdata=lambda structure: structure.name.encode(),
-    deserialize_auxdata=lambda name: _Any(name.decode()),
-)
+
+
+def _serialised(kind: type, write: Callable[..., bytes], read: Callable[..., Any]) -> None:
+    """Let `jax.export` write and read the auxiliary data of a class of pytrees."""
+    how = {"serialize_auxdata": write, "deserialize_auxdata": read}
+    name = f"traceax.{kind.__name__}"
+    export.register_pytree_node_serialization(kind, serialized_name=name, **how)
+
+
+_serialised(Name, lambda data: data.name.encode(), lambda name: _Any(name.decode()))
 
 
 def _arrays(tree: Any) -> Any:
@@ -174,12 +179,7 @@ def exportable(example: eqx.Module) -> None:
     then its auxiliary data are the same for all instances, and need not be written."""
     node = jax.tree.structure(example).node_data()
     assert node is not None
-    export.register_pytree_node_serialization(
-        type(example),
-        serialized_name=f"traceax.{type(example).__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: node[1],
-    )
+    _serialised(type(example), lambda _: b"", lambda _: node[1])
 
 
 exportable(Estimate(None, None, 0))

@@ -164,29 +164,27 @@ class Call:
         )
 
     def stream(self) -> Streamed:
-        """Draw as many independent samples as the budget allows, in batches."""
-        sampler, operator, most = self.source, self.operator, self.num_matvecs
-        design = design_of(self.name, operator.in_size(), most, sampler)
-        probes = self._samples(design)
-        neighbourhood = neighbourhood_of(sampler, operator.in_structure())
-        has_rest = design.num_samples == 1 and design.num_probes < most
-        if neighbourhood is not None and has_rest:
-            neighbourhood = neighbourhood.tested(self.key, working_dtype(operator))
-        return Streamed(probes, neighbourhood, self.meter, design)
+        """Draw as many independent samples as the budget allows, in batches.
 
-    def _samples(self, design: SamplingDesign) -> Stream:
-        """Draw all probes at once, or draw each batch when it is needed.
-
-        The second way needs a `batch_size`, and a sampler of independent samples.
+        All probes are drawn at once, or each batch when it is needed. The second way needs
+        a `batch_size`, and a sampler of independent samples.
         """
-        sampler, count, group = self.source, design.num_samples, design.group
+        sampler, operator, most = self.source, self.operator, self.num_matvecs
+        structure, dtype = operator.in_structure(), working_dtype(operator)
+        design = design_of(self.name, operator.in_size(), most, sampler)
+        count, group = design.num_samples, design.group
         checks.check_batch_size(self.name, self.batch_size, group)
         batch = count if self.batch_size is None else self.batch_size // group
+        draws = Draws(self.name, sampler, structure, group)
         if batch < count and sampler.independent:
-            samples = Draws(self.name, sampler, self.operator.in_structure(), group)
-            return Stream(jax.random.split(self.key, count), samples, count, group, batch)
-        block = draw(self.name, sampler, self.key, self.operator, design.num_probes)
-        return Stream(block, None, count, group, batch)
+            probes = Stream(jax.random.split(self.key, count), draws, count, group, batch)
+        else:
+            block = draw(self.name, sampler, self.key, operator, design.num_probes)
+            probes = Stream(block, None, count, group, batch)
+        neighbourhood = neighbourhood_of(sampler, structure)
+        if neighbourhood is not None and count == 1 and design.num_probes < most:
+            neighbourhood = neighbourhood.tested(self.key, dtype)
+        return Streamed(probes, neighbourhood, self.meter, design)
 
     def exact(self, reduce: Reduce) -> Estimate:
         """Answer from every unit vector."""
