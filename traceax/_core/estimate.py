@@ -197,9 +197,10 @@ def exact_estimate(
         return jnp.where(jnp.isnan(x), jnp.nan, error).astype(x.real.dtype)
 
     held = jax.lax.stop_gradient(value)
-    errors = jax.tree.map(error_of, held, *([] if error is None else [error]))
-    if error is not None:
-        errors = jax.tree.map(nondifferentiable, errors, value)
+    if error is None:
+        errors = jax.tree.map(error_of, held)
+    else:
+        errors = jax.tree.map(nondifferentiable, jax.tree.map(error_of, held, error), value)
     return Estimate(value, errors, spent, method="exact")
 
 

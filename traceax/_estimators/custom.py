@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core import checks
-from traceax._core.canonical import Canonical, canonical
+from traceax._core.canonical import canonical
 from traceax._core.estimate import Estimate
 from traceax._core.layout import inner_jaxprs
 from traceax._core.operator import LinearMap, Operator
@@ -99,32 +99,17 @@ def custom_trace(
     call = begin("custom_trace", operator, key, num_probes, argument="num_probes", **how)
     num_probes = call.num_matvecs
     (probes,) = call.draw(num_probes)
-    arrays, rest = eqx.partition(LinearMap(call.operator), eqx.is_array)
-
-    def run(arrays: Any, probes: Block) -> Outcome:
-        return _run(algorithm, eqx.combine(arrays, rest), probes)
-
-    program = _Program(canonical(run, arrays, probes))
-    columns = _numbers_applied(program.code.jaxpr) * num_probes / _numbers(probes)
+    # Arrays and tracers that the algorithm closes over are leaves of its code. The
+    # derivative rule treats them as constants.
+    run = partial(_run, algorithm)
+    code = canonical(run, LinearMap(call.operator), probes)
+    columns = _numbers_applied(code.jaxpr) * num_probes / _numbers(probes)
     must = "apply the operator at least once, and how often must be known beforehand"
     got = "a jax.lax.while_loop" if columns else "one that never called apply"
     cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
     _require(0 < columns < math.inf, must, got, cure)
     degrees = max(num_probes - 1, 1)
-    return call.finish(program, probes, spent=int(columns), degrees=degrees)
-
-
-class _Program(eqx.Module):
-    """An algorithm, as a program that takes the operator's arrays.
-
-    Arrays and tracers that the algorithm closes over are leaves of this module. The
-    derivative rule treats them as constants.
-    """
-
-    code: Canonical
-
-    def __call__(self, linear_map: LinearMap, probes: Block) -> Outcome:
-        return self.code(eqx.filter(linear_map, eqx.is_array), probes)
+    return call.finish(code, probes, spent=int(columns), degrees=degrees)
 
 
 def _run(
@@ -141,7 +126,7 @@ def _run(
         must = f"apply the operator to blocks of numbers of shape ({n}, k)"
         cure = "Pass apply(vector[:, None])[:, 0] for one vector."
         _require(is_block(block), must, checks.show(block), cure)
-        (block, _) = promoted(jnp.asarray(block), probes)
+        block = promoted(jnp.asarray(block), probes)[0]
         return linear_map(checkpoint_name(block, _APPLIED))
 
     answer: Any = algorithm(apply, probes)

@@ -404,8 +404,14 @@ def probing(
     got, cure = f"power={power}, num_colours={num_colours}", "Leave them out."
     alone = power == 1 and num_colours is None
     require(alone, "probing", "power=..., num_colours", must, got, cure)
-    leaves = [_concrete(leaf) for leaf in jax.tree.leaves(pattern_or_colours)]
-    flat = np.concatenate(leaves) if leaves else np.zeros(0, int)
+    leaves = jax.tree.leaves(pattern_or_colours)
+    for leaf in leaves:
+        got = "a traced array" if isinstance(leaf, Tracer) else np.asarray(leaf).dtype
+        must = "be concrete integers, because their number sets the shapes of arrays"
+        cure = "Colour outside jax.jit, with traceax.colouring or NumPy and .astype(int)."
+        fits = not isinstance(leaf, Tracer) and np.issubdtype(got, np.integer)
+        require_type(fits, "probing", "pattern_or_colours", must, got, cure)
+    flat = np.concatenate(list(map(np.ravel, leaves))) if leaves else np.zeros(0, int)
     least: Any = flat.min() if flat.size else "none"
     must = "be integers of at least 0, because they number the probes"
     cure = "Number the colours from 0, as traceax.colouring does."
@@ -425,12 +431,3 @@ def probing_of(coloured: Coloured) -> Probing:
     rest = np.any(beyond, axis=1), _nearest(in_test, step), in_test
     near = Neighbourhood(colours, _neighbours(step), beyond, *rest)
     return Probing(colours, near)
-
-
-def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
-    got = "a traced array" if isinstance(leaf, Tracer) else np.asarray(leaf).dtype
-    must = "be concrete integers, because their number sets the shapes of arrays"
-    cure = "Colour outside jax.jit, with traceax.colouring or NumPy and .astype(int)."
-    fits = not isinstance(leaf, Tracer) and np.issubdtype(got, np.integer)
-    require_type(fits, "probing", "pattern_or_colours", must, got, cure)
-    return np.asarray(leaf).ravel()
