@@ -1,6 +1,8 @@
 """Argument checks. They use static information only and run before any computation.
 
-A message has three parts: the argument by its name, what was got, and the cure.
+A message has three parts: the argument by its name, what was got, and the cure. A check
+states what must hold and `require`s it. Only what costs little is computed for a message
+that may not be needed.
 """
 
 from __future__ import annotations
