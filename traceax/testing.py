@@ -120,10 +120,9 @@ def operators(
         kinds = [kind for kind in kinds if kind not in ("Tridiagonal", "Neg", "Composed")]
         spectra = [name for name in spectra if name != "indefinite"]
     for name, got, every in (("kinds", kinds, known), ("spectra", spectra, [*_SPECTRA])):
-        if not set(got) <= set(every) or set(got) <= set(_WRAPPERS):
-            must = f"be names among {every}"
-            cure = f"Not of wrappers alone: add {every[0]}."
-            raise invalid(ValueError, "testing.operators", name, must, [*got], cure)
+        fits = set(got) <= set(every) and not set(got) <= set(_WRAPPERS)
+        must, cure = f"be names among {every}", f"Not of wrappers alone: add {every[0]}."
+        checks.require(fits, "testing.operators", name, must, [*got], cure)
     double = ("float64", "complex128") if jnp.result_type(float) == np.float64 else ()
     dtypes = dtypes or ("float32", "complex64", *double)
 
@@ -171,7 +170,7 @@ def _list_faults(check: str, thing: object, *facts: Facts) -> None:
             faults.append(f"\n- {name}: must be {want}, but got {got}.")
             break
         error = np.abs(np.asarray(got) - np.asarray(want))
-        limits = np.broadcast_to(np.asarray(bound), error.shape)
+        error, limits = np.broadcast_arrays(error, bound)
         if not np.all(error <= limits):  # NaN is wrong, too
             worst = np.argmax(error - limits)
             off, limit = np.ravel(error)[worst], np.ravel(limits)[worst]
@@ -467,10 +466,9 @@ def check_estimator(
 
     **See also**: `custom_trace`, `check_sampler`.
     """
-    if not callable(estimator):
-        must, got = "be a function (operator, key) -> Estimate", type(estimator).__name__
-        cure = "Pass tx.xtrace, for example."
-        raise invalid(TypeError, "testing.check_estimator", "estimator", must, got, cure)
+    name, must = "testing.check_estimator", "be a function (operator, key) -> Estimate"
+    got, cure = type(estimator).__name__, "Pass tx.xtrace, for example."
+    checks.require_type(callable(estimator), name, "estimator", must, got, cure)
     budgeted = "num_matvecs" in inspect.signature(estimator).parameters
     call = partial(estimator, num_matvecs=num_matvecs) if budgeted else estimator
     tag = lx.positive_semidefinite_tag if semidefinite else ()

@@ -126,9 +126,7 @@ def _shared(tree: PyTree) -> PyTree:
     return jax.tree.map(shared, tree, is_leaf=lambda x: isinstance(x, partial | Canonical))
 
 
-@eqx.filter_jit
-def _program(run: Callable[..., Any], *args: Any) -> Any:
-    return run(*args)
+_program = eqx.filter_jit(lambda run, *args: run(*args))
 
 
 def _hoisted(closed: ClosedJaxpr) -> ClosedJaxpr:

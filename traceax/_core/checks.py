@@ -1,6 +1,8 @@
 """Argument checks. They use static information only and run before any computation.
 
-A message has three parts: the argument by its name, what was got, and the cure.
+A message has three parts: the argument by its name, what was got, and the cure. A check
+states what must hold and `require`s it. Only what costs little is computed for a message
+that may not be needed.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +22,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jaxtyping import Array, ArrayLike, PyTree
 
-from traceax._core.operator import Operator, canonicalise, is_negative, is_positive
+from traceax._core.operator import Operator, canonicalise, is_negative, is_semidefinite
 from traceax._core.questions import class_name
 from traceax._core.vectors import dimension
 
@@ -29,7 +32,22 @@ def invalid(
 ) -> Exception:
     """The exception for an argument of the public function `name`, or for its object."""
     call = f"{name}({argument}=...)" if argument else name
+    got = got() if isinstance(got, partial) else got
     return kind(f"traceax.{call} must {must}, but got {got}. {cure}")
+
+
+def require(holds: Any, *message: Any, kind: type[Exception] = ValueError) -> None:
+    """Raise `invalid(kind, *message)` unless something holds."""
+    if not holds:
+        raise invalid(kind, *message)
+
+
+require_type = partial(require, kind=TypeError)
+
+
+def written(thing: object) -> Callable[[], str]:
+    """Say what was got as Python writes it, in case that a message needs it."""
+    return partial(repr, thing)
 
 
 def show(structure: object) -> str:
@@ -58,21 +76,19 @@ def check_operator(
             cure = f"The operator comes first, then the key: traceax.{name}(operator, ...)."
         raise invalid(TypeError, name, argument, must, got, cure)
     operator = canonicalise(operator)
-    into, out = operator.in_structure(), operator.out_structure()
-    if square and show(into) != show(out):
-        must = "be square, that is, have equal input and output structures"
-        got = f"an operator from {show(into)} to {show(out)}"
-        cure = "Compose it with its transpose, or make shapes and dtypes equal."
-        raise invalid(ValueError, name, argument, must, got, cure)
-    leaves = jax.tree.leaves((into, out))
-    if len({jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in leaves}) > 1:
-        must = "have leaves that are all real or all complex, because one field is needed"
-        cure = "Make the real leaves complex."
-        raise invalid(ValueError, name, argument, must, show((into, out)), cure)
-    if 0 in (operator.in_size(), dimension(out)):
-        must = "act on a space of at least one dimension"
-        cure = "An empty operator adds nothing: leave it out."
-        raise invalid(ValueError, name, argument, must, show(into), cure)
+    spaces = operator.in_structure(), operator.out_structure()
+    into, out = map(show, spaces)
+    must = "be square, that is, have equal input and output structures"
+    cure = "Compose it with its transpose, or make shapes and dtypes equal."
+    got = f"an operator from {into} to {out}"
+    require(not square or into == out, name, argument, must, got, cure)
+    is_complex = {jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(spaces)}
+    must = "have leaves that are all real or all complex, because one field is needed"
+    cure = "Make the real leaves complex."
+    require(len(is_complex) < 2, name, argument, must, f"({into}, {out})", cure)
+    must = "act on a space of at least one dimension"
+    cure = "An empty operator adds nothing: leave it out."
+    require(all(map(dimension, spaces)), name, argument, must, into, cure)
     return operator
 
 
@@ -86,32 +102,32 @@ def with_library(thing: object) -> str:
     return f"{kind} of {library}" if library else kind
 
 
+def _is_typed(key: Any) -> bool:
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
 def _is_key(thing: Any) -> bool:
     """Return whether it is one random key, typed or raw."""
-    if not isinstance(thing, jax.Array):
-        return False
-    is_typed = jnp.issubdtype(thing.dtype, jax.dtypes.prng_key)
-    return is_typed or (thing.dtype == jnp.uint32 and thing.ndim == 1)
+    is_vector = isinstance(thing, jax.Array) and thing.ndim == 1
+    return _is_typed(thing) or (is_vector and thing.dtype == jnp.uint32)
 
 
 def check_key(name: str, key: Any, subject: PyTree = None) -> None:
     """One key, and the same in all processes that arrays of `subject` are spread over."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if shape is None or not (typed or dtype == jnp.uint32):
-        must = "be a JAX random key, because there is no default one"
-        cure = "Pass jax.random.key(0), for example."
-        raise invalid(TypeError, name, "key", must, type(key).__name__, cure)
+    shape, typed = getattr(key, "shape", None), _is_typed(key)
+    is_key = typed or (shape is not None and getattr(key, "dtype", None) == jnp.uint32)
+    must = "be a JAX random key, because there is no default one"
+    cure = "Pass jax.random.key(0), for example."
+    require_type(is_key, name, "key", must, type(key).__name__, cure)
     raw = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
-    if shape != (() if typed else raw):
-        must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
-        raise invalid(ValueError, name, "key", must, f"shape {shape}", cure)
+    must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
+    require(shape == (() if typed else raw), name, "key", must, f"shape {shape}", cure)
     if not isinstance(key, Tracer) and any(map(_is_spread, jax.tree.leaves(subject))):
         data = np.asarray(jax.random.key_data(key) if typed else key)
-        if np.ptp(multihost_utils.process_allgather(data), axis=0).any():
-            must = "be the same in every process, because each draws a part of every probe"
-            got, cure = f"{data} in this one, others elsewhere", "Use one seed in all."
-            raise invalid(ValueError, name, "key", must, got, cure)
+        differs = np.ptp(multihost_utils.process_allgather(data), axis=0).any()
+        must = "be the same in every process, because each draws a part of every probe"
+        got, cure = f"{data} in this one, others elsewhere", "Use one seed in all."
+        require(not differs, name, "key", must, got, cure)
 
 
 def _is_spread(leaf: Any) -> bool:
@@ -122,21 +138,20 @@ def _is_spread(leaf: Any) -> bool:
 def check_count(
     name: str,
     argument: str,
-    count: object,
-    minimum: int | None = None,
+    count: Any,
+    minimum: float = -math.inf,
     why: str = "the fewest that the algorithm can use",
     cure: str = "Pass 100, for example.",
 ) -> int:
     """Return a Python int of at least `minimum`, if there is one. NumPy's are converted."""
-    if isinstance(count, bool) or not isinstance(count, int | np.integer):
-        must = "be a Python int, because it sets the shapes of arrays"
-        cure = "Pass a whole number, such as 100, or convert an array with int()."
-        if isinstance(count, Tracer):
-            cure = "Close over it, or mark it static with static_argnames."
-        raise invalid(TypeError, name, argument, must, repr(count), cure)
-    if minimum is not None and count < minimum:
-        must = f"be at least {minimum}, {why}"
-        raise invalid(ValueError, name, argument, must, count, cure)
+    is_int = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    must = "be a Python int, because it sets the shapes of arrays"
+    advice = "Pass a whole number, such as 100, or convert an array with int()."
+    if isinstance(count, Tracer):
+        advice = "Close over it, or mark it static with static_argnames."
+    require_type(is_int, name, argument, must, written(count), advice)
+    must = f"be at least {minimum}, {why}"
+    require(count >= minimum, name, argument, must, int(count), cure)
     return int(count)
 
 
@@ -157,15 +172,14 @@ def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> i
 
 
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
-    if not (is_positive(operator) or is_negative(operator)):
-        must = "be tagged positive or negative semidefinite, as its algorithm needs"
-        got = f"a {class_name(operator)} that is not"
-        cure = (
-            "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
-            " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
-            f"its primal), use traceax.{instead}."
-        )
-        raise invalid(ValueError, name, "operator", must, got, cure)
+    must = "be tagged positive or negative semidefinite, as its algorithm needs"
+    got = f"a {class_name(operator)} that is not"
+    cure = (
+        "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
+        " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
+        f"its primal), use traceax.{instead}."
+    )
+    require(is_semidefinite(operator), name, "operator", must, got, cure)
 
 
 # Numbers and vectors.
@@ -182,12 +196,10 @@ def _check_number(
 ) -> None:
     """One real number x, of which `holds` is true if x is known."""
     real = "be a real number, or an array of shape ()"
-    if not _is_real(x):
-        raise invalid(TypeError, name, argument, real, repr(x), cure)
-    if jnp.ndim(x):
-        raise invalid(ValueError, name, argument, real, f"shape {jnp.shape(x)}", cure)
-    if not isinstance(x, Tracer) and not holds(float(x)):
-        raise invalid(ValueError, name, argument, must, repr(x), cure)
+    require_type(_is_real(x), name, argument, real, written(x), cure)
+    require(not jnp.ndim(x), name, argument, real, f"shape {jnp.shape(x)}", cure)
+    fits = isinstance(x, Tracer) or holds(float(x))
+    require(fits, name, argument, must, written(x), cure)
 
 
 def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
@@ -202,74 +214,66 @@ def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
 
 def check_rtol(name: str, rtol: Any) -> None:
     is_float = isinstance(rtol, int | float) and not isinstance(rtol, bool)
-    if not is_float or not 0 < rtol < 1:
-        kind = ValueError if is_float else TypeError
-        must = "be a Python float between 0 and 1"
-        raise invalid(kind, name, "rtol", must, repr(rtol), "Pass 1e-6, for example.")
+    must, cure = "be a Python float between 0 and 1", "Pass 1e-6, for example."
+    require_type(is_float, name, "rtol", must, repr(rtol), cure)
+    require(0 < rtol < 1, name, "rtol", must, repr(rtol), cure)
 
 
 def check_jac(name: str, jac: Any) -> None:
-    if jac not in (None, "fwd", "bwd"):
-        must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
-        raise invalid(ValueError, name, "jac", must, repr(jac), cure)
+    must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
+    require(jac in (None, "fwd", "bwd"), name, "jac", must, repr(jac), cure)
 
 
 def check_grid(name: str, grid: ArrayLike) -> None:
-    if jnp.ndim(grid) != 1 or jnp.iscomplexobj(grid) or not jnp.size(grid):
-        must = "be a vector of real numbers, because the eigenvalues lie on a line"
-        got = f"shape {jnp.shape(grid)} of {jnp.result_type(grid)}"
-        cure = "Pass jax.numpy.linspace(low, high, 200), for example."
-        raise invalid(ValueError, name, "grid", must, got, cure)
+    is_line = jnp.ndim(grid) == 1 and not jnp.iscomplexobj(grid)
+    must = "be a vector of real numbers, because the eigenvalues lie on a line"
+    got = f"shape {jnp.shape(grid)} of {jnp.result_type(grid)}"
+    cure = "Pass jax.numpy.linspace(low, high, 200), for example."
+    require(is_line and jnp.size(grid), name, "grid", must, got, cure)
 
 
-def check_trace(name: str, argument: str, trace: ArrayLike | None, dtype: Any) -> Array:
+def check_trace(name: str, argument: str, trace: Any, dtype: Any) -> Array:
     """A known trace, as a number of the working dtype, complex only if that is."""
     is_number = jnp.issubdtype(getattr(trace, "dtype", type(trace)), jnp.number)
-    if trace is None or not is_number:
-        must = "be a number, because the structure of the control does not give its trace"
-        cure = "Pass its exact trace, or a control that stores its matrix."
-        raise invalid(TypeError, name, argument, must, repr(trace), cure)
+    must = "be a number, because the structure of the control does not give its trace"
+    cure = "Pass its exact trace, or a control that stores its matrix."
+    require_type(is_number, name, argument, must, written(trace), cure)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    if jnp.ndim(trace) or (jnp.iscomplexobj(trace) and not is_complex):
-        must = f"be one {'' if is_complex else 'real '}number"
-        got = f"shape {jnp.shape(trace)} of {jnp.result_type(trace)}"
-        raise invalid(ValueError, name, argument, must, got, "Sum it to shape ().")
+    fits = not jnp.ndim(trace) and (is_complex or not jnp.iscomplexobj(trace))
+    must = f"be one {'' if is_complex else 'real '}number"
+    got = f"shape {jnp.shape(trace)} of {jnp.result_type(trace)}"
+    require(fits, name, argument, must, got, "Sum it to shape ().")
     return jnp.asarray(trace, dtype)
 
 
+Shift = ArrayLike | lx.DiagonalLinearOperator
+
+
 def check_shift(
-    name: str,
-    operator: Operator,
-    shift: ArrayLike | lx.DiagonalLinearOperator,
-    *,
-    several: bool = True,
+    name: str, operator: Operator, shift: Shift, *, several: bool = True
 ) -> None:
     """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
-    if is_negative(operator):
-        must = "not be tagged negative semidefinite, because log det A would not be real"
-        got = f"a {class_name(operator)} that is"
-        cure = "Negate it, and estimate log det(-A)."
-        raise invalid(ValueError, name, "operator", must, got, cure)
+    must = "not be tagged negative semidefinite, because log det A would not be real"
+    got, cure = f"a {class_name(operator)} that is", "Negate it, and estimate log det(-A)."
+    require(not is_negative(operator), name, "operator", must, got, cure)
     is_diagonal = isinstance(shift, lx.DiagonalLinearOperator)
-    numbers = jax.tree.leaves(shift.diagonal) if is_diagonal else [shift]
-    if not all(map(_is_real, numbers)):
-        kinds = "a number, an array of them" if several else "a number"
-        must = f"be real, {kinds} or an lx.DiagonalLinearOperator"
-        cure = "Pass 0.0 for none, a complex number's real part, or a list as an array."
-        kind = jax.tree.structure(shift)
-        if kind == jax.tree.structure(operator.in_structure()) and kind.num_nodes > 1:
-            cure = "Pass a pytree of shifts as lx.DiagonalLinearOperator(pytree)."
-        raise invalid(TypeError, name, "shift", must, repr(shift), cure)
-    if not any(map(jnp.size, numbers)):
-        must, cure = "have at least one number", "Pass 0.0 for none."
-        raise invalid(ValueError, name, "shift", must, "an empty array", cure)
+    given = shift.diagonal if is_diagonal else shift
+    numbers = jax.tree.leaves(given) if is_diagonal else [shift]
+    kinds = "a number, an array of them" if several else "a number"
+    must = f"be real, {kinds} or an lx.DiagonalLinearOperator"
+    cure = "Pass 0.0 for none, a complex number's real part, or a list as an array."
+    kind = jax.tree.structure(shift)
+    if kind == jax.tree.structure(operator.in_structure()) and kind.num_nodes > 1:
+        cure = "Pass a pytree of shifts as lx.DiagonalLinearOperator(pytree)."
+    require_type(all(map(_is_real, numbers)), name, "shift", must, written(shift), cure)
+    must, cure = "have at least one number", "Pass 0.0 for none."
+    require(any(map(jnp.size, numbers)), name, "shift", must, "an empty array", cure)
     space = jax.tree.map(lambda leaf: leaf.shape, operator.in_structure())
-    expected, got = (space, shift.diagonal) if is_diagonal else ((), shift)
-    shapes = jax.tree.map(jnp.shape, got)
-    if shapes != expected and (is_diagonal or not several):
-        must = f"have the shapes {expected}, of one number or of the operator's space"
-        cure = "Use jax.vmap over shifts, or give an entry for each dimension."
-        raise invalid(ValueError, name, "shift", must, f"shapes {shapes}", cure)
+    expected, shapes = space if is_diagonal else (), jax.tree.map(jnp.shape, given)
+    fits = shapes == expected or (several and not is_diagonal)
+    must = f"have the shapes {expected}, of one number or of the operator's space"
+    cure = "Use jax.vmap over shifts, or give an entry for each dimension."
+    require(fits, name, "shift", must, f"shapes {shapes}", cure)
 
 
 def check_vector(
@@ -282,16 +286,14 @@ def check_vector(
     leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)}
     axis = next(iter(leading)) if len(leading) == 1 else ()
     many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
-    if shapes != one and (shapes != many or 0 in axis):
-        must = f"be of the operator's space, {show(expected)}, "
-        must += "or several along a first axis"
-        cure = "Make arrays of these shapes: each right-hand side is a row."
-        raise invalid(ValueError, name, argument, must, f"shapes {shapes}", cure)
-    leaves = zip(jax.tree.leaves(vector), jax.tree.leaves(expected), strict=True)
-    if any(jnp.iscomplexobj(v) and not jnp.iscomplexobj(e) for v, e in leaves):
-        must, got = "be real, because the operator is", "complex numbers"
-        cure = "Give real and imaginary parts as two right-hand sides."
-        raise invalid(TypeError, name, argument, must, got, cure)
+    fits = shapes == one or (shapes == many and 0 not in axis)
+    must = f"be of the operator's space, {show(expected)}, or several along a first axis"
+    cure = "Make arrays of these shapes: each right-hand side is a row."
+    require(fits, name, argument, must, f"shapes {shapes}", cure)
+    into, given = (map(jnp.iscomplexobj, jax.tree.leaves(x)) for x in (expected, vector))
+    must, got = "be real, because the operator is", "complex numbers"
+    cure = "Give real and imaginary parts as two right-hand sides."
+    require_type(any(into) or not any(given), name, argument, must, got, cure)
     return shapes != one
 
 
@@ -302,22 +304,20 @@ def check_tracked(
     name: str, state: Any, kind: type, arrays: list[jax.Array], program: jax.Array
 ) -> None:
     """A state, and the arrays and the hash of the code of the operator it has to match."""
-    if not isinstance(state, kind):
-        must, cure = "be a state of init or update", "Call update(operator, state, key)."
-        raise invalid(TypeError, name, "state", must, type(state).__name__, cure)
-    before: Any = state
-    traced = isinstance(before.program, Tracer) or isinstance(program, Tracer)
-    same_program = traced or bool(jnp.array_equal(before.program, program))
-    if show(before.arrays) != show(arrays) or not arrays or not same_program:
-        must = "be the operator of the state with other numbers in its arrays"
-        got = f"one that differs in something else, with arrays {show(arrays)}"
-        cure = (
-            "Make it by the same code each time, init and update inside the same jax.jit "
-            "or both outside. If a number changes, use jax.numpy.asarray(number); if an "
-            "array does that a jitted function closes over, make it an argument of that "
-            "function."
-        )
-        raise invalid(ValueError, name, "operator", must, got, cure)
+    must, cure = "be a state of init or update", "Call update(operator, state, key)."
+    require_type(isinstance(state, kind), name, "state", must, type(state).__name__, cure)
+    traced = isinstance(state.program, Tracer) or isinstance(program, Tracer)
+    same_program = traced or bool(jnp.array_equal(state.program, program))
+    fits = arrays and show(state.arrays) == show(arrays) and same_program
+    must = "be the operator of the state with other numbers in its arrays"
+    got = f"one that differs in something else, with arrays {show(arrays)}"
+    cure = (
+        "Make it by the same code each time, init and update inside the same jax.jit "
+        "or both outside. If a number changes, use jax.numpy.asarray(number); if an "
+        "array does that a jitted function closes over, make it an argument of that "
+        "function."
+    )
+    require(fits, name, "operator", must, got, cure)
 
 
 def check_array(name: str, argument: str, matrix: Any) -> np.ndarray:
@@ -346,13 +346,12 @@ def are_arrays(structure: object, numbers: str) -> bool:
 
 
 def check_callable(
-    name: str, argument: str, fn: object, form: str, cure: str, count: int = 1
+    name: str, argument: str, fn: Any, form: str, cure: str, count: int = 1
 ) -> None:
     """A function that can be called with `count` arguments, as far as its signature is
     known."""
-    if not callable(fn):
-        must, got = f"be a function {form}", type(fn).__name__
-        raise invalid(TypeError, name, argument, must, got, cure)
+    got = type(fn).__name__
+    require_type(callable(fn), name, argument, f"be a function {form}", got, cure)
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -361,7 +360,7 @@ def check_callable(
         signature.bind(*range(count))
     except TypeError:
         must = f"take {count} argument{'s' * (count > 1)}, as a function {form}"
-        raise invalid(TypeError, name, argument, must, signature, cure) from None
+        raise invalid(TypeError, name, argument, must, str(signature), cure) from None
 
 
 def check_field(name: str, fn: object, x: object) -> None:
@@ -375,36 +374,29 @@ def check_field(name: str, fn: object, x: object) -> None:
     )
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
-        if not _is_differentiable(leaf):
-            where = f" at x{jax.tree_util.keystr(path)}" if path else ""
-            must, got = "be a pytree of real arrays of floats", show(leaf) + where
-            raise invalid(TypeError, name, "x", must, got, cure)
-    if not sum(jnp.size(leaf) for _, leaf in leaves):
-        raise invalid(ValueError, name, "x", "have at least one entry", repr(x), cure)
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    """Accept arrays of floats, and numbers of Python, which become floats."""
-    is_float = jnp.issubdtype(getattr(leaf, "dtype", float), jnp.floating)
-    return _is_real(leaf) and bool(is_float)
+        is_float = jnp.issubdtype(getattr(leaf, "dtype", float), jnp.floating)
+        where = f" at x{jax.tree_util.keystr(path)}" if path else ""
+        must, got = "be a pytree of real arrays of floats", show(leaf) + where
+        require_type(_is_real(leaf) and is_float, name, "x", must, got, cure)
+    size = sum(jnp.size(leaf) for _, leaf in leaves)
+    require(size, name, "x", "have at least one entry", written(x), cure)
 
 
 def check_same_structure(name: str, x: object, values: object, fn: str = "fn") -> None:
     """What a vector field returns: one component for each entry of x."""
-    if show(x) != show(values):
-        must = f"return what x is like, {show(x)}"
-        cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
-        raise invalid(ValueError, name, fn, must, show(values), cure)
+    must = f"return what x is like, {show(x)}"
+    cure = "Make shapes and dtypes equal, and use jax.vmap for a batch of points."
+    require(show(x) == show(values), name, fn, must, show(values), cure)
 
 
 def check_returned(
     name: str, argument: str, structure: object, numbers: str, instead: str = ""
 ) -> None:
     """What a function returns has to be arrays, of such numbers."""
-    if not are_arrays(structure, numbers):
-        must = f"return {instead}arrays of {numbers}"
-        cure = "Return what depends on the argument as floats, and leave out the rest."
-        raise invalid(TypeError, name, argument, must, repr(structure), cure)
+    must = f"return {instead}arrays of {numbers}"
+    cure = "Return what depends on the argument as floats, and leave out the rest."
+    fits = are_arrays(structure, numbers)
+    require_type(fits, name, argument, must, written(structure), cure)
 
 
 def is_one_real_number(structure: object) -> bool:
@@ -413,9 +405,9 @@ def is_one_real_number(structure: object) -> bool:
 
 
 def check_scalar(name: str, argument: str, structure: object) -> None:
-    if not is_one_real_number(structure):
-        must, cure = "return one real number", "Sum or average it to shape ()."
-        raise invalid(TypeError, name, argument, must, repr(structure), cure)
+    must, cure = "return one real number", "Sum or average it to shape ()."
+    fits = is_one_real_number(structure)
+    require_type(fits, name, argument, must, written(structure), cure)
 
 
 def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
@@ -423,50 +415,3 @@ def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
     cure = "Pass lambda outputs, args: ..., of what fn returns."
     check_callable(name, "loss", loss, "loss(outputs, args)", cure, 2)
     check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))
-
-
-# Algorithms of `custom_trace`.
-
-
-def check_block(name: str, block: object, n: int) -> None:
-    """A block that an algorithm applies the operator to."""
-    shape = getattr(block, "shape", ())
-    if not are_arrays(block, "numbers") or len(shape) != 2 or shape[0] != n or not shape[1]:
-        must = f"apply the operator to blocks of numbers of shape ({n}, k)"
-        cure = "Pass apply(vector[:, None])[:, 0] for one vector."
-        raise invalid(ValueError, name, "algorithm", must, show(block), cure)
-
-
-def check_applied(name: str, num_matvecs: int | None) -> int:
-    """The number of applications, `None` if it is not known."""
-    if not num_matvecs:
-        must = "apply the operator at least once, and how often must be known beforehand"
-        got = "one that never called apply" if num_matvecs == 0 else "a jax.lax.while_loop"
-        cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
-        raise invalid(ValueError, name, "algorithm", must, got, cure)
-    return num_matvecs
-
-
-def check_result(name: str, result: Any) -> None:
-    """Three parts, the last of which has two."""
-    is_triple = isinstance(result, tuple | list) and len(result) == 3
-    if not is_triple or not isinstance(result[2], tuple | list) or len(result[2]) != 2:
-        must = "return (value, standard_error, (left, right))"
-        got, cure = show(result), "Return value, error, (probes / k, probes), for example."
-        raise invalid(TypeError, name, "algorithm", must, got, cure)
-
-
-def check_value(name: str, part: str, value: Array, *, real: bool) -> None:
-    is_number = jnp.issubdtype(value.dtype, jnp.number)
-    if value.shape != () or not is_number or (real and jnp.iscomplexobj(value)):
-        must = f"return a {part} that is one {'real ' * real}number, an array of shape ()"
-        cure = "Sum or average over the probes, and take .real where it is real."
-        raise invalid(ValueError, name, "algorithm", must, show(value), cure)
-
-
-def check_blocks(name: str, left: Array, right: Array, n: int) -> None:
-    tall = left.ndim == 2 and left.shape[0] == n and left.shape[1] > 0
-    if not tall or left.shape != right.shape or not are_arrays((left, right), "numbers"):
-        must = f"return blocks (left, right) of equal shape ({n}, r), E[left right*] = I"
-        cure = "Hutchinson's are (probes / k, probes), k probes."
-        raise invalid(ValueError, name, "algorithm", must, show((left, right)), cure)

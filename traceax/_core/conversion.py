@@ -10,14 +10,28 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
 from traceax._core.canonical import canonical
-from traceax._core.checks import check_array, check_callable, invalid, show
+from traceax._core.checks import (
+    check_array,
+    check_callable,
+    invalid,
+    require,
+    require_type,
+    show,
+)
 from traceax._core.operator import Operator
 from traceax._core.sparse import SparseOperator, entries_of, is_of_jax, table
 
 NAME = "as_operator"
+
+# What to pass in place of objects of other libraries.
+_CURES = {
+    "torch": "Pass a.numpy(force=True).",
+    "pandas": "Pass a.to_numpy().",
+    "networkx": "Pass networkx.to_scipy_sparse_array(a).",
+}
 
 
 def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operator:
@@ -70,17 +84,12 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
         return _sparse(matrix, tags)
     if all(hasattr(matrix, name) for name in ("matmat", "rmatmat", "shape", "dtype")):
         return _on_host(matrix, tags)
-    if library in ("torch", "networkx", "pandas"):
-        raise _no_matrix(matrix, library)
-    if callable(matrix):
-        check_callable(NAME, "matrix", matrix, "v -> A v", "Close over all but v.")
-        space = _space(structure)
-        code = canonical(matrix, space)
-        operator = lx.FunctionLinearOperator(code, space, tags, closure_convert=False)
-        _check_complex(operator)
-        return operator
-    if not isinstance(matrix, np.ndarray | jax.Array | list | tuple):
-        raise _no_matrix(matrix, library)
+    if callable(matrix) and library not in _CURES:
+        return _of_function(matrix, structure, tags)
+    is_array = isinstance(matrix, np.ndarray | jax.Array | list | tuple)
+    must = "be an array, a sparse matrix, a function v -> A v, or an operator"
+    cure = _CURES.get(library, "Pass a function, and its structure.")
+    require_type(is_array, NAME, "matrix", must, type(matrix).__name__, cure)
     known = isinstance(matrix, jax.Array)
     array = matrix if known else check_array(NAME, "matrix", matrix)
     _check_square(array.shape)
@@ -89,9 +98,9 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
 def _several(tags: Any) -> frozenset[object]:
     tags = frozenset(tags if isinstance(tags, list | tuple | set | frozenset) else [tags])
-    if any(isinstance(tag, str) for tag in tags):
-        must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
-        raise invalid(TypeError, NAME, "tags", must, f"a string in {set(tags)}", cure)
+    has_text = any(isinstance(tag, str) for tag in tags)
+    must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
+    require_type(not has_text, NAME, "tags", must, f"a string in {set(tags)}", cure)
     return tags
 
 
@@ -102,10 +111,7 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     linear, and what its transpose is. A block of vectors is one call.
     """
     _check_square(matrix.shape)
-    dtype = np.dtype(matrix.dtype)
-    _check_length(dtype)
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    dtype = jax.dtypes.canonicalize_dtype(dtype if inexact else float)
+    dtype = jax.dtypes.canonicalize_dtype(_inexact(np.dtype(matrix.dtype)))
 
     def called(of_block: Any) -> Any:
         def host(v: Any) -> np.ndarray:
@@ -135,84 +141,69 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
 
 def _sparse(matrix: Any, tags: frozenset[object]) -> SparseOperator:
     _check_square(matrix.shape)
-    if is_of_jax(matrix) and (matrix.n_batch or matrix.n_dense):
+    if is_of_jax(matrix):
         must, got = "be one matrix", f"{matrix.n_batch=}, {matrix.n_dense=}"
         cure = "Make a BCOO with n_batch = n_dense = 0, and use jax.vmap."
-        raise invalid(ValueError, NAME, "matrix", must, got, cure)
-    if is_of_jax(matrix) and isinstance(matrix.indices, Tracer):
+        require(not matrix.n_batch + matrix.n_dense, NAME, "matrix", must, got, cure)
         must = "have concrete indices, because they are sorted on the host"
         cure = "Make it outside of jax.jit, and trace its data alone."
-        raise invalid(TypeError, NAME, "matrix", must, "traced ones", cure)
+        is_known = not isinstance(matrix.indices, Tracer)
+        require_type(is_known, NAME, "matrix", must, "traced ones", cure)
     stored, pattern = entries_of(matrix)
     data, rows, columns = _as_inexact(stored), pattern.rows, pattern.columns
-    real = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
-    same = {lx.symmetric_tag} | (set() if jnp.iscomplexobj(data) else real)
+    symmetric = {lx.symmetric_tag}
+    if not jnp.iscomplexobj(data):
+        symmetric |= {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
     forwards = table(rows, columns, matrix.shape[0])
-    backwards = None if same & tags else table(columns, rows, matrix.shape[0])
+    backwards = None if symmetric & tags else table(columns, rows, matrix.shape[0])
     return SparseOperator(data, forwards, backwards, pattern, tags)
 
 
 def _as_inexact(array: Any) -> Inexact[Array, "..."]:
     """Return an array of numbers, with integers converted to floats."""
-    dtype = array.dtype
-    if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
-        must, cure = "have numbers as entries", "Convert it."
-        raise invalid(TypeError, NAME, "matrix", must, dtype, cure)
-    _check_length(dtype)
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.asarray(array if inexact else array.astype(jnp.result_type(float)))
+    is_number = any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.number, jnp.bool_))
+    got, cure = str(array.dtype), "Convert it."
+    require_type(is_number, NAME, "matrix", "have numbers as entries", got, cure)
+    return jnp.asarray(array.astype(_inexact(array.dtype), copy=False))
 
 
-def _check_length(dtype: Any) -> None:
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    if np.dtype(dtype).itemsize > (16 if is_complex else 8):
-        must = "have numbers of at most double precision, which are the longest of JAX"
-        cure = f"Pass a.astype(numpy.{'complex128' if is_complex else 'float64'})."
-        raise invalid(TypeError, NAME, "matrix", must, dtype, cure)
+def _inexact(dtype: Any) -> Any:
+    """Return a dtype, or the one of floats if it is not inexact. Refuse a long one."""
+    name = "complex128" if jnp.issubdtype(dtype, jnp.complexfloating) else "float64"
+    fits = np.dtype(dtype).itemsize <= np.dtype(name).itemsize
+    must = "have numbers of at most double precision, which are the longest of JAX"
+    cure = f"Pass a.astype(numpy.{name})."
+    require_type(fits, NAME, "matrix", must, str(dtype), cure)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
 
 
-def _check_complex(operator: Operator) -> None:
-    """Refuse a complex function of real vectors."""
-    into, out = map(jax.tree.leaves, (operator.in_structure(), operator.out_structure()))
-    if any(map(jnp.iscomplexobj, out)) and not any(map(jnp.iscomplexobj, into)):
-        must = "be of complex vectors, because the function returns complex numbers"
-        cure = "Pass a complex example, jax.numpy.zeros(n, complex)."
-        raise invalid(TypeError, NAME, "structure", must, "real ones", cure)
-
-
-def _space(structure: Any) -> PyTree[jax.ShapeDtypeStruct]:
-    """Return the structure of the vectors that a function takes."""
+def _of_function(fn: Any, structure: Any, tags: frozenset[object]) -> Operator:
+    """Make an operator of a function. Refuse a complex function of real vectors."""
+    check_callable(NAME, "matrix", fn, "v -> A v", "Close over all but v.")
     if isinstance(structure, int) and not isinstance(structure, bool) and structure > 0:
         structure = jax.ShapeDtypeStruct((structure,), jnp.result_type(float))
     leaves = jax.tree.leaves(structure)
     is_array = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    if not leaves or not all(is_array):
-        must = "say what vectors the function takes"
-        cure = (
-            "Pass their number of entries, or an example of one. Of a module, take it by "
-            "eqx.filter(module, eqx.is_inexact_array)."
-        )
-        raise invalid(TypeError, NAME, "structure", must, show(structure), cure)
+    fits, must = leaves and all(is_array), "say what vectors the function takes"
+    cure = "Pass their number of entries, or an example of one. Of a module, take it by "
+    cure += "eqx.filter(module, eqx.is_inexact_array)."
+    require_type(fits, NAME, "structure", must, show(structure), cure)
     # The type of a result: inside `jax.shard_map` it has a mesh, which lineax compares.
     once = lambda x: x * jnp.ones((), x.dtype)  # noqa: E731
-    return jax.eval_shape(partial(jax.tree.map, once), structure)
+    space = jax.eval_shape(partial(jax.tree.map, once), structure)
+    code = canonical(fn, space)
+    operator = lx.FunctionLinearOperator(code, space, tags, closure_convert=False)
+    images = jax.tree.leaves(operator.out_structure())
+    fits = any(map(jnp.iscomplexobj, leaves)) or not any(map(jnp.iscomplexobj, images))
+    must = "be of complex vectors, because the function returns complex numbers"
+    cure = "Pass a complex example, jax.numpy.zeros(n, complex)."
+    require_type(fits, NAME, "structure", must, "real ones", cure)
+    return operator
 
 
 def _check_square(shape: tuple[int, ...]) -> None:
     """Refuse a matrix that is not square, or empty."""
-    if len(shape) != 2 or shape[0] != shape[1] or 0 in shape:
-        must = "be square, with a row and a column for each dimension"
-        cure = "Of a rectangular B take B.T @ B; for norms, lx.MatrixLinearOperator(B)."
-        raise invalid(ValueError, NAME, "matrix", must, f"shape {shape}", cure)
-
-
-def _no_matrix(matrix: Any, library: str) -> Exception:
-    """Return the exception for an object that is no matrix, with a cure."""
-    cures = {
-        "torch": "Pass a.numpy(force=True).",
-        "pandas": "Pass a.to_numpy().",
-        "networkx": "Pass networkx.to_scipy_sparse_array(a).",
-    }
-    must = "be an array, a sparse matrix, a function v -> A v, or an operator"
-    cure = cures.get(library, "Pass a function, and its structure.")
-    return invalid(TypeError, NAME, "matrix", must, type(matrix).__name__, cure)
+    fits = len(shape) == 2 and shape[0] == shape[1] > 0
+    must = "be square, with a row and a column for each dimension"
+    cure = "Of a rectangular B take B.T @ B; for norms, lx.MatrixLinearOperator(B)."
+    require(fits, NAME, "matrix", must, f"shape {shape}", cure)

@@ -8,6 +8,7 @@ for one is never silently zero: it is an error in reverse mode and infinite in f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax.scipy.special import betainc
 from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import invalid
+from traceax._core.checks import require, require_type, written
 from traceax._core.printing import formatted, in_words, is_readable
 
 
@@ -41,12 +42,16 @@ class _Any:
 jax.tree_util.register_pytree_node(
     Name, lambda name: ((), _Any(name)), lambda structure, _: Name(structure.name)
 )
-export.register_pytree_node_serialization(
-    Name,
-    serialized_name="traceax.Name",
-    serialize_auxdata=lambda structure: structure.name.encode(),
-    deserialize_auxdata=lambda name: _Any(name.decode()),
-)
+
+
+def _serialised(kind: type, write: Callable[..., bytes], read: Callable[..., Any]) -> None:
+    """Let `jax.export` write and read the auxiliary data of a class of pytrees."""
+    how = {"serialize_auxdata": write, "deserialize_auxdata": read}
+    name = f"traceax.{kind.__name__}"
+    export.register_pytree_node_serialization(kind, serialized_name=name, **how)
+
+
+_serialised(Name, lambda data: data.name.encode(), lambda name: _Any(name.decode()))
 
 
 def _arrays(tree: Any) -> Any:
@@ -143,17 +148,17 @@ class Estimate(eqx.Module):
         interval, so take an `Estimate` of the real part.
         """
         name, cure = "Estimate.interval", "Pass 0.95, for example."
-        if not isinstance(level, float | int | np.generic | np.ndarray | jax.Array):
-            must = "be a number or an array, because it is a probability"
-            raise invalid(TypeError, name, "level", must, repr(level), cure)
+        is_number = isinstance(level, float | int | np.generic | np.ndarray | jax.Array)
+        must = "be a number or an array, because it is a probability"
+        require_type(is_number, name, "level", must, written(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
-        if not all(0 < number < 1 for number in known):
-            must = "be strictly between 0 and 1, because it is a probability"
-            raise invalid(ValueError, name, "level", must, repr(level), cure)
-        if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(self.value)):
-            must, got = "be asked of a real value, as these have an order", "a complex one"
-            cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
-            raise invalid(TypeError, name, "", must, got, cure)
+        fits = all(0 < number < 1 for number in known)
+        must = "be strictly between 0 and 1, because it is a probability"
+        require(fits, name, "level", must, written(level), cure)
+        is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(self.value)))
+        must, got = "be asked of a real value, as these have an order", "a complex one"
+        cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
+        require_type(is_real, name, "", must, got, cure)
         if jnp.ndim(level):
             return jax.vmap(self.interval)(jnp.asarray(level))
         degrees = jnp.asarray(self.degrees_of_freedom)
@@ -161,8 +166,7 @@ class Estimate(eqx.Module):
         def width(error: Any) -> Array:
             quantile = compiled(student_quantile, level, degrees.astype(error.dtype))
             # Each estimate of a batch has one quantile for all of its entries.
-            entries = (1,) * (error.ndim - quantile.ndim)
-            quantile = quantile.reshape(quantile.shape + entries)
+            quantile = jnp.expand_dims(quantile, range(quantile.ndim, error.ndim))
             return jnp.where(error == 0, 0, error * quantile)
 
         widths = jax.tree.map(width, self.standard_error)
@@ -175,12 +179,7 @@ def exportable(example: eqx.Module) -> None:
     then its auxiliary data are the same for all instances, and need not be written."""
     node = jax.tree.structure(example).node_data()
     assert node is not None
-    export.register_pytree_node_serialization(
-        type(example),
-        serialized_name=f"traceax.{type(example).__name__}",
-        serialize_auxdata=lambda _: b"",
-        deserialize_auxdata=lambda _: node[1],
-    )
+    _serialised(type(example), lambda _: b"", lambda _: node[1])
 
 
 exportable(Estimate(None, None, 0))

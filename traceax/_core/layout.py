@@ -81,7 +81,13 @@ def through(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:
         # time of a flow's gradient.
         return apply(block[:, 0])[:, None]
     try:
-        return _many(apply, block, layout or _fastest(apply, block))
+        match layout or _fastest(apply, block):
+            case Layout.COLUMNS:
+                return jax.vmap(apply, in_axes=1, out_axes=1)(block)
+            case Layout.ROWS:
+                return jax.vmap(apply)(block.T).T
+            case Layout.LOOP:
+                return jax.lax.map(apply, block.T).T
     except NotImplementedError as error:
         if not any(words in str(error) for words in ("vmap_method", "Batching rule")):
             raise
@@ -90,16 +96,6 @@ def through(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:
             f"that has no jax.vmap: {error} Pass vmap_method to jax.pure_callback, or tag "
             "the operator with traceax.Layout.LOOP, for one vector after the other."
         ) from error
-
-
-def _many(apply: ApplyOne, block: Block, layout: Layout) -> Images:
-    match layout:
-        case Layout.COLUMNS:
-            return jax.vmap(apply, in_axes=1, out_axes=1)(block)
-        case Layout.ROWS:
-            return jax.vmap(apply)(block.T).T
-        case Layout.LOOP:
-            return jax.lax.map(apply, block.T).T
 
 
 def through_matrix(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:

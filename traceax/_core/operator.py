@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -20,7 +21,7 @@ from traceax._core.canonical import (
     varying_axes,
 )
 from traceax._core.layout import Layout, through, through_matrix
-from traceax._core.questions import Answering, is_own, missing
+from traceax._core.questions import TAGS, Answering, is_own, missing
 from traceax._core.sparse import SparseOperator, own_pattern
 from traceax._core.vectors import common_dtype, flatten, in_rows, unflatten
 
@@ -44,16 +45,14 @@ def canonicalise(module: Module) -> Module:
     in canonical form. The functions inside a tangent stay as they are."""
 
     def with_canonical_function(node: Any) -> Any:
-        if isinstance(node, lx.FunctionLinearOperator):
-            fn = canonical(node.fn, node.in_structure())
-        elif isinstance(node, lx.JacobianLinearOperator):
-            fn = canonical(node.fn, node.x, node.args)
-        elif is_silent(node):
-            return Answering(node)
-        else:
-            return node
-        return eqx.tree_at(lambda op: op.fn, node, fn)
+        match node:
+            case lx.FunctionLinearOperator():
+                return with_function(node, canonical(node.fn, node.in_structure()))
+            case lx.JacobianLinearOperator():
+                return with_function(node, canonical(node.fn, node.x, node.args))
+        return Answering(node) if is_silent(node) else node
 
+    with_function = partial(eqx.tree_at, lambda op: op.fn)
     kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
     return jax.tree.map(
         with_canonical_function,
@@ -138,10 +137,8 @@ class LinearMap(eqx.Module):
         if self.checked:
             turns = np.cos(np.outer(np.arange(k), [1, 2]))
             turns = jnp.asarray(turns / np.linalg.norm(turns, axis=0), probes.dtype)
-            one, other = (
-                jnp.matmul(x, turns, precision="highest") for x in (probes, images)
-            )
-            change = (self(one) - other) / scale
+            product = partial(jnp.matmul, precision="highest")
+            change = (self(product(probes, turns)) - product(images, turns)) / scale
             found = jnp.maximum(found, jnp.linalg.norm(change) * (k / 2) ** 0.5)
         size = jnp.linalg.norm(images / scale) * n**0.5
         noise = jax.lax.stop_gradient(2 * found / jnp.where(size > 0, size, 1))
@@ -172,6 +169,7 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
     All other operators take one vector at a time, and `_core.layout` says in which order.
     """
     structure, dtype = operator.in_structure(), working_dtype(operator)
+    layout = layout_tag(operator)
 
     def apply(column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
         return flatten(operator.mv(unflatten(column, structure)), dtype)
@@ -181,13 +179,11 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
             return bare.times(block.astype(bare.data.dtype)).astype(dtype)
         case lx.AddLinearOperator() as bare if own_pattern(bare) is not None:
             return _apply(bare.operator1, block) + _apply(bare.operator2, block)
+        case lx.MatrixLinearOperator():
+            return through_matrix(apply, block, layout)
         case lx.JacobianLinearOperator() as bare:  # a tangent has to vary as its point does
             block = varying(block, varying_axes(bare))
-            return through(apply, block, layout_tag(operator))
-        case lx.MatrixLinearOperator():
-            return through_matrix(apply, block, layout_tag(operator))
-        case _:
-            return through(apply, block, layout_tag(operator))
+    return through(apply, block, layout)
 
 
 # lineax answers questions about a TangentLinearOperator by the tags of its primal. But the
@@ -195,22 +191,21 @@ def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "
 # counts if there is a tangent anywhere inside an operator.
 
 
+def _says(question: Callable[[Any], bool], operator: Operator) -> bool:
+    return question(operator) and not _has_tangent(operator)
+
+
+is_positive = partial(_says, lx.is_positive_semidefinite)
+is_negative = partial(_says, lx.is_negative_semidefinite)
+
+
+def is_semidefinite(operator: Operator) -> bool:
+    return is_positive(operator) or is_negative(operator)
+
+
 def is_hermitian(operator: Operator) -> bool:
     is_real = jnp.issubdtype(working_dtype(operator), jnp.floating)
-    symmetric = is_real and _is_symmetric(operator)
-    return symmetric or is_positive(operator) or is_negative(operator)
-
-
-def _is_symmetric(operator: Operator) -> bool:
-    return lx.is_symmetric(operator) and not _has_tangent(operator)
-
-
-def is_positive(operator: Operator) -> bool:
-    return lx.is_positive_semidefinite(operator) and not _has_tangent(operator)
-
-
-def is_negative(operator: Operator) -> bool:
-    return lx.is_negative_semidefinite(operator) and not _has_tangent(operator)
+    return (is_real and _says(lx.is_symmetric, operator)) or is_semidefinite(operator)
 
 
 def _has_tangent(operator: Operator) -> bool:
@@ -232,12 +227,8 @@ def application(operator: Operator) -> Canonical:
 
 def by_application(operator: Operator, code: Canonical) -> Operator:
     """Return the operator that `code` applies, with the tags of `operator`."""
-    questions = {
-        lx.symmetric_tag: _is_symmetric,
-        lx.positive_semidefinite_tag: is_positive,
-        lx.negative_semidefinite_tag: is_negative,
-    }
-    tags: list[object] = [tag for tag, holds in questions.items() if holds(operator)]
+    asked = lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite
+    tags = [TAGS[question] for question in asked if _says(question, operator)]
     layout = layout_tag(operator)
     tags += [layout] if layout else []
     structure = operator.in_structure()

@@ -18,6 +18,7 @@ they are exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -25,7 +26,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_callable, check_key, check_returned, invalid
+from traceax._core.canonical import compiled
+from traceax._core.checks import (
+    check_callable,
+    check_key,
+    check_returned,
+    require,
+    require_type,
+)
 from traceax._core.estimate import Estimate, nondifferentiable
 
 
@@ -76,31 +84,24 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     """
     if isinstance(estimates, Estimate):
         _check_batch("pool", estimates)
-        parts = [estimates]
-        whole = _fields(estimates)
+        parts, whole = [estimates], _fields(estimates)
     else:
         _check_parts("pool", estimates)
-        parts = estimates
-        columns = map(_fields, parts)
+        parts, columns = estimates, map(_fields, estimates)
         whole = jax.tree.map(lambda *x: jnp.stack(list(map(jnp.asarray, x))), *columns)
-    values, structure = jax.tree.flatten(whole[0])
-    errors, gaps = (jax.lax.stop_gradient(jax.tree.leaves(x)) for x in whole[1:3])
-    runs = values[0].shape[:1]
-    counts, degrees = (jnp.broadcast_to(jnp.asarray(x), runs) for x in whole[3:])
+    values, *frozen, counts, degrees = whole
+    runs = jax.tree.leaves(values)[0].shape[:1]
+    counts, degrees = (jnp.broadcast_to(jnp.asarray(x), runs) for x in (counts, degrees))
     shares = jnp.where(jnp.any(counts), counts, 1)
-    shares = shares / jnp.sum(shares)
-    leaves = zip(values, errors, gaps, strict=True)
-    pooled = [_pooled(*leaf, shares, degrees) for leaf in leaves]
-    values, errors, gaps, freedoms = zip(*pooled, strict=True)
-    batch = isinstance(estimates, Estimate)
-    return Estimate(
-        jax.tree.unflatten(structure, values),
-        jax.tree.unflatten(structure, errors),
-        jnp.sum(counts) if batch else sum(part.num_matvecs for part in parts),
-        jnp.min(jnp.stack(freedoms)),
-        method=" and ".join(dict.fromkeys(part.method for part in parts)),
-        quadrature_error=jax.tree.unflatten(structure, gaps),
-    )
+    pooled = partial(compiled, _pooled, shares / jnp.sum(shares), degrees)
+    pairs = jax.tree.map(pooled, values, *jax.lax.stop_gradient(frozen))
+    fields = jax.tree.transpose(jax.tree.structure(values), None, pairs)
+    value, error, gap, freedoms = fields
+    spent = sum(part.num_matvecs for part in parts)
+    spent = jnp.sum(counts) if isinstance(estimates, Estimate) else spent
+    method = " and ".join(dict.fromkeys(part.method for part in parts))
+    freedom = jax.tree.reduce(jnp.minimum, freedoms)
+    return Estimate(value, error, spent, freedom, method=method, quadrature_error=gap)
 
 
 def _fields(part: Estimate) -> list[Any]:
@@ -112,11 +113,11 @@ def _fields(part: Estimate) -> list[Any]:
 
 
 def _pooled(
+    shares: Float[Array, " runs"],
+    degrees: Float[Array, " runs"],
     values: Inexact[Array, "runs ..."],
     errors: Float[Array, "runs ..."],
     gaps: Float[Array, "runs ..."],
-    shares: Float[Array, " runs"],
-    degrees: Float[Array, " runs"],
 ) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, "..."], Array]:
     """Return the value, its standard error, the part of it that comes from quadrature, and
     the least degrees of freedom of any entry.
@@ -158,22 +159,21 @@ def _pooled(
     return value, error, gap, jnp.min(freedom)
 
 
-def _check_parts(name: str, estimates: object) -> None:
+def _check_parts(name: str, estimates: Any) -> None:
     """Check that `estimates` is a sequence of estimates of one quantity."""
-    if not isinstance(estimates, Sequence) or not estimates:
-        must, cure = "be a sequence or batch of estimates", "Pass a list of at least one."
-        empty = isinstance(estimates, Sequence)
-        kind, got = (ValueError, "none") if empty else (TypeError, type(estimates).__name__)
-        raise invalid(kind, name, "estimates", must, got, cure)
+    is_sequence = isinstance(estimates, Sequence)
+    got = "none" if is_sequence else type(estimates).__name__
+    must, cure = "be a sequence or batch of estimates", "Pass a list of at least one."
+    require_type(is_sequence, name, "estimates", must, got, cure)
+    require(estimates, name, "estimates", must, got, cure)
     for place, part in enumerate(estimates):
-        if not isinstance(part, Estimate):
-            must, got = "hold estimates", f"{type(part).__name__} as number {place}"
-            cure = "Keep what the estimators return, not its `value`."
-            raise invalid(TypeError, name, "estimates", must, got, cure)
-        if _described(part) != _described(estimates[0]):
-            must = f"be of one quantity, like number 0, {_described(estimates[0])}"
-            got, cure = f"{_described(part)} as number {place}", "Pool each on its own."
-            raise invalid(ValueError, name, "estimates", must, got, cure)
+        must, got = "hold estimates", f"{type(part).__name__} as number {place}"
+        cure = "Keep what the estimators return, not its `value`."
+        require_type(isinstance(part, Estimate), name, "estimates", must, got, cure)
+        first, own = _described(estimates[0]), _described(part)
+        must = f"be of one quantity, like number 0, {first}"
+        got, cure = f"{own} as number {place}", "Pool each on its own."
+        require(own == first, name, "estimates", must, got, cure)
 
 
 def _check_batch(name: str, estimates: Estimate) -> None:
@@ -181,11 +181,11 @@ def _check_batch(name: str, estimates: Estimate) -> None:
     leaves = jax.tree.leaves((estimates.value, estimates.standard_error))
     runs = {jnp.shape(leaf)[:1] for leaf in leaves}
     counts = jnp.shape(estimates.num_matvecs), jnp.shape(estimates.degrees_of_freedom)
-    if len(runs) != 1 or runs == {()} or not set(counts) & runs or max(runs)[0] == 0:
-        must = "be a sequence of estimates, or one whose leaves have a leading axis of runs"
-        got = f"{_described(estimates)} with num_matvecs of shape {counts[0]}"
-        cure = "Pass a list, or what jax.vmap over keys returned."
-        raise invalid(ValueError, name, "estimates", must, got, cure)
+    fits = len(runs) == 1 and runs != {()} and set(counts) & runs and max(runs)[0]
+    must = "be a sequence of estimates, or one whose leaves have a leading axis of runs"
+    got = f"{_described(estimates)} with num_matvecs of shape {counts[0]}"
+    cure = "Pass a list, or what jax.vmap over keys returned."
+    require(fits, name, "estimates", must, got, cure)
 
 
 def _described(part: Estimate) -> str:
@@ -267,13 +267,9 @@ def _square(both: Estimate) -> Estimate:
         return nondifferentiable(error, _product(value))
 
     own = jax.lax.stop_gradient(both.standard_error)
-    return Estimate(
-        value=jax.tree.map(_product, both.value),
-        standard_error=jax.tree.map(error, both.value, own),
-        num_matvecs=_total(both.num_matvecs),
-        degrees_of_freedom=jnp.maximum(_total(both.degrees_of_freedom), 1.0),
-        method=both.method,
-    )
+    value, errors = jax.tree.map(_product, both.value), jax.tree.map(error, both.value, own)
+    spent, degrees = map(_total, (both.num_matvecs, both.degrees_of_freedom))
+    return Estimate(value, errors, spent, jnp.maximum(degrees, 1.0), method=both.method)
 
 
 def _total(count: Any) -> Any:

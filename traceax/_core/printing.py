@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from traceax._core.canonical import is_concrete
-from traceax._core.checks import invalid
+from traceax._core.checks import require_type
 
 _MOST_SHOWN = 10
 
@@ -67,11 +67,11 @@ def formatted(estimate: Any, spec: str) -> str:
     if not spec:
         return str(estimate)
     leaves = jax.tree.leaves((estimate.value, estimate.standard_error))
-    if not is_readable(estimate) or len(leaves) != 2 or np.ndim(leaves[0]):
-        must = "be asked of one number whose value is there"
-        got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
-        cure = "Format entries of `value` and `standard_error`."
-        raise invalid(TypeError, "Estimate.__format__", "spec", must, got, cure)
+    fits = is_readable(estimate) and len(leaves) == 2 and not np.ndim(leaves[0])
+    must = "be asked of one number whose value is there"
+    got = f"{spec!r} for values of shape {jax.tree.map(np.shape, estimate.value)}"
+    cure = "Format entries of `value` and `standard_error`."
+    require_type(fits, "Estimate.__format__", "spec", must, got, cure)
     value, error = (np.asarray(leaf).item() for leaf in leaves)
     shown = format(value, spec)
     return shown if error == 0 or np.isnan(value) else f"{shown} ± {error:{spec}}"

@@ -31,9 +31,14 @@ _OTHERS = lx.conj, lx.diagonal, lx.linearise, lx.materialise, lx.tridiagonal
 
 
 def answer(kind: type, tags: Callable[[Any], Collection[object]]) -> None:
-    """Answer lineax's questions about the operators of a class by their tags."""
+    """Answer lineax's questions about the operators of a class by their tags. They are
+    linear already, and their matrix and its bands are in `as_matrix`."""
     for question, tag in TAGS.items():
         question.register(kind, lambda operator, tag=tag: tag in tags(operator))
+    stored = lambda operator: lx.MatrixLinearOperator(operator.as_matrix(), tags(operator))  # noqa: E731
+    lx.materialise.register(kind, stored)
+    lx.tridiagonal.register(kind, lambda operator: lx.tridiagonal(stored(operator)))
+    lx.linearise.register(kind, lambda operator: operator)
 
 
 def is_own(node: Any) -> bool:
@@ -80,8 +85,6 @@ def _tags(wrapped: Answering) -> list[object]:
 
 
 answer(Answering, _tags)
-lx.linearise.register(Answering, lambda wrapped: wrapped)
-lx.tridiagonal.register(Answering, lambda wrapped: lx.tridiagonal(lx.materialise(wrapped)))
 
 
 @lx.conj.register(Answering)
@@ -98,8 +101,3 @@ def _(wrapped: Answering) -> Inexact[Array, " n"]:
     if lx.diagonal not in missing(wrapped.operator):
         return lx.diagonal(wrapped.operator)
     return jnp.diagonal(wrapped.as_matrix())
-
-
-@lx.materialise.register(Answering)
-def _(wrapped: Answering) -> lx.MatrixLinearOperator:
-    return lx.MatrixLinearOperator(wrapped.as_matrix(), _tags(wrapped))

@@ -32,7 +32,6 @@ reverse mode the rule costs one vector-Jacobian product of the matvec for each m
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -41,9 +40,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.estimate import Estimate, error_tangent
+from traceax._core.estimate import error_tangent
 from traceax._core.operator import LinearMap
-from traceax._core.vectors import Structure, as_result
 
 Values = Inexact[Array, "*values"]
 Readout = Callable[[Any], Values]
@@ -91,9 +89,8 @@ def _evaluate_jvp(
     if not jnp.iscomplexobj(outcome.value):
         read = read.real
     read = read.astype(outcome.value.dtype)
-    error, gap = error_tangent(outcome.standard_error, read.real), None
-    if outcome.quadrature_error is not None:
-        gap = error_tangent(outcome.quadrature_error, read.real)
+    errors = outcome.standard_error, outcome.quadrature_error
+    error, gap = jax.tree.map(lambda e: error_tangent(e, read.real), errors)
     return outcome, Outcome(read, error, unperturbed.readout, unperturbed.report, gap)
 
 
@@ -122,26 +119,6 @@ def _with_own_jvp_jvp(
     blocks = [make(subject) for make in held]
     _, moved = eqx.filter_jvp(lambda s: function(s, *blocks), (subject,), (tangents[2],))
     return with_own_jvp(*primals), moved
-
-
-def estimate(
-    algorithm: Algorithm,
-    subject: Subject,
-    probes: PyTree,
-    *,
-    method: str,
-    spent: int,
-    degrees: float,
-    structure: Structure | None = None,
-) -> Estimate:
-    """Run an algorithm under the rule, and cut its results into leaves by `structure`."""
-    outcome = run(algorithm, subject, probes)
-    value, error, gap = outcome.value, outcome.standard_error, outcome.quadrature_error
-    if structure is not None:
-        value, error = as_result(value, structure), as_result(error, structure)
-        gap = None if gap is None else as_result(gap, structure)
-    made = Estimate(value, error, spent, float(degrees), method=method)
-    return made if gap is None else replace(made, quadrature_error=gap)
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:

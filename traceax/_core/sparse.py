@@ -170,19 +170,12 @@ class SparseOperator(lx.AbstractLinearOperator):
 answer(SparseOperator, lambda operator: operator.tags)
 
 
-lx.linearise.register(SparseOperator)(lambda operator: operator)
 lx.diagonal.register(SparseOperator)(SparseOperator.diagonal)
-lx.tridiagonal.register(SparseOperator)(lambda op: lx.tridiagonal(lx.materialise(op)))
 
 
 @lx.conj.register(SparseOperator)
 def _conj(operator: SparseOperator) -> SparseOperator:
     return eqx.tree_at(lambda op: op.data, operator, operator.data.conj())
-
-
-@lx.materialise.register(SparseOperator)
-def _materialise(operator: SparseOperator) -> lx.MatrixLinearOperator:
-    return lx.MatrixLinearOperator(operator.as_matrix(), operator.tags)
 
 
 def own_pattern(operator: Any) -> Pattern | None:

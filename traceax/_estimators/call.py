@@ -26,19 +26,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
-from traceax._core import checks, rule
+from traceax._core import checks
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     DOUBLE,
     LinearMap,
     Operator,
-    is_negative,
-    is_positive,
+    is_semidefinite,
     unit_roundoff,
     working_dtype,
 )
-from traceax._core.rule import Algorithm, Outcome, Subject
-from traceax._core.vectors import Structure
+from traceax._core.rule import Algorithm, Outcome, Subject, run
+from traceax._core.vectors import Structure, as_result
 from traceax._estimators.readouts import Batches, Forms, Reduce
 from traceax._probes.draw import Draws, Takes, check_dependence, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
@@ -112,7 +111,7 @@ class Call:
 
     @property
     def is_semidefinite(self) -> bool:
-        return is_positive(self.operator) or is_negative(self.operator)
+        return is_semidefinite(self.operator)
 
     @property
     def resphere(self) -> bool:
@@ -165,29 +164,27 @@ class Call:
         )
 
     def stream(self) -> Streamed:
-        """Draw as many independent samples as the budget allows, in batches."""
-        sampler, operator, most = self.source, self.operator, self.num_matvecs
-        design = design_of(self.name, operator.in_size(), most, sampler)
-        probes = self._samples(design)
-        neighbourhood = neighbourhood_of(sampler, operator.in_structure())
-        has_rest = design.num_samples == 1 and design.num_probes < most
-        if neighbourhood is not None and has_rest:
-            neighbourhood = neighbourhood.tested(self.key, working_dtype(operator))
-        return Streamed(probes, neighbourhood, self.meter, design)
+        """Draw as many independent samples as the budget allows, in batches.
 
-    def _samples(self, design: SamplingDesign) -> Stream:
-        """Draw all probes at once, or draw each batch when it is needed.
-
-        The second way needs a `batch_size`, and a sampler of independent samples.
+        All probes are drawn at once, or each batch when it is needed. The second way needs
+        a `batch_size`, and a sampler of independent samples.
         """
-        sampler, count, group = self.source, design.num_samples, design.group
+        sampler, operator, most = self.source, self.operator, self.num_matvecs
+        structure, dtype = operator.in_structure(), working_dtype(operator)
+        design = design_of(self.name, operator.in_size(), most, sampler)
+        count, group = design.num_samples, design.group
         checks.check_batch_size(self.name, self.batch_size, group)
         batch = count if self.batch_size is None else self.batch_size // group
+        draws = Draws(self.name, sampler, structure, group)
         if batch < count and sampler.independent:
-            samples = Draws(self.name, sampler, self.operator.in_structure())
-            return Stream(jax.random.split(self.key, count), samples, count, group, batch)
-        block = draw(self.name, sampler, self.key, self.operator, design.num_probes)
-        return Stream(block, None, count, group, batch)
+            probes = Stream(jax.random.split(self.key, count), draws, count, group, batch)
+        else:
+            block = draw(self.name, sampler, self.key, operator, design.num_probes)
+            probes = Stream(block, None, count, group, batch)
+        neighbourhood = neighbourhood_of(sampler, structure)
+        if neighbourhood is not None and count == 1 and design.num_probes < most:
+            neighbourhood = neighbourhood.tested(self.key, dtype)
+        return Streamed(probes, neighbourhood, self.meter, design)
 
     def exact(self, reduce: Reduce) -> Estimate:
         """Answer from every unit vector."""
@@ -212,10 +209,9 @@ class Call:
         if units is None:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
-        algorithm, spent = partial(_read_all, meter=self.meter), units.num_probes
-        subject = LinearMap(self.operator) if subject is None else subject
-        how = {"spent": spent, "degrees": spent, "structure": structure}
-        return rule.estimate(algorithm, subject, readout, method="exact", **how)
+        how = {"spent": units.num_probes, "degrees": units.num_probes, "method": "exact"}
+        algorithm = partial(_read_all, meter=self.meter)
+        return self.finish(algorithm, readout, structure=structure, subject=subject, **how)
 
     def finish(
         self,
@@ -233,17 +229,21 @@ class Call:
         The subject is the operator, as a `LinearMap`, unless another one is given. `spent`
         is the number of matvecs that the algorithm takes, and `degrees` is the number of
         degrees of freedom of its error bar. `method` is the function that the estimate
-        names, by default the one that was called. `structure` is the structure of the
-        result, or None if it is a number.
+        names, by default the one that was called. `structure` is the structure into whose
+        leaves the results are cut, or None if they are left as they are.
         """
         if self.num_checks:
-            algorithm = partial(_checked, algorithm)
+            algorithm, spent = partial(_checked, algorithm), spent + self.num_checks
         subject = LinearMap(self.operator) if subject is None else subject
-        how = {"method": coloured(method or self.name, self.sampler), "degrees": degrees}
-        spent += self.num_checks
-        return rule.estimate(
-            algorithm, subject, probes, spent=spent, structure=structure, **how
-        )
+        outcome = run(algorithm, subject, probes)
+        parts = outcome.value, outcome.standard_error, outcome.quadrature_error
+        if structure is not None:
+            parts = jax.tree.map(lambda column: as_result(column, structure), parts)
+        value, error, gap = parts
+        name = method or self.name
+        name = name if name == "exact" else coloured(name, self.sampler)
+        made = Estimate(value, error, spent, float(degrees), method=name)
+        return made if gap is None else replace(made, quadrature_error=gap)
 
 
 def begin(
@@ -280,6 +280,6 @@ def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Ou
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _checked(run: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
+def _checked(algorithm: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
     """Run an algorithm on a linear map whose noise two matvecs measure."""
-    return run(LinearMap(linear_map.operator, checked=True), probes)
+    return algorithm(LinearMap(linear_map.operator, checked=True), probes)

@@ -1,27 +1,27 @@
 """A user's algorithm under the derivative rule.
 
-Its matvecs are counted before it runs. The operator is applied by a compiled function with
-a known name. This name appears in the traced program of the algorithm, with the shape of
-the result. So columns are also counted under `jax.vmap`, and in every iteration of a loop.
+Its matvecs are counted before it runs. Each block to which the operator is applied has a
+name in the traced program of the algorithm (`jax.ad_checkpoint.checkpoint_name`). So
+columns are also counted under `jax.vmap`, and in every iteration of a loop.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core import checks
-from traceax._core.canonical import Canonical, canonical
+from traceax._core.canonical import canonical
 from traceax._core.estimate import Estimate
 from traceax._core.layout import inner_jaxprs
-from traceax._core.operator import LinearMap, Operator, working_dtype
+from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.call import begin
 from traceax._estimators.readouts import Pairs
@@ -95,116 +95,100 @@ def custom_trace(
     """
     form, cure = "algorithm(apply, probes)", "The example of custom_trace is Hutchinson's."
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure, 2)
-    call = begin(
-        "custom_trace",
-        operator,
-        key,
-        num_probes,
-        argument="num_probes",
-        sampler=sampler,
-        takes="dependent",
-    )
+    how: dict[str, Any] = {"sampler": sampler, "takes": "dependent"}
+    call = begin("custom_trace", operator, key, num_probes, argument="num_probes", **how)
     num_probes = call.num_matvecs
     (probes,) = call.draw(num_probes)
-    operator, linear_map = call.operator, LinearMap(call.operator)
-    arrays, rest = eqx.partition(linear_map, eqx.is_array)
-
-    def run(arrays: Any, probes: Block) -> Outcome:
-        return _run(algorithm, eqx.combine(arrays, rest), probes)
-
-    num_matvecs = _num_matvecs(jax.make_jaxpr(run)(arrays, probes).jaxpr, operator)
-    program = _Program(canonical(run, arrays, probes))
+    # Arrays and tracers that the algorithm closes over are leaves of its code. The
+    # derivative rule treats them as constants.
+    run = partial(_run, algorithm)
+    code = canonical(run, LinearMap(call.operator), probes)
+    columns = _numbers_applied(code.jaxpr) * num_probes / _numbers(probes)
+    must = "apply the operator at least once, and how often must be known beforehand"
+    got = "a jax.lax.while_loop" if columns else "one that never called apply"
+    cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
+    _require(0 < columns < math.inf, must, got, cure)
     degrees = max(num_probes - 1, 1)
-    return call.finish(program, probes, spent=num_matvecs, degrees=degrees)
-
-
-class _Program(eqx.Module):
-    """An algorithm, as a program that takes the operator's arrays.
-
-    Arrays and tracers that the algorithm closes over are leaves of this module. The
-    derivative rule treats them as constants.
-    """
-
-    code: Canonical
-
-    def __call__(self, linear_map: LinearMap, probes: Block) -> Outcome:
-        return self.code(eqx.filter(linear_map, eqx.is_array), probes)
+    return call.finish(code, probes, spent=int(columns), degrees=degrees)
 
 
 def _run(
     algorithm: Callable[[Apply, Block], Answer], linear_map: LinearMap, probes: Block
 ) -> Outcome:
-    name, n = "custom_trace", probes.shape[0]
-    one_call = named(linear_map)
+    n = probes.shape[0]
+
+    def is_block(block: object) -> bool:
+        shape = getattr(block, "shape", ())
+        is_tall = len(shape) == 2 and shape[0] == n and shape[1] > 0
+        return is_tall and checks.are_arrays(block, "numbers")
 
     def apply(block: Block) -> Block:
-        checks.check_block(name, block, n)
-        block = jnp.asarray(block)
-        return one_call(promoted(block, probes)[0])
+        must = f"apply the operator to blocks of numbers of shape ({n}, k)"
+        cure = "Pass apply(vector[:, None])[:, 0] for one vector."
+        _require(is_block(block), must, checks.show(block), cure)
+        block = promoted(jnp.asarray(block), probes)[0]
+        return linear_map(checkpoint_name(block, _APPLIED))
 
     answer: Any = algorithm(apply, probes)
-    checks.check_result(name, answer)
+    is_triple = isinstance(answer, tuple | list) and len(answer) == 3
+    pair = answer[2] if is_triple else None
+    fits = isinstance(pair, tuple | list) and len(pair) == 2
+    must = "return (value, standard_error, (left, right))"
+    cure = "Return value, error, (probes / k, probes), for example."
+    _require(fits, must, checks.show(answer), cure, kind=TypeError)
     value, error, left, right = map(jnp.asarray, (*answer[:2], *answer[2]))
     dtype = linear_map.dtype
-    real = not jnp.issubdtype(dtype, jnp.complexfloating)
-    checks.check_value(name, "value", value, real=real)
-    checks.check_value(name, "standard_error", error, real=True)
-    checks.check_blocks(name, left, right, n)
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    parts = ("value", value, is_complex), ("standard_error", error, False)
+    for part, number, may_be_complex in parts:
+        kind = "number" if may_be_complex else "real number"
+        fits = checks.are_arrays(number, "numbers") and number.shape == ()
+        fits = fits and (may_be_complex or not jnp.iscomplexobj(number))
+        must = f"return a {part} that is one {kind}, an array of shape ()"
+        cure = "Sum or average over the probes, and take .real where it is real."
+        _require(fits, must, checks.show(number), cure)
+    fits = is_block(left) and is_block(right) and left.shape == right.shape
+    must = f"return blocks (left, right) of equal shape ({n}, r), E[left right*] = I"
+    cure = "Hutchinson's are (probes / k, probes), k probes."
+    _require(fits, must, checks.show((left, right)), cure)
     left, right = (promoted(block, probes)[0] for block in (left, right))
     error = error.astype(jnp.finfo(dtype).dtype)
     return Outcome(value.astype(dtype), error, Pairs(left, right))
 
 
-def _num_matvecs(program: Jaxpr, operator: Operator) -> int:
-    real = not jnp.issubdtype(working_dtype(operator), jnp.complexfloating)
-    entries = entries_applied(program, real=real)
-    known = int(entries) // operator.in_size() if math.isfinite(entries) else None
-    return checks.check_applied("custom_trace", known)
+def _require(holds: Any, *message: str, kind: type[Exception] = ValueError) -> None:
+    checks.require(holds, "custom_trace", "algorithm", *message, kind=kind)
 
 
 Apply = Callable[[Inexact[Array, "n k"]], Inexact[Array, "n k"]]
 
-_CALL = "traceax_application"
+_APPLIED = "traceax_application"
 
 
-def named(linear_map: LinearMap) -> Apply:
-    """Return the same map of blocks, as a function that has a name in traced programs."""
-    arrays, rest = eqx.partition(linear_map, eqx.is_array)
-
-    def application(arrays: Any, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        return eqx.combine(arrays, rest)(block)
-
-    application.__name__ = _CALL
-    compiled = jax.jit(application)
-
-    def apply(block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        with jax.disable_jit(False):  # otherwise the program has no named call
-            return compiled(arrays, block)
-
-    return apply
+def _numbers(block: Any) -> int:
+    """Return how many real numbers a block has. A complex one counts twice."""
+    return block.size * (2 if jnp.iscomplexobj(block) else 1)
 
 
-def entries_applied(program: Jaxpr | ClosedJaxpr, *, real: bool) -> float:
-    """Return the number of entries of all blocks to which a program applies the operator.
+def _numbers_applied(program: Jaxpr | ClosedJaxpr) -> float:
+    """Return how many real numbers all blocks have that a program applies the operator to.
 
-    A complex block of an operator that is `real` counts twice. If there are branches, the
-    most expensive one counts. The number is infinite if a while loop applies the operator.
+    If there are branches, the most expensive one counts. The number is infinite if a while
+    loop applies the operator.
     """
-    return sum(_entries(equation, real) for equation in program.eqns)
 
+    def of_one(equation: JaxprEqn) -> float:
+        counts = list(map(_numbers_applied, inner_jaxprs(equation)))
+        match equation.primitive.name:
+            case "name" if equation.params["name"] == _APPLIED:
+                return _numbers(equation.outvars[0].aval)
+            case "while":
+                return math.inf if any(counts) else 0
+            case "cond":
+                return max(counts)
+            case "scan":
+                return equation.params["length"] * sum(counts)
+            case _:
+                return sum(counts)
 
-def _entries(equation: JaxprEqn, real: bool) -> float:
-    params = equation.params
-    if params.get("name") == _CALL:
-        blocks: list[Any] = [out.aval for out in equation.outvars]
-        return sum(b.size * (2 if real and jnp.iscomplexobj(b) else 1) for b in blocks)
-    counts = [entries_applied(inner, real=real) for inner in inner_jaxprs(equation)]
-    match equation.primitive.name:
-        case "while":
-            return math.inf if any(counts) else 0
-        case "cond":
-            return max(counts)
-        case "scan":
-            return params["length"] * sum(counts) if any(counts) else 0
-        case _:
-            return sum(counts)
+    return sum(map(of_one, program.eqns))

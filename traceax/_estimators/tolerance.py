@@ -29,13 +29,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from traceax._core import checks
 from traceax._core.canonical import is_concrete
-from traceax._core.estimate import Estimate, nondifferentiable
+from traceax._core.estimate import Estimate
+from traceax._core.pooling import pool
 from traceax._probes.stream import ProgressMeter, checked_meter
 
 # A run grows by these factors at a time, and by the smaller one while its order is unknown.
@@ -127,18 +127,22 @@ def adaptive(
         checks.check_tolerance(name, argument, number)
     max_matvecs = checks.check_count(name, "max_matvecs", max_matvecs, 1)
     first = checks.check_count(name, "first", first, 1)
+    meter, limit = checked_meter(name, progress_meter), math.inf
     if max_seconds is not None:
         checks.check_positive(name, "max_seconds", max_seconds, "Pass 60.0, or None.")
-    meter = checked_meter(name, progress_meter)
-    limit = math.inf if max_seconds is None else float(max_seconds)
+        limit = float(max_seconds)
     start, shown = time.monotonic(), meter.init()
     levels: dict[int, _Level] = {}
     best, spent, count, is_met = None, 0, 0, False
     size: int | None = min(first, max_matvecs)
     while size is not None:
         level, began = levels.setdefault(size, _Level(size)), time.monotonic()
-        run = _checked(name, estimate(jax.random.fold_in(key, count), size))
-        jax.block_until_ready(jax.lax.stop_gradient((run.value, run.standard_error)))
+        run = estimate(jax.random.fold_in(key, count), size)
+        must, got = "return an Estimate", type(run).__name__
+        checks.require_type(isinstance(run, Estimate), name, "estimate", must, got, _CURE)
+        numbers = jax.lax.stop_gradient((run.value, run.standard_error))
+        _check_eager(name, "estimate", numbers)
+        jax.block_until_ready(numbers)
         seconds = time.monotonic() - start
         level.add(run, start + seconds - began)
         count, spent = count + 1, spent + level.cost
@@ -151,27 +155,17 @@ def adaptive(
         if is_met or is_nan:
             break
         left = max_matvecs - spent, limit - seconds
-        size = _next_size(list(levels.values()), wanted / 2, *left)
+        size = _next_size([*levels.values()], wanted / 2, *left)
     meter.close(meter.step(shown, 1.0))
     assert best is not None
-    return replace(best.pooled(), num_matvecs=spent, converged=is_met)
+    found = pool(best.runs) if len(best.runs) > 1 else best.runs[0]
+    return replace(found, num_matvecs=spent, converged=is_met)
 
 
 def _check_eager(name: str, argument: str, value: Any) -> None:
-    if not is_concrete(value):
-        must = "be known, because a Python loop decides by it how often to run"
-        cure = "Call it outside of jax.jit, jax.vmap and jax.lax.scan, or use "
-        cure += "adaptive_trace."
-        raise checks.invalid(TypeError, name, argument, must, "a traced array", cure)
-
-
-def _checked(name: str, run: object) -> Estimate:
-    """Check what the user's function returned, whose numbers must be known."""
-    if not isinstance(run, Estimate):
-        must, cure = "return an Estimate", _CURE
-        raise checks.invalid(TypeError, name, "estimate", must, type(run).__name__, cure)
-    _check_eager(name, "estimate", jax.lax.stop_gradient((run.value, run.standard_error)))
-    return run
+    must = "be known, because a Python loop decides by it how often to run"
+    cure = "Call it outside of jax.jit, jax.vmap and jax.lax.scan, or use adaptive_trace."
+    checks.require_type(is_concrete(value), name, argument, must, "a traced array", cure)
 
 
 def _numbers(tree: Any) -> np.ndarray:
@@ -184,9 +178,8 @@ def _numbers(tree: Any) -> np.ndarray:
 def _norm(vector: np.ndarray) -> float:
     """Return the Euclidean norm, which neither overflows nor vanishes."""
     scale = float(np.max(np.abs(vector), initial=0.0))
-    if not 0 < scale < math.inf:
-        return scale
-    return scale * float(np.linalg.norm(vector / scale))
+    is_finite = 0 < scale < math.inf
+    return scale * float(np.linalg.norm(vector / scale)) if is_finite else scale
 
 
 class _Level:
@@ -200,7 +193,7 @@ class _Level:
 
     def __init__(self, size: int) -> None:
         self.size, self.runs, self.seconds = size, list[Estimate](), list[float]()
-        self._squares = list[tuple[float, float]]()
+        self._sums: tuple[Any, ...] = 0.0, 0.0, 0.0, 0.0
 
     def add(self, run: Estimate, seconds: float) -> None:
         self.runs.append(run)
@@ -211,8 +204,6 @@ class _Level:
         known = np.isfinite(error)
         squares = np.where(known, error**2 - np.where(known, gap, 0) ** 2, error)
         squares = np.maximum(squares, 0)
-        if count == 1:
-            self._sums = tuple(np.zeros_like(x) for x in (value, error, error, gap))
         before, spread, within, gaps = self._sums
         after = before + (value - before) / count
         spread = spread + (np.conj(value - before) * (value - after)).real
@@ -220,43 +211,10 @@ class _Level:
         self._sums = after, spread, within, gaps
         mean, between = within / count, spread / max(count - 1, 1)
         one = np.where(np.isinf(mean) & (count > 1), between, np.maximum(mean, between))
-        self._entries = np.hypot(np.sqrt(one / count), gaps / count), gaps / count
-        degrees = float(np.min(jax.lax.stop_gradient(run.degrees_of_freedom)))
-        self._squares.append((float(np.sum(squares)), degrees))
         self.cost = max(int(np.max(jax.lax.stop_gradient(run.num_matvecs))), 1)
         self.length, self.gap = _norm(after), _norm(gaps / count)
         self.sampling = _norm(np.sqrt(one))
         self.error = math.hypot(self.sampling / count**0.5, self.gap)
-
-    def pooled(self) -> Estimate:
-        """Return the pool of all runs, which have equal weights."""
-        first, count = self.runs[0], len(self.runs)
-        if count == 1:
-            return first
-        values = zip(*(jax.tree.leaves(run.value) for run in self.runs), strict=True)
-        values = [sum(leaves[1:], leaves[0]) / count for leaves in values]
-        errors, structure = jax.tree.flatten(first.standard_error)
-        ends = np.cumsum([np.size(leaf) for leaf in errors])[:-1]
-
-        def as_leaves(entries: np.ndarray) -> Any:
-            parts = zip(np.split(entries, ends), errors, values, strict=True)
-            leaves = [
-                nondifferentiable(jnp.asarray(part.reshape(e.shape), e.dtype), value)
-                for part, e, value in parts
-            ]
-            return jax.tree.unflatten(structure, leaves)
-
-        total = sum(square for square, _ in self._squares)
-        welch = sum(square**2 / degrees for square, degrees in self._squares)
-        known = 0 < total < math.inf
-        return Estimate(
-            jax.tree.unflatten(jax.tree.structure(first.value), values),
-            as_leaves(self._entries[0]),
-            self.cost * count,
-            min(total**2 / welch, 1e4) if known else (count - 1) / 3,
-            method=first.method,
-            quadrature_error=as_leaves(self._entries[1]),
-        )
 
     @property
     def of_one(self) -> float:
@@ -285,11 +243,8 @@ def _next_size(
     standard error that is wanted.
     """
     last = levels[-1]
-    usable = [
-        level
-        for level in levels
-        if level.cost <= matvecs and min(level.seconds) <= seconds and level.gains
-    ]
+    fitting = (level for level in levels if level.cost <= matvecs and level.gains)
+    usable = [level for level in fitting if min(level.seconds) <= seconds]
     # What a larger run costs that is good enough by itself, and what is tried of it.
     larger = math.inf
     if wanted > 0 and last.of_one < math.inf:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import LinearMap, Operator, known_diagonal, stores_matrix
-from traceax._core.rule import Algorithm, Outcome, Values, estimate, with_own_jvp
+from traceax._core.rule import Algorithm, Outcome, Values, with_own_jvp
 from traceax._core.vectors import Structure, as_result
 from traceax._estimators.call import SMALL, Call
 from traceax._linalg import lapack
@@ -175,7 +175,7 @@ def _from_matrix(
     """Run an algorithm that makes the whole matrix, under the derivative rule."""
     spent, degrees = price(call.operator), call.operator.in_size()
     how = {"method": "exact", "spent": spent, "degrees": degrees}
-    return estimate(algorithm, subject, None, structure=structure, **how)
+    return call.finish(algorithm, None, structure=structure, subject=subject, **how)
 
 
 def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:

@@ -31,12 +31,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Int
 
-from traceax._core.checks import check_array, check_count, invalid, with_library
+from traceax._core.canonical import is_concrete
+from traceax._core.checks import (
+    check_array,
+    check_count,
+    invalid,
+    require,
+    require_type,
+    with_library,
+)
 from traceax._core.sparse import Pattern, entries_of, is_of_jax, own_pattern
 
 # A sparse n x n matrix of SciPy. `scipy.sparse` is imported where it is used, because that
@@ -87,19 +93,18 @@ def places(name: str, pattern: Any) -> Pattern:
     known = pattern if isinstance(pattern, Pattern) else own_pattern(pattern)
     if known is not None:
         return known
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(pattern)):
-        must = "be concrete, because it is coloured on the host"
-        cure = "Colour it outside of jax.jit."
-        raise invalid(TypeError, name, "pattern", must, "a traced array", cure)
+    must, got = "be concrete, because it is coloured on the host", "a traced array"
+    cure = "Colour it outside of jax.jit."
+    require_type(is_concrete(pattern), name, "pattern", must, got, cure)
     is_sparse = is_of_jax(pattern) or hasattr(pattern, "tocoo")
     matrix = pattern if is_sparse else check_array(name, "pattern", pattern) != 0
     shape = np.shape(matrix)
     batched = getattr(pattern, "n_batch", 0) or getattr(pattern, "n_dense", 0)
-    if len(shape) != 2 or shape[0] != shape[1] or batched:
-        must = "be a square matrix, a row and a column for each dimension"
-        cure = "Pass a dense or sparse array, B.T @ B or B @ B.T of a rectangular B."
-        got = f"shape {shape}" if shape else with_library(pattern)
-        raise invalid(ValueError, name, "pattern", must, got, cure)
+    fits = len(shape) == 2 and shape[0] == shape[1] and not batched
+    must = "be a square matrix, a row and a column for each dimension"
+    cure = "Pass a dense or sparse array, B.T @ B or B @ B.T of a rectangular B."
+    got = f"shape {shape}" if shape else with_library(pattern)
+    require(fits, name, "pattern", must, got, cure)
     return entries_of(matrix)[1]
 
 
@@ -396,12 +401,17 @@ def colour_pattern(name: str, pattern: Any, power: int, num_colours: Any) -> Col
 def best_colouring(edges: Pattern, power: int, num_colours: int) -> Coloured | None:
     """Return the colouring of the largest power with at most so many colours, improved.
 
-    Return None if that power is less than `power`.
+    Return None if that power is less than `power`. A grid gets the best lattice with more
+    than four fifths of the colours, if there is one.
     """
     step, n = graph(edges), edges.shape[0]
     if num_colours >= n:
         return Coloured(edges, np.arange(n), n)
-    lattice = _by_lattice(step, power, num_colours)
+    grid, least = as_grid(step), num_colours - math.ceil(num_colours / 5)
+    lattice = grid and best_lattice(grid, range(num_colours, least, -1), power)
+    # On a closed axis colours may be nearer to each other where the lattice meets itself.
+    if lattice and not keeps_apart(lattice[0], within(step, lattice[1])):
+        lattice = None
     found = lattice or _greedily(step, power, num_colours)
     if found is None and _clique(step, power) <= num_colours:
         found = _of_power(edges, power).colours, power
@@ -409,7 +419,11 @@ def best_colouring(edges: Pattern, power: int, num_colours: int) -> Coloured | N
         return None
     colours, power = found
     if lattice is None or n <= _MANY:
-        colours = _spread(colours, step, power, num_colours)
+        # Spare colours are used for pairs up to two steps beyond those kept apart.
+        near = within(step, power)
+        further = one_further(one_further(near, step), step)
+        if further is not None:
+            colours = improved(colours, disturbance(step, near, further), num_colours)
     return Coloured(edges, np.unique(colours, return_inverse=True)[1], power)
 
 
@@ -434,16 +448,6 @@ def _of_power(edges: Pattern, power: int) -> Coloured:
     return Coloured(edges, next(fitting, found), power)
 
 
-def _by_lattice(step: Sparse, power: int, num_colours: int) -> Apart | None:
-    """Return the best lattice with more than four fifths of the colours, for a grid."""
-    grid = as_grid(step)
-    counts = range(num_colours, num_colours - math.ceil(num_colours / 5), -1)
-    lattice = None if grid is None else best_lattice(grid, counts, power)
-    # On a closed axis colours may be nearer to each other where the lattice meets itself.
-    fits = lattice and keeps_apart(lattice[0], within(step, lattice[1]))
-    return lattice if fits else None
-
-
 def _greedily(step: Sparse, power: int, num_colours: int) -> Apart | None:
     """Return the greedy colouring of the largest power that fits.
 
@@ -464,15 +468,3 @@ def _greedily(step: Sparse, power: int, num_colours: int) -> Apart | None:
             break
         reached = further
     return best if best is not None and best[1] >= power else None
-
-
-def _spread(colours: Colours, step: Sparse, power: int, num_colours: int) -> Colours:
-    """Return colours that use all of `num_colours`.
-
-    Spare colours are used for pairs up to two steps beyond those that are kept apart.
-    """
-    near = within(step, power)
-    further = one_further(one_further(near, step), step)
-    if further is None:
-        return colours
-    return improved(colours, disturbance(step, near, further), num_colours)

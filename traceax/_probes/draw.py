@@ -31,14 +31,13 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
-from jaxtyping import Array, Inexact, Key, PRNGKeyArray, UInt32
+from jaxtyping import Array, Key, PRNGKeyArray, UInt32
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import invalid
+from traceax._core.checks import require
 from traceax._core.operator import Operator, working_dtype
 from traceax._core.sparse import Pattern, own_pattern
-from traceax._core.vectors import Structure, as_columns
+from traceax._core.vectors import Structure, as_columns, common_dtype
 from traceax._linalg.columns import Block
 from traceax._probes.colouring import best_colouring, places, undirected
 from traceax._probes.probing import Probing, probing_of
@@ -66,15 +65,12 @@ def check_dependence(name: str, sampler: Sampler, takes: Takes = "independent") 
     """
     alone = sampler.population is not None and takes not in ("dependent", "any")
     grouped = sampler.group > 1 and takes not in ("coloured", "any")
-    if alone or grouped:
-        got = f"traceax.{sampler!r}" if alone else f"a sampler of group={sampler.group}"
-        got = "traceax.probing" if isinstance(sampler, Probing) else got
-        must = "draw independent probes, because each is a sample of its own"
-        cure = (
-            f"Use traceax.sphere or traceax.rademacher; {got} is for "
-            "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
-        )
-        raise invalid(ValueError, name, "sampler", must, got, cure)
+    got = f"traceax.{sampler!r}" if alone else f"a sampler of group={sampler.group}"
+    got = "traceax.probing" if isinstance(sampler, Probing) else got
+    must = "draw independent probes, because each is a sample of its own"
+    cure = f"Use traceax.sphere or traceax.rademacher; {got} is for "
+    cure += "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
+    require(not (alone or grouped), name, "sampler", must, got, cure)
 
 
 def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None:
@@ -85,10 +81,10 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None
     """
     n = operator.in_size()
     known = own_pattern(operator) if pattern is None else places(name, pattern)
-    if known is not None and known.shape != (n, n):
+    if known is not None:
         must, got = f"be {n} x {n}, like the operator's matrix", f"shape {known.shape}"
         cure = "Pass the pattern of this operator, or of the matrix it is a function of."
-        raise invalid(ValueError, name, "pattern", must, got, cure)
+        require(known.shape == (n, n), name, "pattern", must, got, cure)
     return known
 
 
@@ -122,9 +118,8 @@ def for_pattern(
     if known is None:
         return None
     edges, least = undirected(known), max(num_probes - tests, 1)
-    found = best_colouring(edges, enough, least)
-    found = found or best_colouring(edges, enough, num_probes)
-    return None if found is None else probing_of(found)
+    tries = (best_colouring(edges, enough, count) for count in (least, num_probes))
+    return next((probing_of(found) for found in tries if found), None)
 
 
 def draw(
@@ -134,38 +129,13 @@ def draw(
 
     They are constants for derivatives.
     """
-    how = name, sampler, key, operator.in_structure(), num_probes, working_dtype(operator)
-    drawn = _columns(*how) if sampler.is_plain else compiled(_columns, *how)
-    return jax.lax.stop_gradient(drawn)
-
-
-def _columns(
-    name: str,
-    sampler: Sampler,
-    key: PRNGKeyArray,
-    structure: Structure,
-    num_probes: int,
-    dtype: jnp.dtype,
-) -> Block:
-    """Draw probes, and check that they have the operator's input structure."""
-    probes = sampler(key, structure, num_probes)
-
-    def expected(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_probes, *leaf.shape), leaf.dtype)
-
-    def shaped(leaf: Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-
-    got = jax.tree.map(shaped, probes)
-    if eqx.tree_equal(got, jax.tree.map(expected, structure)) is not True:
-        must = f"return the operator's input structure with a leading axis of {num_probes}"
-        cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
-        raise invalid(ValueError, name, "sampler", must, got, cure)
-    return as_columns(probes, dtype)
+    draws = Draws(name, sampler, operator.in_structure(), num_probes)
+    drawn = draws.one(key) if sampler.is_plain else compiled(draws.one, key)
+    return jax.lax.stop_gradient(drawn.astype(working_dtype(operator)))
 
 
 class Draws(eqx.Module):
-    """A function that draws one sample for each key.
+    """A function that draws one sample of `num_probes` probes for each key.
 
     It must be hashable, because `Stream` has it in a static field.
     """
@@ -173,14 +143,28 @@ class Draws(eqx.Module):
     name: str
     sampler: Sampler
     structure: Structure
+    num_probes: int
+
+    def one(self, key: PRNGKeyArray) -> Block:
+        """Draw probes, and check that they have the operator's input structure."""
+        count, structure = self.num_probes, self.structure
+        probes = self.sampler(key, structure, count)
+
+        def expected(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype)
+
+        def shaped(leaf: Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
+
+        got = jax.tree.map(shaped, probes)
+        fits = eqx.tree_equal(got, jax.tree.map(expected, structure)) is True
+        must = f"return the operator's input structure with a leading axis of {count}"
+        cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
+        require(fits, self.name, "sampler", must, got, cure)
+        return as_columns(probes, common_dtype(structure))
 
     def __call__(
         self, keys: Key[Array, " samples"] | UInt32[Array, "samples words"]
     ) -> Block:
-        space = lx.IdentityLinearOperator(self.structure)
-
-        def one(key: PRNGKeyArray) -> Inexact[Array, "n group"]:
-            return draw(self.name, self.sampler, key, space, self.sampler.group)
-
-        columns = jax.vmap(one, out_axes=1)(keys)
-        return columns.reshape(columns.shape[0], -1)
+        columns = jax.vmap(self.one, out_axes=1)(keys)
+        return jax.lax.stop_gradient(columns.reshape(columns.shape[0], -1))

@@ -58,7 +58,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.checks import invalid
+from traceax._core.checks import require, require_type
 from traceax._core.sparse import own_pattern
 from traceax._core.vectors import (
     Structure,
@@ -186,9 +186,8 @@ def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None
         order = in_rows(np.arange(found.colours.size), structure)
         found = jax.tree.map(lambda rows: rows[order], found)
         places = np.append(np.argsort(order), order.size)
-        found = replace(
-            found, neighbours=places[found.neighbours], nearest=places[found.nearest]
-        )
+        neighbours, nearest = places[found.neighbours], places[found.nearest]
+        found = replace(found, neighbours=neighbours, nearest=nearest)
     return jax.tree.map(jnp.asarray, found)
 
 
@@ -295,11 +294,9 @@ def neighbour_residuals(
     weights = jnp.append(near.weights, 0)[near.nearest]
     explained = times(seen[:, near.colours[own]], weights)
     missed, known = squared_modulus(image - explained), squared_modulus(explained)
-    is_exact = jnp.sum(missed) <= (16 * float(jnp.finfo(known.dtype).eps)) ** 2 * jnp.sum(
-        known
-    )
-    missed = jnp.mean(missed, where=near.in_test)
-    missed = missed / (2 * count)
+    least = (16 * float(jnp.finfo(known.dtype).eps)) ** 2
+    is_exact = jnp.sum(missed) <= least * jnp.sum(known)
+    missed = jnp.mean(missed, where=near.in_test) / (2 * count)
     return NeighbourResiduals(squares, beyond, size, scale, missed, is_exact)
 
 
@@ -332,14 +329,12 @@ class Probing(Sampler):
 
     def _drawn(self, key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree:
         n, c, argument = dimension(structure), self.num_colours, "pattern_or_colours"
-        if n != self.colours.size:
-            must = f"have {n} rows or entries, one for each dimension of the operator"
-            got, cure = self.colours.size, "Pass the pattern of this operator."
-            raise invalid(ValueError, "probing", argument, must, got, cure)
-        if num_probes % c:
-            must = f"draw a multiple of {c} probes, one for each colour"
-            got, cure = f"num_probes={num_probes}", f"Draw {c} or {2 * c}, for example."
-            raise invalid(ValueError, "probing", argument, must, got, cure)
+        must = f"have {n} rows or entries, one for each dimension of the operator"
+        got, cure = self.colours.size, "Pass the pattern of this operator."
+        require(n == got, "probing", argument, must, got, cure)
+        must = f"draw a multiple of {c} probes, one for each colour"
+        got, cure = f"num_probes={num_probes}", f"Draw {c} or {2 * c}, for example."
+        require(num_probes % c == 0, "probing", argument, must, got, cure)
         column = jax.ShapeDtypeStruct((n,), common_dtype(structure))
         signs = rademacher(key, column, num_probes // c)
         is_own = in_rows(self.colours, structure) == np.arange(c)[:, None]
@@ -405,17 +400,23 @@ def probing(
     is_matrix = is_array and len(pattern_or_colours.shape) != 1
     if is_matrix or own_pattern(pattern_or_colours) is not None:
         return probing_of(colour_pattern("probing", pattern_or_colours, power, num_colours))
-    if power != 1 or num_colours is not None:
-        got, cure = f"power={power}, num_colours={num_colours}", "Leave them out."
-        must = "come with a pattern, because colours are there already"
-        raise invalid(ValueError, "probing", "power=..., num_colours", must, got, cure)
-    leaves = [_concrete(leaf) for leaf in jax.tree.leaves(pattern_or_colours)]
-    flat = np.concatenate(leaves) if leaves else np.zeros(0, int)
-    if not flat.size or flat.min() < 0:
-        must = "be integers of at least 0, because they number the probes"
-        got = flat.min() if flat.size else "none"
-        cure = "Number the colours from 0, as traceax.colouring does."
-        raise invalid(ValueError, "probing", "pattern_or_colours", must, got, cure)
+    must = "come with a pattern, because colours are there already"
+    got, cure = f"power={power}, num_colours={num_colours}", "Leave them out."
+    alone = power == 1 and num_colours is None
+    require(alone, "probing", "power=..., num_colours", must, got, cure)
+    leaves = jax.tree.leaves(pattern_or_colours)
+    for leaf in leaves:
+        got = "a traced array" if isinstance(leaf, Tracer) else np.asarray(leaf).dtype
+        must = "be concrete integers, because their number sets the shapes of arrays"
+        cure = "Colour outside jax.jit, with traceax.colouring or NumPy and .astype(int)."
+        fits = not isinstance(leaf, Tracer) and np.issubdtype(got, np.integer)
+        require_type(fits, "probing", "pattern_or_colours", must, got, cure)
+    flat = np.concatenate(list(map(np.ravel, leaves))) if leaves else np.zeros(0, int)
+    least: Any = flat.min() if flat.size else "none"
+    must = "be integers of at least 0, because they number the probes"
+    cure = "Number the colours from 0, as traceax.colouring does."
+    fits = flat.size and least >= 0
+    require(fits, "probing", "pattern_or_colours", must, least, cure)
     return Probing(np.unique(flat, return_inverse=True)[1], None)
 
 
@@ -430,13 +431,3 @@ def probing_of(coloured: Coloured) -> Probing:
     rest = np.any(beyond, axis=1), _nearest(in_test, step), in_test
     near = Neighbourhood(colours, _neighbours(step), beyond, *rest)
     return Probing(colours, near)
-
-
-def _concrete(leaf: Any) -> Int[np.ndarray, " n"]:
-    traced = isinstance(leaf, Tracer)
-    if traced or not np.issubdtype(np.asarray(leaf).dtype, np.integer):
-        must = "be concrete integers, because their number sets the shapes of arrays"
-        got = "a traced array" if traced else np.asarray(leaf).dtype
-        cure = "Colour outside jax.jit, with traceax.colouring or NumPy and .astype(int)."
-        raise invalid(TypeError, "probing", "pattern_or_colours", must, got, cure)
-    return np.asarray(leaf).ravel()

@@ -28,7 +28,15 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.checks import are_arrays, check_callable, check_count, check_key, invalid
+from traceax._core.checks import (
+    are_arrays,
+    check_callable,
+    check_count,
+    check_key,
+    require,
+    require_type,
+    written,
+)
 from traceax._core.vectors import Structure, common_dtype, dimension, unflatten_rows
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
@@ -162,10 +170,10 @@ def space(name: str, structure: Structure) -> tuple[int, jnp.dtype]:
     They are split into leaves after the draw, so that a probe does not depend on how the
     space is split.
     """
-    if not are_arrays(structure, "real or complex numbers"):
-        must = "be a pytree of jax.ShapeDtypeStruct of real or complex dtypes"
-        cure = "Pass operator.in_structure(), or jax.ShapeDtypeStruct((n,), float)."
-        raise invalid(TypeError, name, "structure", must, repr(structure), cure)
+    fits = are_arrays(structure, "real or complex numbers")
+    must = "be a pytree of jax.ShapeDtypeStruct of real or complex dtypes"
+    cure = "Pass operator.in_structure(), or jax.ShapeDtypeStruct((n,), float)."
+    require_type(fits, name, "structure", must, written(structure), cure)
     return dimension(structure), common_dtype(structure)
 
 
@@ -313,9 +321,8 @@ def orthogonal(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTr
     **See also**: `sphere`, `hadamard`, `hutchinson_trace`.
     """
     n, dtype = space("orthogonal", structure)
-    if num_probes > n:
-        must, cure = f"be at most {n}, the dimension", "Draw fewer, or use traceax.sphere."
-        raise invalid(ValueError, "orthogonal", "num_probes", must, num_probes, cure)
+    must, cure = f"be at most {n}, the dimension", "Draw fewer, or use traceax.sphere."
+    require(num_probes <= n, "orthogonal", "num_probes", must, num_probes, cure)
     basis = orthonormalise(_gaussian(key, n, num_probes, dtype).T)
     turn, triangle = lapack.qr(basis.factor)
     diagonal = jnp.diagonal(triangle)
@@ -363,18 +370,16 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     """
     n, dtype = space("hadamard", structure)
     order = hadamard_order(n)
-    if num_probes > order:
-        must = f"be at most {order}, the order of the matrix for {n} dimensions"
-        cure = "Draw fewer, or use traceax.rademacher."
-        raise invalid(ValueError, "hadamard", "num_probes", must, num_probes, cure)
+    must = f"be at most {order}, the order of the matrix for {n} dimensions"
+    cure = "Draw fewer, or use traceax.rademacher."
+    require(num_probes <= order, "hadamard", "num_probes", must, num_probes, cure)
     rows_key, signs_key = jax.random.split(key)
     rows = jax.random.permutation(rows_key, order)[:num_probes]
     common = rows[:, None] & jnp.arange(n)[None, :]
     signs = (1 - 2 * (jax.lax.population_count(common) & 1)).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        flips = _phases(signs_key, (1, n), dtype)
-    else:
-        flips = jax.random.rademacher(signs_key, (n,), dtype)[None, :]
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    draw = _phases if is_complex else jax.random.rademacher
+    flips = draw(signs_key, (1, n), dtype)
     return unflatten_rows(signs * flips, structure)
 
 

@@ -12,6 +12,7 @@ standard error of their mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int, Shaped
 
-from traceax._core.checks import check_samples, invalid
+from traceax._core.checks import check_samples, require_type
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
 from traceax._probes.probing import DEGREES
@@ -54,11 +55,11 @@ def checked_meter(name: str, progress_meter: Any) -> ProgressMeter:
     """Check the meter that the user gave. If it is None, return one that shows nothing."""
     meter = SILENT if progress_meter is None else progress_meter
     methods = [getattr(meter, method, None) for method in ("init", "step", "close")]
-    if isinstance(meter, type) or not all(map(callable, methods)):
-        must = "be a progress meter of diffrax, or have its methods init, step and close"
-        got = "a class" if isinstance(meter, type) else type(meter).__name__
-        cure = "Pass diffrax.TextProgressMeter(), for example."
-        raise invalid(TypeError, name, "progress_meter", must, got, cure)
+    is_class, fits = isinstance(meter, type), all(map(callable, methods))
+    must = "be a progress meter of diffrax, or have its methods init, step and close"
+    got = "a class" if is_class else type(meter).__name__
+    cure = "Pass diffrax.TextProgressMeter(), for example."
+    require_type(fits and not is_class, name, "progress_meter", must, got, cure)
     return meter
 
 
@@ -119,7 +120,7 @@ class Stream(eqx.Module):
 
         starts = self.batch * jnp.arange(whole)
         (carry, state), outputs = jax.lax.scan(shown, (carry, meter.init()), starts)
-        outputs = jax.tree.map(_unbatched, outputs)
+        outputs = jax.tree.map(partial(jnp.concatenate, axis=-1), outputs)
         if rest:
             last = jax.checkpoint(partial(step, count=rest))
             carry, output = last(carry, jnp.asarray(self.batch * whole))
@@ -146,8 +147,8 @@ class Stream(eqx.Module):
         stream = self.shown(meter)
         if stream.is_whole:
             return fn(self._columns(0, self.num_samples))
-        shapes = jax.eval_shape(lambda: fn(self._columns(0, stream.batch)))
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        like = jax.eval_shape(lambda: fn(self._columns(0, stream.batch)))
+        zeros = jax.tree.map(jnp.zeros_like, like)
         return stream._scan(lambda sums, z: (merge(sums, fn(z)), None), zeros, meter)[0]
 
     def _columns(self, first: int | Array, count: int) -> Columns:
@@ -179,12 +180,6 @@ class _Units(NamedTuple):
 
     def __call__(self, indices: Int[Array, " b"]) -> Columns:
         return jax.nn.one_hot(indices, self.n, axis=0, dtype=self.dtype)
-
-
-def _unbatched(outputs: Array) -> Array:
-    """Join the outputs of several batches, a leading axis, along their last axis."""
-    moved = jnp.moveaxis(outputs, 0, -2)
-    return moved.reshape(*moved.shape[:-2], -1)
 
 
 class SamplingDesign(NamedTuple):
@@ -241,7 +236,7 @@ def design_of(name: str, n: int, num_matvecs: int, sampler: Sampler) -> Sampling
     """Make the design with as many samples as the budget allows, in n dimensions."""
     check_samples(name, num_matvecs, sampler.group)
     num_samples = num_matvecs // sampler.group
-    num_probes, correction = num_samples * sampler.group, 1.0
-    if sampler.population is not None:  # This is the finite-population correction.
-        correction = (1 - num_probes / sampler.population(n)) ** 0.5
-    return SamplingDesign(num_samples, num_probes, correction)
+    num_probes = num_samples * sampler.group
+    # The finite-population correction.
+    population = sampler.population(n) if sampler.population else math.inf
+    return SamplingDesign(num_samples, num_probes, (1 - num_probes / population) ** 0.5)
