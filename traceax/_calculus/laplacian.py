@@ -48,7 +48,6 @@ from traceax._calculus.sampled import (
     Field,
     GivenPoint,
     Point,
-    along,
     differentiable_point,
     has_gradient,
     hessian,
@@ -91,7 +90,7 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
-from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
+from traceax._probes.stream import ProgressMeter, Stream, all_at_once
 
 # From this budget on, a sketch makes the error at most 1.4 times larger if the spectrum is
 # flat (networks before training), and smaller by factors if it is not (after training).
@@ -345,7 +344,7 @@ def _sketched(
         takes_signs, signs / count**0.5, jnp.hstack([q, frame / rest**0.5])
     )
     one = jnp.ones((), directions.dtype)
-    readout = Batches(all_at_once(directions), one, along)
+    readout = Batches(all_at_once(directions), one)
     value = readout(subject)
     samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
     # Columns of Q that are nearly dependent have lengths off by some units of roundoff.
@@ -488,7 +487,13 @@ def biharmonic(
     subject = FourthDerivatives(canonical(fn, x, args), *strongly_typed((x, args)))
     call = begin("biharmonic", subject.space, key, num_matvecs)
     call = call.in_batches(batch_size, progress_meter)
-    return sampled_mean(call.using(rademacher), subject)
+    n, dtype = call.operator.in_size() // 2, working_dtype(call.operator)
+    # All pairs of unit vectors whose first index is at most the second.
+    count = n * (n + 1) // 2
+    batch = min(call.batch_size or count, count)
+    pairs = Stream(jnp.arange(count), _UnitPairs(n, dtype), count, 1, batch)
+    degrees = fourth_order_degrees_of_freedom
+    return sampled_mean(call.using(rademacher), subject, pairs, degrees)
 
 
 class FourthDerivatives(AlongProbes):
@@ -502,20 +507,7 @@ class FourthDerivatives(AlongProbes):
         structure = jax.eval_shape(lambda: self.x)
         return lx.IdentityLinearOperator((structure, structure))
 
-    def basis(self, batch_size: int | None) -> Stream:
-        """Return all pairs of unit vectors whose first index is at most the second."""
-        n = self.space.in_size() // 2
-        count = n * (n + 1) // 2
-        draw = _UnitPairs(n, working_dtype(self.space))
-        return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
-
-    def degrees_of_freedom(self, design: SamplingDesign) -> float:
-        return fourth_order_degrees_of_freedom(design.num_samples)
-
-    def along_each(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, "p k"]:
-        return jax.vmap(self._along_one, 1, 1)(block)
-
-    def _along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
+    def along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
         """Return D4 fn[v, v, w, w]."""
         pair = unflatten(column, self.space.in_structure())
         v, w = jax.tree.map(lambda leaf: leaf[None], pair)

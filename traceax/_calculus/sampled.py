@@ -8,6 +8,7 @@ mean over probes, and `hessian` is the Hessian as an operator.
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,12 +25,13 @@ from traceax._core.checks import check_field
 from traceax._core.estimate import Estimate
 from traceax._core.operator import Operator, jacobian_operator, working_dtype
 from traceax._core.rule import Outcome
-from traceax._core.vectors import Structure, common_dtype, flatten, unflatten
+from traceax._core.vectors import Structure, common_dtype, flatten, unflatten_rows
 from traceax._estimators.call import Call
 from traceax._estimators.readouts import Batches
 from traceax._linalg.columns import Block, mean
+from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import for_mean
-from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, unit_vectors
+from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 
 GivenPoint = PyTree[Float[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
@@ -92,46 +94,44 @@ class AlongProbes(eqx.Module):
         return eqx.filter_eval_shape(self.fn, self.x, self.args)
 
     @property
-    @abc.abstractmethod
     def space(self) -> Operator:
         """Return an operator on the space of the probes."""
+        return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
 
-    @abc.abstractmethod
-    def basis(self, batch_size: int | None) -> Stream:
-        """Return probes that are not random, over which the sum is exact."""
-
-    def degrees_of_freedom(self, design: SamplingDesign) -> float:
-        """Return the degrees of freedom of the error bar of the mean over probes."""
-        return design.degrees_of_freedom
-
-    def along(self, block: Block) -> Inexact[Array, " p"]:
+    def __call__(self, block: Block) -> Inexact[Array, " p"]:
         """Return the sum of the derivatives along all columns."""
         return jnp.sum(self.along_each(block), axis=1)
 
-    @abc.abstractmethod
     def along_each(self, block: Block) -> Inexact[Array, "p k"]:
         """Return the derivative along each column."""
+        return jax.vmap(self.along_one, 1, 1)(block)
+
+    @abc.abstractmethod
+    def along_one(self, column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
+        """Return the derivative along one probe."""
 
 
-def along(subject: AlongProbes, block: Block) -> Inexact[Array, " p"]:
-    """Return the sum of the derivatives along all columns, as a function of the subject."""
-    return subject.along(block)
-
-
-def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
+def sampled_mean(
+    call: Call,
+    subject: AlongProbes,
+    basis: Stream | None = None,
+    degrees: Callable[[int], float] = independent_degrees_of_freedom,
+) -> Estimate:
     """Estimate the mean over probes, or compute the exact sum over a basis.
 
-    The sum is chosen if the budget reaches the number of probes in the basis.
+    The sum is chosen if the budget reaches the number of probes in the basis, which are the
+    unit vectors by default. `degrees` of the number of samples are the degrees of freedom.
     """
-    basis, result = subject.basis(call.batch_size), subject.result
-    if call.num_matvecs >= basis.num_probes:
-        return call.exact_by(along, result, subject=subject, units=basis)
+    result = subject.result
+    if call.num_matvecs >= (call.num_exact if basis is None else basis.num_probes):
+        return call.exact_by(operator.call, result, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
     count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
     algorithm = partial(_mean_along, design=design, meter=call.meter)
-    probes = Batches(streamed.probes, count, along)
-    cost = {"spent": design.num_probes, "degrees": subject.degrees_of_freedom(design)}
+    probes = Batches(streamed.probes, count)
+    freedom = design.group * degrees(design.num_samples)
+    cost = {"spent": design.num_probes, "degrees": freedom}
     return call.finish(algorithm, probes, structure=result, subject=subject, **cost)
 
 
@@ -158,21 +158,10 @@ def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Arra
 class Curvature(AlongProbes):
     """Second derivatives of a function along probes."""
 
-    @property
-    def space(self) -> Operator:
-        return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
-
-    def basis(self, batch_size: int | None) -> Stream:
-        n = self.space.in_size()
-        return unit_vectors(n, working_dtype(self.space), batch_size or n)
-
-    def along(self, block: Block) -> Inexact[Array, " p"]:
-        structure = self.space.in_structure()
-        unflatten_rows = jax.vmap(partial(unflatten, structure=structure), in_axes=1)
-        total = second_derivatives_sum(
-            lambda x: self.fn(x, self.args), self.x, unflatten_rows(block)
-        )
+    def __call__(self, block: Block) -> Inexact[Array, " p"]:
+        rows = unflatten_rows(block.T, self.space.in_structure())
+        total = second_derivatives_sum(lambda x: self.fn(x, self.args), self.x, rows)
         return flatten(total, common_dtype(total))
 
-    def along_each(self, block: Block) -> Inexact[Array, "p k"]:
-        return jax.vmap(lambda column: self.along(column[:, None]), 1, 1)(block)
+    def along_one(self, column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
+        return self(column[:, None])

@@ -330,8 +330,8 @@ def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
     sketch = linear_map(test)
     eps, q = linear_map.eps_of(test, sketch), orthonormalise(sketch).columns
     shares = jnp.full(rest.shape[1], 1 / rest.shape[1], rest.real.dtype)
-    one, mu = jnp.ones((), shares.dtype), rest - dot(q, dot(q.conj().T, rest))
-    weight = TwoSided(each, q, None, rest, mu, shares, one, one)
+    mu = outside(q, None, rest)
+    weight = TwoSided(each, q, None, rest, mu, shares)
     image, hermitian = linear_map.adjoint(q), linear_map.is_hermitian
     remainder = outside(q, None, linear_map(mu if hermitian else rest))
     samples = remainder * rest.conj()

@@ -67,7 +67,6 @@ from traceax._linalg.columns import (
     Block,
     Number,
     OfProbes,
-    column_dots,
     column_norms_squared,
     diagonal_of,
     dot,

@@ -178,7 +178,7 @@ def sketched_or_sampled_trace(
     choice = choose(trace_weights(loo, near), probes.uniform)
     weights = choice.weights
     image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    value, error = xtrace_of(loo, sketch, image, eps, resphere=resphere, weights=weights)
+    value, error = xtrace_of(loo, sketch, image, eps, weights)
     sketched = value, jackknife.root_design_effect(weights) * error
 
     scale = loo.basis.scale
@@ -231,12 +231,10 @@ def choose(weights: OfProbes, uniform: Number) -> Choice:
     # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
     # selected whatever the rounding.
     sketches = uniform * weights.shape[0] < summed(weights)
-    return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
-
-
-def of_sum_one(weights: OfProbes) -> OfProbes:
-    """Divide the weights by their sum. If all are zero, they stay zero."""
-    return weights / jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
+    weights = jnp.where(sketches, weights, 1 - weights)
+    # If all weights are zero, they stay zero.
+    whole = jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
+    return Choice(sketches, weights / whole)
 
 
 def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
@@ -265,14 +263,11 @@ def missed_shares(
     For a trace the part of r_ij along mu_ij is left out, and for a diagonal the part along
     w_j. Both are known from r_ij* w_j = r_ij* mu_ij.
     """
-    s, w = loo.directions, loo.probes
-    overlap = dot(s.conj().T, s)
-    inverse = 1 / jackknife.one_minus_squared_modulus(overlap)
-    sw = dot(s.conj().T, dot(loo.basis.columns.conj().T, w))
-    own = diagonal_of(sw)[None, :]
-    # These are a u_ij* Q* w_j and a t_ij* Q* w_j.
-    uw, tw = sw - overlap * own, own - overlap.conj() * sw
-    lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(uw) * inverse
+    s, overlap, inverse, tests, _ = loo.pairs
+    w, own = loo.probes, column_dots(s, loo.inside)[None, :]
+    # `tests` are a u_ij* Q* w_j, and these are a t_ij* Q* w_j.
+    tw = own - overlap.conj() * (tests + overlap * own)
+    lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(tests) * inverse
     if of_diagonal:
         lengths = column_norms_squared(w)[None, :]
     across = 1 - squared_modulus(tw) * inverse / lengths
@@ -297,19 +292,13 @@ def _selected_readout(
     reduce: Reduction, choice: Choice, loo: LeaveOneOut, fresh: Block
 ) -> TwoSided:
     """Return the readout of the diagonal, made from the blocks of the selected estimate."""
-    sketches, weights = choice
-    forward, k = sketches.astype(weights.dtype), weights.shape[0]
-    return TwoSided(
-        reduce,
-        jnp.where(sketches, loo.basis.columns, fresh),
-        loo.directions,
-        loo.probes,
-        tested=jnp.where(sketches, loo.mu, loo.probes),
-        shares=forward * weights,
-        forward=forward,
-        adjoint=forward + (1 - forward) / (2 * k),
-        plain=(1 - forward) * weights / 2,
-    )
+    half, none = choice.weights / 2, jnp.zeros_like(choice.weights)
+    each = jnp.full((), 1 / (2 * half.size), half.dtype)
+    sketched = two_sided(loo, reduce, choice.weights)
+    sketched = replace(sketched, plain=none, adjoint=0 * each)
+    probes = fresh, loo.directions, loo.probes, loo.probes
+    sampled = TwoSided(reduce, *probes, shares=none, plain=half, adjoint=each)
+    return choice.select(sketched, sampled)
 
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
@@ -390,8 +379,6 @@ def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
 def _shared_readout(known: Products, reduce: Reduction, weights: OfProbes) -> TwoSided:
     """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)
-    share, sketched = mean(weights), two_sided(loo, reduce, of_sum_one(weights))
-    fields = lambda w: (w.shares, w.forward, w.adjoint, w.plain, w.x)  # noqa: E731
-    rest = (1 - weights) / weights.shape[0]
-    new = share * sketched.shares, share, share, rest, loo.x
-    return eqx.tree_at(fields, sketched, new, is_leaf=lambda x: x is None)
+    k = weights.size
+    sketched = two_sided(loo, reduce, weights / k)
+    return replace(sketched, plain=(1 - weights) / k, x=loo.x)

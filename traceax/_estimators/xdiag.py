@@ -61,7 +61,6 @@ from traceax._linalg.columns import (
     Block,
     Number,
     column_dots,
-    column_norms_squared,
     dot,
     mean,
     over,
@@ -203,17 +202,15 @@ def _sharing_of_sums(
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     if k < 3:
         return jnp.full((), 2.0, loo.resphering.dtype)
-    h, w = dot(image.conj().T, q), dot(q.conj().T, loo.probes)
-    remainders = column_dots(loo.mu, sketch)
-    pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), None)
+    h, remainders = dot(image.conj().T, q), column_dots(loo.mu, sketch)
+    inside = dot(q.conj().T, sketch)
     if hermitian:
         coimage = dot(image.conj().T, loo.mu)
         remainders = remainders - column_dots(coimage, loo.x)
-        read = dot(q.conj().T, sketch) - dot(h, loo.x), coimage, remainders
-        replicates = jackknife.xtrace_replicates(pairs, h, *read)
+        read = h, inside - dot(h, loo.x), coimage, remainders
+        replicates = jackknife.xtrace_replicates(loo.pairs, *read)
     else:
-        read = dot(q.conj().T, sketch), remainders
-        replicates = jackknife.one_sided_replicates(pairs, h, *read)
+        replicates = jackknife.one_sided_replicates(loo.pairs, h, inside, remainders)
     none = jnp.zeros((), loo.resphering.dtype)
     samples = remainders - column_dots(s, dot(h, s))
     spread = jackknife.standard_error(samples, none)

@@ -128,7 +128,7 @@ def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> O
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
     eps = linear_map.eps_of(block, sketch)
-    value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
+    value, error = xtrace_of(loo, sketch, images, eps)
     return Outcome(value, error, trace_pairs(loo))
 
 
@@ -137,8 +137,6 @@ def xtrace_of(
     sketch: Block,
     images: Block,
     eps: Number | float,
-    *,
-    resphere: bool,
     weights: OfProbes | None = None,
 ) -> tuple[Inexact[Array, ""], Number]:
     """Return the value and its standard error, computed from Y = A Omega and A Q.
@@ -146,8 +144,7 @@ def xtrace_of(
     `sketch` is Y and `images` is A Q. `eps` is the rounding error of a matvec. If there are
     `weights`, which sum to 1, the value is the weighted mean of the samples.
     """
-    n, k = sketch.shape
-    q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
+    k, q, s, scale = sketch.shape[1], loo.basis.columns, loo.directions, loo.basis.scale
     h = over(dot(q.conj().T, images), scale)
     coimage = over(dot(images.conj().T, loo.mu), scale)
     remainders = over(column_dots(loo.mu, sketch), scale) - column_dots(coimage, loo.x)
@@ -158,18 +155,12 @@ def xtrace_of(
     least = frobenius_norm(over(sketch, scale)) / k**0.5
     rounding = frobenius_norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * jnp.maximum(rounding, least)
-    if k < 3:
-        error = jackknife.standard_error(samples, rounding)
-    else:
-        w = dot(q.conj().T, loo.probes)
-        # `image` is Q* A mu_j and `coimage` is Q* A* mu_j. The first is computed from k x k
-        # matrices, without another product of tall blocks.
-        image = loo.basis.factor - dot(h, loo.x)
-        residual_rank = n - k + 2 if resphere else None
-        pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
-        replicates = jackknife.xtrace_replicates(pairs, h, image, coimage, remainders)
-        error = jackknife.jackknife_error(replicates, rounding)
-    if resphere and k > 1:
+    # `image` is Q* A mu_j and `coimage` is Q* A* mu_j. The first is computed from k x k
+    # matrices, without another product of tall blocks.
+    image = loo.basis.factor - dot(h, loo.x)
+    read = h, image, coimage, remainders
+    error = loo.error(samples, rounding, jackknife.xtrace_replicates, *read)
+    if loo.resphere and k > 1:
         missed = _missed(loo, over(sketch - dot(images, loo.x), scale), remainders)
         real = not jnp.iscomplexobj(sketch)
         error = jackknife.no_less_than_theory(error, missed, real=real)
