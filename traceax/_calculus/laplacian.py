@@ -72,13 +72,12 @@ from traceax._estimators.automatic import choose_diagonal
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
-from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out
+from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out, outside
 from traceax._estimators.second_batch import xtrace_or_hutchinson
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
-    dot,
     mean,
     over,
     times,
@@ -302,14 +301,11 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
     for networks the error then grows up to 1.4 times.
     """
     width = max(2, call.num_matvecs // 4)
-    rest = call.num_matvecs - 2 * width
+    spent, rest = call.num_matvecs, call.num_matvecs - 2 * width
+    probes = call.using(normal).draw(width, width + rest)
+    degrees, space = independent_degrees_of_freedom(rest), subject.result
     return call.finish(
-        _sketched,
-        call.using(normal).draw(width, width + rest),
-        spent=call.num_matvecs,
-        degrees=independent_degrees_of_freedom(rest),
-        structure=subject.result,
-        subject=subject,
+        _sketched, probes, spent=spent, degrees=degrees, structure=space, subject=subject
     )
 
 
@@ -328,21 +324,20 @@ def _sketched(
     images = LinearMap(hessian(subject.fn, subject.x, subject.args))(omega)
     loo = leave_one_out(images, omega, resphere=False)
     q = loo.basis.columns
-    outside = others[:, :rest] - dot(q, dot(q.T, others[:, :rest]))
-    frame = orthonormalise(outside).columns * (n - width) ** 0.5
+    frame = orthonormalise(outside(q, None, others[:, :rest])).columns
+    frame = frame * (n - width) ** 0.5
     # Both variances, but for a factor. The finite-population correction is for a frame,
     # whose forms are exact for multiples of I: only parts across mu_i count.
     correction = 1 - rest / (n - width)
-    shown = column_dots(loo.directions, dot(q.T, omega))
+    shown = column_dots(loo.directions, loo.inside)
     across = 1 - shown**2 / column_norms_squared(loo.mu)
     sketched = mean(loo.distances**2 * across) * correction / rest
     sampled = off_diagonal(omega, over(images, loo.basis.scale)) / count
     # The distances show what `width - 1` columns leave. If eigenvalues fall as 1/i, all
     # columns leave less by the share 1/width.
     takes_signs, signs = sampled < (1 - 1 / width) * sketched, jnp.sign(others)
-    directions = jnp.where(
-        takes_signs, signs / count**0.5, jnp.hstack([q, frame / rest**0.5])
-    )
+    sketch = jnp.hstack([q, frame / rest**0.5])
+    directions = jnp.where(takes_signs, signs / count**0.5, sketch)
     one = jnp.ones((), directions.dtype)
     readout = Batches(all_at_once(directions), one)
     value = readout(subject)

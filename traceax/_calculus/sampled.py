@@ -8,7 +8,6 @@ mean over probes, and `hessian` is the Hessian as an operator.
 from __future__ import annotations
 
 import abc
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from traceax._core.operator import Operator, jacobian_operator, working_dtype
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, common_dtype, flatten, unflatten_rows
 from traceax._estimators.call import Call
-from traceax._estimators.readouts import Batches
+from traceax._estimators.readouts import Batches, applied
 from traceax._linalg.columns import Block, mean
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import for_mean
@@ -124,7 +123,7 @@ def sampled_mean(
     """
     result = subject.result
     if call.num_matvecs >= (call.num_exact if basis is None else basis.num_probes):
-        return call.exact_by(operator.call, result, subject=subject, units=basis)
+        return call.exact_by(applied, result, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
     count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)

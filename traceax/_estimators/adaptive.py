@@ -35,7 +35,12 @@ from traceax._core.operator import LinearMap, Operator, frozen, is_negative, wor
 from traceax._core.rule import Outcome, run
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
-from traceax._estimators.readouts import Pairs, leave_one_out_of
+from traceax._estimators.readouts import (
+    LeaveOneOut,
+    Pairs,
+    ValueAndError,
+    leave_one_out,
+)
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import Block, Number, OfProbes, column_dots, dot, times
@@ -257,33 +262,31 @@ class _Growing(NamedTuple):
         every = jnp.hstack([sketch.probes, probes])
         return _Sketch(every, jnp.hstack([sketch.products, products]), basis, images)
 
-    def value_and_error(
-        self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], Number]:
+    def value_and_error(self, linear_map: LinearMap, sketch: _Sketch) -> ValueAndError:
         """Return the estimate of tr A from a sketch, and its error bar."""
-        resphere = self.resphere
         if sketch.basis is None:
             known = products_of_sketch(sketch.products, sketch.probes)
-            value, error, _ = value_and_error(known, resphere=resphere)
+            value, error, _ = value_and_error(known, resphere=self.resphere)
             return self.sign * value, error
-        loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
         eps = linear_map.eps_of(sketch.probes, sketch.products)
-        return xtrace_of(loo, sketch.products, sketch.images, eps)
+        return xtrace_of(self.left_out(sketch), sketch.images, eps)
+
+    def left_out(self, sketch: _Sketch) -> LeaveOneOut:
+        """Leave each probe out of the sketch."""
+        how = {"resphere": self.resphere, "basis": sketch.basis}
+        return leave_one_out(sketch.products, sketch.probes, **how)
 
     def pairs(self, sketch: _Sketch, exact: bool) -> _Pairs | Pairs:
         """Return the readout, which is needed only for the size that was reached."""
         if exact:
             identity = jnp.eye(sketch.probes.shape[0], dtype=sketch.probes.dtype)
             return Pairs(identity, identity)
-        basis = sketch.basis or orthonormalise(sketch.products)
-        loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
+        loo = self.left_out(sketch)
         s, k = loo.directions, loo.x.shape[0]
         kept = jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k
-        return _Pairs(basis.columns, loo.mu, kept, loo.resphering / k)
+        return _Pairs(loo.basis.columns, loo.mu, kept, loo.resphering / k)
 
-    def complete(
-        self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], int]:
+    def complete(self, linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:
         """Return the exact trace, and the number of matvecs that it costs.
 
         If A Q is known, matvecs are needed only for a basis of the orthogonal complement

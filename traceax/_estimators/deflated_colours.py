@@ -35,6 +35,7 @@ halves the error, and above 1 if deflation raises it (`tests.benchmarks.probing`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -92,19 +93,13 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
         return None
     order = _adjacent_first(fine.colours, near.neighbours)
     z, near = _probes_of(call, fine, call.key)
-    near = eqx.tree_at(
-        lambda x: (x.colours, x.beyond),
-        near,
-        (jnp.argsort(order)[near.colours], near.beyond[:, order]),
-    )
+    colours = jnp.argsort(order)[near.colours]
+    near = replace(near, colours=colours, beyond=near.beyond[:, order])
     few, near_coarse = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
-    return call.using(fine).finish(
-        _deflated,
-        DeflatedProbes(z[:, order], few, near, near_coarse),
-        method="the better of hutchpp_trace and hutchinson_trace",
-        spent=count + near.num_tests,
-        degrees=DEGREES,
-    )
+    probes = DeflatedProbes(z[:, order], few, near, near_coarse)
+    how = {"spent": count + near.num_tests, "degrees": DEGREES}
+    method = "the better of hutchpp_trace and hutchinson_trace"
+    return call.using(fine).finish(_deflated, probes, method=method, **how)
 
 
 def _probes_of(

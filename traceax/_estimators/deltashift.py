@@ -52,7 +52,7 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import Outcome, run
-from traceax._estimators.call import begin
+from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms
 from traceax._estimators.readouts import TOTAL, Pairs
 from traceax._estimators.xtrace import estimate_by_xtrace
@@ -156,34 +156,27 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
     """
     check_dependence("deltashift", as_sampler("deltashift", sampler))
     num_matvecs = check_count("deltashift", "num_matvecs", num_matvecs)
-    return DeltaShift(
-        partial(_init, num_matvecs=num_matvecs, sampler=sampler),
-        partial(_update, num_matvecs=num_matvecs, sampler=sampler),
-    )
+    how = {"num_matvecs": num_matvecs, "least": 4, "sampler": sampler}
+    begun = partial(begin, "deltashift", **how)
+    return DeltaShift(partial(_init, begun), partial(_update, begun))
 
 
-def _init(
-    operator: Operator, key: PRNGKeyArray, *, num_matvecs: int, sampler: SamplerLike
-) -> Tracked:
+def _init(begun: Callable[..., Call], operator: Operator, key: PRNGKeyArray) -> Tracked:
     """Make the first estimate, and return it as a state."""
-    call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
+    call = begun(operator, key)
     if call.is_exact:
         first = call.exact(TOTAL)
     else:
-        first = estimate_by_xtrace(call) if num_matvecs >= 6 else estimate_by_forms(call)
+        enough = call.num_matvecs >= 6
+        first = estimate_by_xtrace(call) if enough else estimate_by_forms(call)
     return _state(first, application(call.operator))
 
 
 def _update(
-    operator: Operator,
-    state: Tracked,
-    key: PRNGKeyArray,
-    *,
-    num_matvecs: int,
-    sampler: SamplerLike,
+    begun: Callable[..., Call], operator: Operator, state: Tracked, key: PRNGKeyArray
 ) -> tuple[Estimate, Tracked]:
     """Update the estimate for a new operator."""
-    call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
+    call = begun(operator, key)
     operator, code = call.operator, application(call.operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays, program_hash(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
@@ -195,12 +188,11 @@ def _update(
     if call.is_exact:
         exact = call.exact(TOTAL)
         return exact, _state(exact, code)
-    num_probes = num_matvecs // 2
+    num_probes = call.num_matvecs // 2
     (probes,) = call.draw(num_probes)
-    frozen = jax.lax.stop_gradient(
-        (probes, compiled(LinearMap.__call__, LinearMap(before), probes), state)
-    )
-    outcome = run(_correct, LinearMap(call.operator), frozen)
+    images = compiled(LinearMap.__call__, LinearMap(before), probes)
+    known = jax.lax.stop_gradient((probes, images, state))
+    outcome = run(_correct, LinearMap(call.operator), known)
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes), method="deltashift")
     return result, _state(result, code, outcome.report)

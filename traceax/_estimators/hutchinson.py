@@ -176,9 +176,7 @@ def hutchinson_diagonal(
     name = "hutchinson_diagonal"
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
-    if call.is_exact:
-        return call.exact(by_row(call.operator))
-    return estimate_by_ratio(call)
+    return call.exact(by_row(call.operator)) if call.is_exact else estimate_by_ratio(call)
 
 
 def estimate_by_ratio(call: Call, method: str = "hutchinson_diagonal") -> Estimate:

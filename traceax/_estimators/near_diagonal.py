@@ -65,13 +65,9 @@ class NearDiagonal(eqx.Module):
         return (1 - self.share) / (1 - self.share + self.share / self._others)
 
     @property
-    def variances(self) -> OfProbes:
-        """The variance of f_i, over the variance of w_i* A w_i."""
-        return self.share * (1 + self.theta / self._others)
-
-    def variance(self, *, real: bool) -> OfProbes:
-        """Return the variance of f_i of a Hermitian operator."""
-        return (2 if real else 1) * self.off * (1 + self.theta / self._others)
+    def excess(self) -> OfProbes:
+        """The variance of f_i, over the variance that entries off the diagonal cause."""
+        return 1 + self.theta / self._others
 
     @property
     def _others(self) -> float:

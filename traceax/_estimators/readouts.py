@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from operator import call
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -59,6 +58,7 @@ from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
 Rows = Inexact[Array, "n ..."]
 Reduction = Callable[[Rows], Any]
+ValueAndError = tuple[Inexact[Array, "*values"], Float[Array, "*values"]]
 
 
 class LeaveOneOut(NamedTuple):
@@ -72,6 +72,7 @@ class LeaveOneOut(NamedTuple):
     """
 
     probes: Block
+    sketch: Block
     basis: Basis
     directions: Inexact[Array, "k k"]
     distances: OfProbes
@@ -90,8 +91,8 @@ class LeaveOneOut(NamedTuple):
 
     def error(
         self,
-        samples: Inexact[Array, "*values k"],
-        rounding: Float[Array, "*values"],
+        samples: Array,
+        rounding: Array,
         replicates: Callable[..., Array],
         *read: Array,
     ) -> Float[Array, "*values"]:
@@ -105,12 +106,11 @@ class LeaveOneOut(NamedTuple):
         return jackknife.jackknife_error(replicates(self.pairs, *read), rounding)
 
 
-def leave_one_out(sketch: Block, probes: Block, *, resphere: bool) -> LeaveOneOut:
-    return leave_one_out_of(orthonormalise(sketch), probes, resphere=resphere)
-
-
-def leave_one_out_of(basis: Basis, probes: Block, *, resphere: bool) -> LeaveOneOut:
-    """Leave each probe out, given a `basis` of the sketch of `probes`."""
+def leave_one_out(
+    sketch: Block, probes: Block, *, resphere: bool, basis: Basis | None = None
+) -> LeaveOneOut:
+    """Leave each probe out, given the sketch of `probes`, and a basis if it is known."""
+    basis = orthonormalise(sketch) if basis is None else basis
     n, k = probes.shape
     s, distances = downdate(basis)
     w = dot(basis.columns.conj().T, probes)
@@ -118,7 +118,8 @@ def leave_one_out_of(basis: Basis, probes: Block, *, resphere: bool) -> LeaveOne
     mu = probes - dot(basis.columns, x)
     lengths = column_norms_squared(mu)
     resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
-    return LeaveOneOut(probes, basis, s, distances, w, x, mu, resphering, resphere)
+    parts = s, distances, w, x, mu, resphering, resphere
+    return LeaveOneOut(probes, sketch, basis, *parts)
 
 
 def outside(
@@ -151,9 +152,7 @@ class Samples(eqx.Module):
         """Reduce the rows of the diagonal, for example to sums over leaves."""
         return Samples(fn(self.values), fn(self.rounding), self.scale, self.sharing)
 
-    def value_and_error(
-        self, weights: OfProbes | None = None
-    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
+    def value_and_error(self, weights: OfProbes | None = None) -> ValueAndError:
         """Return the mean of the samples and its error bar for each entry.
 
         If there are `weights`, which sum to 1, the mean is a weighted one.
@@ -289,6 +288,11 @@ def trace_pairs(
     return Pairs(jnp.hstack([kept, tested]), jnp.hstack([q, loo.mu]))
 
 
+def applied(subject: Callable[[Array], Array], block: Array) -> Array:
+    """Read a subject that is a function of blocks."""
+    return subject(block)
+
+
 class Batches(eqx.Module):
     """The sum of `read(subject, block)` over batches of probes, divided by `lengths`.
 
@@ -299,7 +303,7 @@ class Batches(eqx.Module):
 
     probes: Stream
     lengths: Float[Array, "..."]
-    read: Callable[[Any, Array], Array] = eqx.field(static=True, default=call)
+    read: Callable[[Any, Array], Array] = eqx.field(static=True, default=applied)
 
     def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Array:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)

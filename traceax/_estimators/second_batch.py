@@ -58,7 +58,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -82,6 +81,7 @@ from traceax._estimators.readouts import (
     Reduction,
     Samples,
     TwoSided,
+    ValueAndError,
     each,
     independent,
     leave_one_out,
@@ -91,7 +91,6 @@ from traceax._estimators.readouts import (
 )
 from traceax._estimators.xdiag import estimate_by_xnysdiag, xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
-from traceax._linalg import jackknife
 from traceax._linalg.columns import (
     Block,
     Number,
@@ -114,18 +113,11 @@ from traceax._probes.samplers import rademacher
 DECISIVE = 6
 
 Tree = TypeVar("Tree")
-ValueAndError = tuple[Array, Array]
 
 
-class BothBatches(eqx.Module):
-    """The probes of the first batch, fresh probes F for the second batch, and u.
-
-    `uniform` is the number u on [0, 1) that selects the second batch.
-    """
-
-    first: Block
-    fresh: Block
-    uniform: Number
+# The probes of the first batch, fresh probes F for the second batch, and the number u on
+# [0, 1) that selects the second batch.
+BothBatches = tuple[Block, Block, Number]
 
 
 def xtrace_or_hutchinson(call: Call) -> Estimate:
@@ -148,8 +140,8 @@ def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Es
     sketch_key, fresh_key, uniform_key = jax.random.split(call.key, 3)
     first = draw(call.name, call.source, sketch_key, call.operator, k)
     fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
-    uniform = jax.random.uniform(uniform_key, (), first.real.dtype)
-    probes, space = BothBatches(first, fresh, uniform), reduce.structure
+    probes = first, fresh, jax.random.uniform(uniform_key, (), first.real.dtype)
+    space = reduce.structure
     return call.finish(
         algorithm, probes, method=method, spent=2 * k, degrees=k - 1, structure=space
     )
@@ -170,18 +162,15 @@ def sketched_or_sampled_trace(
     linear_map: LinearMap, probes: BothBatches, *, resphere: bool
 ) -> Outcome:
     """Estimate the trace from Y = A Omega and one of A Q and A F."""
-    first, fresh = probes.first, probes.fresh
+    first, fresh, uniform = probes
     sketch = linear_map(first)
     eps = linear_map.eps_of(first, sketch)
     loo = leave_one_out(sketch, first, resphere=resphere)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
-    choice = choose(trace_weights(loo, near), probes.uniform)
+    choice = choose(trace_weights(loo, near), uniform)
     weights = choice.weights
     image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    value, error = xtrace_of(loo, sketch, image, eps, weights)
-    sketched = value, jackknife.root_design_effect(weights) * error
-
-    scale = loo.basis.scale
+    sketched, scale = xtrace_of(loo, image, eps, weights), loo.basis.scale
     forms = over(fresh.conj() * image, scale)
     sampled = half_of_each(
         replace(near.samples(eps), scale=scale).value_and_error(weights),
@@ -197,16 +186,16 @@ def sketched_or_sampled_diagonal(
     linear_map: LinearMap, probes: BothBatches, *, reduce: Reduction
 ) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
-    first, fresh = probes.first, probes.fresh
+    first, fresh, uniform = probes
     sketch = linear_map(first)
     eps = linear_map.eps_of(first, sketch)
     hermitian = linear_map.is_hermitian
     loo = leave_one_out(sketch, first, resphere=False)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
-    choice = choose(diagonal_weights(loo, near), probes.uniform)
+    choice = choose(diagonal_weights(loo, near), uniform)
     weights = choice.weights
     image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
+    samples = xdiag_samples(loo, image, eps, reduce, hermitian)
     sketched = samples.value_and_error(weights)
 
     def samples_of(forms: Block) -> Samples:
@@ -241,7 +230,7 @@ def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     """Return the weights a_i of the estimates of a trace."""
     k = near.share.size
     least = 0.2 + 0.9 / k**0.5 if k >= DECISIVE else 1.2
-    sampled = (near.variances + near.share) / 2
+    sampled = near.share * (near.excess + 1) / 2
     shares = missed_shares(loo, near.products) / sampled
     return jnp.clip(1 - (shares - least) / 0.3, 0, 1)
 
@@ -254,9 +243,7 @@ def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     return jnp.clip(1 - (shares - least) / 0.2, 0, 1)
 
 
-def missed_shares(
-    loo: LeaveOneOut, products: Block, *, of_diagonal: bool = False
-) -> OfProbes:
+def missed_shares(loo: LeaveOneOut, products: Block, of_diagonal: bool = False) -> OfProbes:
     """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
     `products` is Y over the scale of the basis.

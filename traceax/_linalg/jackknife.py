@@ -64,7 +64,7 @@ def standard_error(samples: ByProbe, rounding: Errors) -> Errors:
 
     It is infinite for a single sample.
     """
-    return _error_of_mean(samples - mean(samples)[..., None], samples.shape[-1], rounding)
+    return standard_error_of_parts(samples[..., None], rounding)
 
 
 def standard_error_of_parts(
@@ -75,15 +75,11 @@ def standard_error_of_parts(
     Each part has its own mean, so its own spread, of k - 1 degrees of freedom. The error is
     infinite for k = 1. (As samples of one part, diagonals would take a third longer.)
     """
-    deviations = samples - mean(jnp.moveaxis(samples, -2, -1))[..., None, :]
-    deviations = deviations.reshape(*rounding.shape, -1)
-    return _error_of_mean(deviations, samples.shape[-2], rounding)
-
-
-def _error_of_mean(deviations: ByProbe, count: int, rounding: Errors) -> Errors:
-    """Return the error of the mean of `count` samples with these deviations from it."""
+    count = samples.shape[-2]
     if count == 1:
         return jnp.full_like(rounding, jnp.inf)
+    deviations = samples - mean(jnp.moveaxis(samples, -2, -1))[..., None, :]
+    deviations = deviations.reshape(*rounding.shape, -1)
     return length(deviations / (count * (count - 1)) ** 0.5, rounding)
 
 
@@ -302,46 +298,30 @@ def _dots_with_u(overlap: Square, products: Square) -> Square:
     return products - overlap * diagonal_of(products)[None, :]
 
 
-def one_sided_replicates(
-    pairs: EveryPair, h: Square, sketch: Square, remainders: OfProbes
-) -> OfProbes:
-    """Return the T_i of the samples e_j = tr(P_j A) + mu_j* y_j, with y_j = A w_j.
-
-    By (3), mu_ij* y_j = mu_j* y_j + conj(c) (Q u)* y_j. `sketch` is Q* Y, and `remainders`
-    are mu_j* y_j.
-    """
-    s, overlap, inverse, tests, _ = pairs
-    own, uhu = _removed(pairs, h)
-    cross = times(tests, inverse).conj() * _dots_with_u(overlap, dot(s.conj().T, sketch))
-    return mean_of_others(trace_of(h) - own[None, :] - uhu + remainders[None, :] + cross)
-
-
-def _removed(pairs: EveryPair, h: Square) -> tuple[Inexact[Array, " k"], Square]:
-    """Return s_j* H s_j and u* H u, for (4)."""
-    s, overlap, inverse, _, _ = pairs
-    shs = dot(s.conj().T, h, s)
-    own = diagonal_of(shs)
-    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    return own, times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
-
-
 def xtrace_replicates(
-    pairs: EveryPair, h: Square, image: Square, coimage: Square, remainders: OfProbes
+    pairs: EveryPair, h: Square, image: Square, coimage: Square | None, remainders: OfProbes
 ) -> OfProbes:
     """Return XTrace's T_i, by (1) to (6).
 
     `image` and `coimage` are Q* A mu_j and Q* A* mu_j, `remainders` are mu_j* A mu_j.
+    Without `coimage` they are the T_i of the one-sided samples e_j = tr(P_j A) + mu_j* y_j
+    with y_j = A w_j. Then `image` is Q* Y, and `remainders` are mu_j* y_j. By (3),
+    mu_ij* y_j = mu_j* y_j + conj(c) (Q u)* y_j.
     """
     s, overlap, inverse, tests, resphering = pairs
-    s_adjoint = s.conj().T
-    own, uhu = _removed(pairs, h)
+    shs = dot(s.conj().T, h, s)
+    own = diagonal_of(shs)
+    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
+    uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
     # The terms of (5): `a` cancels from c times (Q u)*.
     c = times(tests, inverse)
-    cross = c.conj() * _dots_with_u(overlap, dot(s_adjoint, image))
-    cross = cross + c * _dots_with_u(overlap, dot(s_adjoint, coimage)).conj()
-    second = times(squared_modulus(tests) * inverse, uhu)
-    products = times(resphering, remainders[None, :] + cross + second)
-    return mean_of_others(trace_of(h) - own[None, :] - uhu + products)
+    tested = remainders[None, :]
+    tested = tested + c.conj() * _dots_with_u(overlap, dot(s.conj().T, image))
+    if coimage is not None:
+        tested = tested + c * _dots_with_u(overlap, dot(s.conj().T, coimage)).conj()
+        tested = tested + times(squared_modulus(tests) * inverse, uhu)
+    tested = times(resphering, tested)
+    return mean_of_others(trace_of(h) - own[None, :] - uhu + tested)
 
 
 def row_norm_replicates(
