@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
@@ -141,16 +142,13 @@ def _step(jaxpr: Jaxpr, equation: JaxprEqn, look_up: Callable[[Any], _Jet]) -> l
     inputs = [look_up(variable) for variable in variables]
     moving = [i for i, jet in enumerate(inputs) if jet.first is not None]
     outputs = [_Jet(value) for value in apply(*(jet.value for jet in inputs))]
-    types = [jet.value.dtype for jet in outputs]
-    smooth = [i for i, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.inexact)]
+    smooth = [i for i, jet in enumerate(outputs) if eqx.is_inexact_array(jet.value)]
     if not (moving and smooth) or equation.primitive.name == "stop_gradient":
         return outputs
 
     def along(*moved: Array) -> list[Any]:
-        arguments = [jet.value for jet in inputs]
-        for i, value in zip(moving, moved, strict=True):
-            arguments[i] = value
-        results = apply(*arguments)
+        values = dict(zip(moving, moved, strict=True))
+        results = apply(*(values.get(i, jet.value) for i, jet in enumerate(inputs)))
         return [results[i] for i in smooth]
 
     push = _choose(equation, [look_up(atom).first is not None for atom in equation.invars])

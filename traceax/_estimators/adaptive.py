@@ -190,10 +190,11 @@ class _Search(NamedTuple):
 
         def stop() -> Reached:
             pairs = compiled(_Growing.pairs, growing, sketch, size == n)
-            outcome = Outcome(value, error, pairs)
-            read = run(_as_it_is, LinearMap(call.operator), outcome).value
+            reached = Outcome(value, error, pairs)
+            outcome = run(_as_it_is, LinearMap(call.operator), reached)
+            held = jax.lax.stop_gradient(outcome.standard_error)
             report = jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
-            return (read, error, *report), shown
+            return (outcome.value, held, *report), shown
 
         def go() -> Reached:
             return self.from_level(level + 1, sketch, shown)

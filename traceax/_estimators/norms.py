@@ -88,13 +88,10 @@ def row_norms_squared(
     if call.is_exact:
         return call.exact_by(_squares, structure)
     call = call.measured()
-    k = call.num_matvecs // cost
+    k, algorithm = call.num_matvecs // cost, partial(_row_norms, resphere=call.resphere)
+    degrees, probes = jackknife.independent_degrees_of_freedom(k), call.draw(k)
     return call.finish(
-        partial(_row_norms, resphere=call.resphere),
-        call.draw(k),
-        spent=cost * k,
-        degrees=jackknife.independent_degrees_of_freedom(k),
-        structure=structure,
+        algorithm, probes, spent=cost * k, degrees=degrees, structure=structure
     )
 
 

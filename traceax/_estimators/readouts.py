@@ -90,20 +90,16 @@ class LeaveOneOut(NamedTuple):
         return jackknife.pairs_of_probes(self.directions, self.inside, lengths, rank)
 
     def error(
-        self,
-        samples: Array,
-        rounding: Array,
-        replicates: Callable[..., Array],
-        *read: Array,
+        self, samples: Array, rounding: Array, means: Callable[..., Array], *read: Array
     ) -> Float[Array, "*values"]:
         """Return the error of the mean of samples that share probes, by the jackknife.
 
-        `replicates(pairs, *read)` are the means without one probe. With two probes the
+        `means(pairs, *read)` are the means without one probe. With two probes the
         samples are taken for independent ones.
         """
         if samples.shape[-1] < 3:
             return jackknife.standard_error(samples, rounding)
-        return jackknife.jackknife_error(replicates(self.pairs, *read), rounding)
+        return jackknife.jackknife_error(means(self.pairs, *read), rounding)
 
 
 def leave_one_out(
@@ -166,13 +162,16 @@ class Samples(eqx.Module):
         return times(scale, dot(values, weights.astype(values.dtype))), scale * error
 
 
-def independent(products: Block, scale: Number, eps: Any, hermitian: bool) -> Samples:
-    """Return Hutchinson's samples of a diagonal, which are independent.
+def independent(
+    forms: Block, scale: Number, eps: Any, hermitian: bool, reduce: Reduction
+) -> Samples:
+    """Return Hutchinson's samples of a diagonal, or of sums over it, which are independent.
 
-    The columns of `products` are conj(w_i) o A w_i, divided by `scale`.
+    The columns of `forms` are conj(w_i) o A w_i. They are divided by `scale`.
     """
-    values = products.real if hermitian else products
-    return Samples(values, 4 * eps * mean(jnp.abs(products)), scale, 1.0)
+    forms = over(forms, scale)
+    rounding = 4 * eps * mean(jnp.abs(forms))
+    return Samples(forms.real if hermitian else forms, rounding, scale, 1.0).reduced(reduce)
 
 
 class Reduce(NamedTuple):
@@ -368,9 +367,8 @@ class TwoSided(eqx.Module):
         kept = times(summed(self.shares), jnp.eye(len(h), dtype=h.dtype)) - removed
         inside = dot(s * column_dots(s, dot(h, s))[None, :], weighted)
         core = dot(kept, h) - dot(h, removed) + inside
-        return row_dots(dot(q, kept), coimage) + row_dots(
-            dot(image, kept) - dot(q, core), q
-        )
+        left = dot(image, kept) - dot(q, core)
+        return row_dots(dot(q, kept), coimage) + row_dots(left, q)
 
 
 def two_sided(

@@ -171,15 +171,14 @@ def sketched_or_sampled_trace(
     weights = choice.weights
     image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
     sketched, scale = xtrace_of(loo, image, eps, weights), loo.basis.scale
-    forms = over(fresh.conj() * image, scale)
     sampled = half_of_each(
         replace(near.samples(eps), scale=scale).value_and_error(weights),
-        independent(forms, scale, eps, False).reduced(total).value_and_error(),
+        independent(fresh.conj() * image, scale, eps, False, total).value_and_error(),
     )
-    value, error = choice.select(sketched, sampled)
     halves = fresh / (2 * fresh.shape[1]), near.left(weights / 2)
     plain = Pairs(jnp.hstack(halves), jnp.hstack([fresh, first]))
-    return Outcome(value, error, choice.select(trace_pairs(loo, weights), plain))
+    readout = choice.select(trace_pairs(loo, weights), plain)
+    return Outcome(*choice.select(sketched, sampled), readout)
 
 
 def sketched_or_sampled_diagonal(
@@ -198,16 +197,13 @@ def sketched_or_sampled_diagonal(
     samples = xdiag_samples(loo, image, eps, reduce, hermitian)
     sketched = samples.value_and_error(weights)
 
-    def samples_of(forms: Block) -> Samples:
-        scale = loo.basis.scale
-        return independent(over(forms, scale), scale, eps, hermitian).reduced(reduce)
-
+    how = loo.basis.scale, eps, hermitian, reduce
     sampled = half_of_each(
-        samples_of(first.conj() * sketch).value_and_error(weights),
-        samples_of(fresh * image.conj()).value_and_error(),
+        independent(first.conj() * sketch, *how).value_and_error(weights),
+        independent(fresh * image.conj(), *how).value_and_error(),
     )
-    value, error = choice.select(sketched, sampled)
-    return Outcome(value, error, _selected_readout(reduce, choice, loo, fresh))
+    readout = _selected_readout(reduce, choice, loo, fresh)
+    return Outcome(*choice.select(sketched, sampled), readout)
 
 
 def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
@@ -357,7 +353,8 @@ def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
     """
     share, a = mean(weights), weights[None, :]
     sketched = xnysdiag_samples(known, fitted)
-    sampled = independent(known.block.conj() * known.sketch, known.scale, known.eps, True)
+    forms, unit = known.block.conj() * known.sketch, jnp.ones_like(known.scale)
+    sampled = independent(forms, unit, known.eps, True, each)
     values = a * sketched.values + (1 - a) * sampled.values
     rounding = share * sketched.rounding + (1 - share) * sampled.rounding
     return Samples(values, rounding, known.scale, 1 + share)

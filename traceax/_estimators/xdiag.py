@@ -147,8 +147,7 @@ def _xdiag(linear_map: LinearMap, probes: tuple[Block], *, reduce: Reduction) ->
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = linear_map.eps_of(block, sketch), linear_map.is_hermitian
     samples = xdiag_samples(loo, image, eps, reduce, hermitian)
-    value, error = samples.value_and_error()
-    return Outcome(value, error, two_sided(loo, reduce))
+    return Outcome(*samples.value_and_error(), two_sided(loo, reduce))
 
 
 def xdiag_samples(

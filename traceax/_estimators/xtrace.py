@@ -129,8 +129,7 @@ def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> O
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
     eps = linear_map.eps_of(block, sketch)
-    value, error = xtrace_of(loo, images, eps)
-    return Outcome(value, error, trace_pairs(loo))
+    return Outcome(*xtrace_of(loo, images, eps), trace_pairs(loo))
 
 
 def xtrace_of(
