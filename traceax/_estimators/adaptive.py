@@ -294,9 +294,8 @@ class _Growing(NamedTuple):
         of Q.
         """
         if sketch.basis is None:
-            identity = jnp.eye(sketch.probes.shape[0], dtype=linear_map.dtype)
-            value = jnp.trace(linear_map(identity))
-            return (value.real if self.semidefinite else value), len(identity)
+            value = jnp.trace(linear_map.dense())
+            return (value.real if self.semidefinite else value), sketch.probes.shape[0]
         q = sketch.basis.columns
         rest = jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
         known = jnp.sum(column_dots(q, sketch.images))

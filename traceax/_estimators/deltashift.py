@@ -64,6 +64,8 @@ from traceax._linalg.columns import (
     column_norms_squared,
     largest_modulus,
     mean,
+    over,
+    times,
 )
 from traceax._linalg.jackknife import sums_of_others
 from traceax._probes.draw import check_dependence
@@ -164,11 +166,8 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
 def _init(begun: Callable[..., Call], operator: Operator, key: PRNGKeyArray) -> Tracked:
     """Make the first estimate, and return it as a state."""
     call = begun(operator, key)
-    if call.is_exact:
-        first = call.exact(TOTAL)
-    else:
-        enough = call.num_matvecs >= 6
-        first = estimate_by_xtrace(call) if enough else estimate_by_forms(call)
+    estimate = estimate_by_xtrace if call.num_matvecs >= 6 else estimate_by_forms
+    first = call.exact(TOTAL) if call.is_exact else estimate(call)
     return _state(first, application(call.operator))
 
 
@@ -210,14 +209,12 @@ def _correct(linear_map: LinearMap, known: tuple[Block, Block, Tracked]) -> Outc
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
     old, z = old.astype(w.dtype), jnp.where(usable, before, 0)
     scale = jnp.maximum(largest_modulus(z), largest_modulus(w))
-    unit = scale.astype(w.dtype)
-    off = _off(probes, z / unit), _off(probes, w / unit)
+    off = _off(probes, over(z, scale)), _off(probes, over(w, scale))
     # If the operator is a multiple of I, the parts off the probes are rounding errors, so b
     # would be an arbitrary number without this term.
-    grain = eps * mean(column_norms_squared(z / unit))
+    grain = eps * mean(column_norms_squared(over(z, scale)))
     b, after = _damping(*off, error / scale, size / scale, grain)
-    b = b.astype(w.dtype)
-    value = mean(b) * old + mean(column_dots(probes, w - b[None, :] * z))
+    value = times(mean(b), old) + mean(column_dots(probes, w - times(b[None, :], z)))
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(w)))
     after = jnp.hypot(scale * after, 4 * eps * rounding)
     size = scale * jnp.sqrt(mean(column_norms_squared(off[1])))
@@ -246,15 +243,14 @@ def _damping(
     cross = c * sums_of_others(column_dots(z, w).real) / (squares.size - 1)
     b = jnp.where(whole > 0, cross / jnp.where(whole > 0, whole, 1), 0)
     before = (error**2 + anew(mean(squares))) / 2
-    rest = w - b[None, :].astype(z.dtype) * z
+    rest = w - times(b[None, :], z)
     left = mean(b) ** 2 * before + c * mean(column_norms_squared(rest))
     return b, jnp.sqrt(left)
 
 
 def _off(probes: Block, block: Block) -> Array:
     """Remove from each column its component along the probe."""
-    squares = column_norms_squared(probes).astype(block.dtype)
-    along = column_dots(probes, block) / squares
+    along = over(column_dots(probes, block), column_norms_squared(probes))
     return block - probes * along[None, :]
 
 

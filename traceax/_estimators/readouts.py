@@ -85,9 +85,8 @@ class LeaveOneOut(NamedTuple):
     @property
     def pairs(self) -> jackknife.EveryPair:
         """Return what the replicates need of all pairs of probes."""
-        (n, k), lengths = self.mu.shape, column_norms_squared(self.mu)
-        rank = n - k + 2 if self.resphere else None
-        return jackknife.pairs_of_probes(self.directions, self.inside, lengths, rank)
+        blocks = self.directions, self.inside, self.mu
+        return jackknife.pairs_of_probes(*blocks, self.resphere)
 
     def error(
         self, samples: Array, rounding: Array, means: Callable[..., Array], *read: Array

@@ -54,13 +54,14 @@ equally good if t_i lies between .9 and 1. In the notation of `nystrom`, with K 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
@@ -112,8 +113,6 @@ from traceax._probes.samplers import rademacher
 # one. Then samples take the place of a sketch only if they are clearly better.
 DECISIVE = 6
 
-Tree = TypeVar("Tree")
-
 
 # The probes of the first batch, fresh probes F for the second batch, and the number u on
 # [0, 1) that selects the second batch.
@@ -147,17 +146,6 @@ def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Es
     )
 
 
-class Choice(NamedTuple):
-    """Whether the second batch is A Q, and weights of the probes, which sum to 1."""
-
-    sketches: Bool[Array, ""]
-    weights: OfProbes
-
-    def select(self, sketched: Tree, sampled: Tree) -> Tree:
-        """Return `sketched` if the second batch is A Q, else `sampled`."""
-        return jax.tree.map(partial(jnp.where, self.sketches), sketched, sampled)
-
-
 def sketched_or_sampled_trace(
     linear_map: LinearMap, probes: BothBatches, *, resphere: bool
 ) -> Outcome:
@@ -167,9 +155,8 @@ def sketched_or_sampled_trace(
     eps = linear_map.eps_of(first, sketch)
     loo = leave_one_out(sketch, first, resphere=resphere)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
-    choice = choose(trace_weights(loo, near), uniform)
-    weights = choice.weights
-    image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
+    select, weights = choose(trace_weights(loo, near), uniform)
+    image = linear_map(select(loo.basis.columns, fresh))
     sketched, scale = xtrace_of(loo, image, eps, weights), loo.basis.scale
     sampled = half_of_each(
         replace(near.samples(eps), scale=scale).value_and_error(weights),
@@ -177,8 +164,8 @@ def sketched_or_sampled_trace(
     )
     halves = fresh / (2 * fresh.shape[1]), near.left(weights / 2)
     plain = Pairs(jnp.hstack(halves), jnp.hstack([fresh, first]))
-    readout = choice.select(trace_pairs(loo, weights), plain)
-    return Outcome(*choice.select(sketched, sampled), readout)
+    readout = select(trace_pairs(loo, weights), plain)
+    return Outcome(*select(sketched, sampled), readout=readout)
 
 
 def sketched_or_sampled_diagonal(
@@ -191,9 +178,8 @@ def sketched_or_sampled_diagonal(
     hermitian = linear_map.is_hermitian
     loo = leave_one_out(sketch, first, resphere=False)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
-    choice = choose(diagonal_weights(loo, near), uniform)
-    weights = choice.weights
-    image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
+    select, weights = choose(diagonal_weights(loo, near), uniform)
+    image = linear_map.adjoint(select(loo.basis.columns, fresh))
     samples = xdiag_samples(loo, image, eps, reduce, hermitian)
     sketched = samples.value_and_error(weights)
 
@@ -202,8 +188,12 @@ def sketched_or_sampled_diagonal(
         independent(first.conj() * sketch, *how).value_and_error(weights),
         independent(fresh * image.conj(), *how).value_and_error(),
     )
-    readout = _selected_readout(reduce, choice, loo, fresh)
-    return Outcome(*choice.select(sketched, sampled), readout)
+    # The readout of the samples, and that of XDiag, in the same blocks.
+    none, half = jnp.zeros_like(weights), weights / 2
+    each, blocks = jnp.full_like(eps, 0.5 / half.size), (loo.directions, first, first)
+    plain = TwoSided(reduce, fresh, *blocks, shares=none, plain=half, adjoint=each)
+    readout = replace(two_sided(loo, reduce, weights), plain=none, adjoint=0 * each)
+    return Outcome(*select(sketched, sampled), readout=select(readout, plain))
 
 
 def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
@@ -211,15 +201,19 @@ def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
     return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
 
 
-def choose(weights: OfProbes, uniform: Number) -> Choice:
-    """Select the second batch at random. `weights` are the a_i, and `uniform` is u."""
+def choose(weights: OfProbes, uniform: Number) -> tuple[Callable[..., Any], OfProbes]:
+    """Select the second batch at random. `weights` are the a_i, and `uniform` is u.
+
+    Return a function that selects the first of two trees if the second batch is A Q, else
+    the second, and weights of the probes, which sum to 1.
+    """
     # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
     # selected whatever the rounding.
     sketches = uniform * weights.shape[0] < summed(weights)
     weights = jnp.where(sketches, weights, 1 - weights)
     # If all weights are zero, they stay zero.
     whole = jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
-    return Choice(sketches, weights / whole)
+    return partial(jax.tree.map, partial(jnp.where, sketches)), weights / whole
 
 
 def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
@@ -269,19 +263,6 @@ def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfPr
     whole = dot(others, column_norms_squared(sketch) - along)
     missed = summed(others * missed)
     return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
-
-
-def _selected_readout(
-    reduce: Reduction, choice: Choice, loo: LeaveOneOut, fresh: Block
-) -> TwoSided:
-    """Return the readout of the diagonal, made from the blocks of the selected estimate."""
-    half, none = choice.weights / 2, jnp.zeros_like(choice.weights)
-    each = jnp.full((), 1 / (2 * half.size), half.dtype)
-    sketched = two_sided(loo, reduce, choice.weights)
-    sketched = replace(sketched, plain=none, adjoint=0 * each)
-    probes = fresh, loo.directions, loo.probes, loo.probes
-    sampled = TwoSided(reduce, *probes, shares=none, plain=half, adjoint=each)
-    return choice.select(sketched, sampled)
 
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:

@@ -39,7 +39,9 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg.columns import (
+    Block,
     Square,
+    column_norms_squared,
     diagonal_of,
     dot,
     largest_modulus,
@@ -257,39 +259,20 @@ def no_less_than_theory(error: Errors, variances: ByProbe, *, real: bool) -> Err
     return jnp.maximum(error, jnp.sqrt((2 if real else 1) * mean(variances) / k))
 
 
-def no_less_than_coupling(error: Errors, norms: ByProbe) -> Errors:
-    """Return the larger of an error from the spread of 2 to 4 quadratic forms of signs w,
-    and of a quarter of the mean of `norms`, |A w - w (w* A w)/n|_4 for each probe.
-
-    The forms of A = c (e_1 e_2* + e_2 e_1*) are 2 c w_1 w_2. With probability 2^(1 - k) the
-    product w_1 w_2 = s is the same in all k probes: then there is no spread, the error is
-    2 |c|, and each A w is that of a diagonal operator, c s (e_1 e_1* + e_2 e_2*), for which
-    an honest bar cannot be zero either. The norm is at least |c| (1 - 2/n), and an interval
-    for 95 % has 12.7 bars to each side for k = 4, 44 for k = 3: a quarter is enough. The
-    power 4 makes it about the largest entry: pairs that agree in all probes are few.
-    """
-    return jnp.maximum(error, mean(norms) / 4)
-
-
 # What XTrace and row norms need of each pair [i, j], as in (2) to (6): S, L = `overlap`,
 # 1/a^2 = `inverse`, a u* w_j = `tests` and c_ij = `resphering`.
 EveryPair = tuple[Square, ...]
 
 
-def pairs_of_probes(
-    s: Square, w: Square, lengths: Float[Array, " k"], residual_rank: int | None
-) -> EveryPair:
-    """Return what the replicates need of all pairs of probes.
-
-    `w` is Q* Omega, and `lengths` are |mu_j|^2. `residual_rank` is n - k + 2, or None if
-    the probes are not resphered.
-    """
+def pairs_of_probes(s: Square, w: Square, mu: Block, resphere: bool) -> EveryPair:
+    """Return what the replicates need of all pairs of probes. `w` is Q* Omega."""
     overlap = dot(s.conj().T, s)
     inverse = 1 / one_minus_squared_modulus(overlap)
     tests = _dots_with_u(overlap, dot(s.conj().T, w))
     resphering = jnp.ones_like(inverse)
-    if residual_rank is not None:
-        resphering = residual_rank / (lengths[None, :] + squared_modulus(tests) * inverse)
+    if resphere:
+        (n, k), lengths = mu.shape, column_norms_squared(mu)[None, :]
+        resphering = (n - k + 2) / (lengths + squared_modulus(tests) * inverse)
     return s, overlap, inverse, tests, resphering
 
 
