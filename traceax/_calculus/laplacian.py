@@ -338,8 +338,7 @@ def _sketched(
     takes_signs, signs = sampled < (1 - 1 / width) * sketched, jnp.sign(others)
     sketch = jnp.hstack([q, frame / rest**0.5])
     directions = jnp.where(takes_signs, signs / count**0.5, sketch)
-    one = jnp.ones((), directions.dtype)
-    readout = Batches(all_at_once(directions), one)
+    readout = Batches(all_at_once(directions), jnp.ones((), directions.dtype))
     value = readout(subject)
     samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
     # Columns of Q that are nearly dependent have lengths off by some units of roundoff.

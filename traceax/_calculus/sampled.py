@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -22,15 +21,15 @@ from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import varying, varying_axes
 from traceax._core.checks import check_field
 from traceax._core.estimate import Estimate
-from traceax._core.operator import Operator, jacobian_operator, working_dtype
+from traceax._core.operator import Operator, jacobian_operator
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, common_dtype, flatten, unflatten_rows
-from traceax._estimators.call import Call
+from traceax._estimators.call import Call, Streamed
 from traceax._estimators.readouts import Batches, applied
 from traceax._linalg.columns import Block, mean
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import for_mean
-from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
+from traceax._probes.stream import Stream
 
 GivenPoint = PyTree[Float[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
@@ -62,10 +61,7 @@ def hessian(fn: Field, x: Point, args: PyTree, jac: str | None = None) -> Operat
     All matvecs share one backward pass.
     """
 
-    def gradient(x: Point, args: PyTree) -> Point:
-        return jax.grad(fn)(x, args)
-
-    return jacobian_operator(gradient, x, args, lx.symmetric_tag, jac)
+    return jacobian_operator(jax.grad(fn), x, args, lx.symmetric_tag, jac)
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
@@ -126,25 +122,22 @@ def sampled_mean(
         return call.exact_by(applied, result, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
-    count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
-    algorithm = partial(_mean_along, design=design, meter=call.meter)
-    probes = Batches(streamed.probes, count)
     freedom = design.group * degrees(design.num_samples)
     cost = {"spent": design.num_probes, "degrees": freedom}
-    return call.finish(algorithm, probes, structure=result, subject=subject, **cost)
+    return call.finish(_mean_along, streamed, structure=result, subject=subject, **cost)
 
 
-def _mean_along(
-    subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
-) -> Outcome:
-    """Take the mean over the probes of `readout`, and its standard error.
+def _mean_along(subject: AlongProbes, streamed: Streamed) -> Outcome:
+    """Take the mean over all probes, and its standard error.
 
     The samples serve the standard error alone. If a program does not use it, the compiler
     removes them.
     """
-    samples = readout.probes.collect(subject.along_each)
+    probes, design = streamed.probes, streamed.design
+    samples = probes.collect(subject.along_each)
     error = design.mean_and_error(samples, rounding(subject, samples))[1]
-    return Outcome(readout(subject, meter), error, readout)
+    readout = Batches(probes, jnp.asarray(design.num_probes, error.dtype))
+    return Outcome(readout(subject, streamed.meter), error, readout)
 
 
 def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:
