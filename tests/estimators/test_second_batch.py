@@ -142,7 +142,7 @@ def test_the_mean_over_all_probes_and_choices(
     def outcome(block: Any, row: Any, number: float) -> Any:
         """By a random number of [0, 1): the least sketches, the largest samples."""
         fresh = jnp.repeat(row[:, None], 4, axis=1)
-        probes = second_batch.BothBatches(block, fresh, jnp.asarray(number))
+        probes = block, fresh, jnp.asarray(number)
         if of_trace:
             run = partial(second_batch.sketched_or_sampled_trace, resphere=False)
         else:

@@ -48,7 +48,6 @@ from traceax._calculus.sampled import (
     Field,
     GivenPoint,
     Point,
-    along,
     differentiable_point,
     has_gradient,
     hessian,
@@ -73,13 +72,12 @@ from traceax._estimators.automatic import choose_diagonal
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
-from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out
+from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out, outside
 from traceax._estimators.second_batch import xtrace_or_hutchinson
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
     column_dots,
     column_norms_squared,
-    dot,
     mean,
     over,
     times,
@@ -91,7 +89,7 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
-from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, all_at_once
+from traceax._probes.stream import ProgressMeter, Stream, all_at_once
 
 # From this budget on, a sketch makes the error at most 1.4 times larger if the spectrum is
 # flat (networks before training), and smaller by factors if it is not (after training).
@@ -303,14 +301,11 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
     for networks the error then grows up to 1.4 times.
     """
     width = max(2, call.num_matvecs // 4)
-    rest = call.num_matvecs - 2 * width
+    spent, rest = call.num_matvecs, call.num_matvecs - 2 * width
+    probes = call.using(normal).draw(width, width + rest)
+    degrees, space = independent_degrees_of_freedom(rest), subject.result
     return call.finish(
-        _sketched,
-        call.using(normal).draw(width, width + rest),
-        spent=call.num_matvecs,
-        degrees=independent_degrees_of_freedom(rest),
-        structure=subject.result,
-        subject=subject,
+        _sketched, probes, spent=spent, degrees=degrees, structure=space, subject=subject
     )
 
 
@@ -329,23 +324,21 @@ def _sketched(
     images = LinearMap(hessian(subject.fn, subject.x, subject.args))(omega)
     loo = leave_one_out(images, omega, resphere=False)
     q = loo.basis.columns
-    outside = others[:, :rest] - dot(q, dot(q.T, others[:, :rest]))
-    frame = orthonormalise(outside).columns * (n - width) ** 0.5
+    frame = orthonormalise(outside(q, None, others[:, :rest])).columns
+    frame = frame * (n - width) ** 0.5
     # Both variances, but for a factor. The finite-population correction is for a frame,
     # whose forms are exact for multiples of I: only parts across mu_i count.
     correction = 1 - rest / (n - width)
-    shown = column_dots(loo.directions, dot(q.T, omega))
+    shown = column_dots(loo.directions, loo.inside)
     across = 1 - shown**2 / column_norms_squared(loo.mu)
     sketched = mean(loo.distances**2 * across) * correction / rest
     sampled = off_diagonal(omega, over(images, loo.basis.scale)) / count
     # The distances show what `width - 1` columns leave. If eigenvalues fall as 1/i, all
     # columns leave less by the share 1/width.
     takes_signs, signs = sampled < (1 - 1 / width) * sketched, jnp.sign(others)
-    directions = jnp.where(
-        takes_signs, signs / count**0.5, jnp.hstack([q, frame / rest**0.5])
-    )
-    one = jnp.ones((), directions.dtype)
-    readout = Batches(all_at_once(directions), one, along)
+    sketch = jnp.hstack([q, frame / rest**0.5])
+    directions = jnp.where(takes_signs, signs / count**0.5, sketch)
+    readout = Batches(all_at_once(directions), jnp.ones((), directions.dtype))
     value = readout(subject)
     samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
     # Columns of Q that are nearly dependent have lengths off by some units of roundoff.
@@ -488,7 +481,13 @@ def biharmonic(
     subject = FourthDerivatives(canonical(fn, x, args), *strongly_typed((x, args)))
     call = begin("biharmonic", subject.space, key, num_matvecs)
     call = call.in_batches(batch_size, progress_meter)
-    return sampled_mean(call.using(rademacher), subject)
+    n, dtype = call.operator.in_size() // 2, working_dtype(call.operator)
+    # All pairs of unit vectors whose first index is at most the second.
+    count = n * (n + 1) // 2
+    batch = min(call.batch_size or count, count)
+    pairs = Stream(jnp.arange(count), _UnitPairs(n, dtype), count, 1, batch)
+    degrees = fourth_order_degrees_of_freedom
+    return sampled_mean(call.using(rademacher), subject, pairs, degrees)
 
 
 class FourthDerivatives(AlongProbes):
@@ -502,20 +501,7 @@ class FourthDerivatives(AlongProbes):
         structure = jax.eval_shape(lambda: self.x)
         return lx.IdentityLinearOperator((structure, structure))
 
-    def basis(self, batch_size: int | None) -> Stream:
-        """Return all pairs of unit vectors whose first index is at most the second."""
-        n = self.space.in_size() // 2
-        count = n * (n + 1) // 2
-        draw = _UnitPairs(n, working_dtype(self.space))
-        return Stream(jnp.arange(count), draw, count, 1, min(batch_size or count, count))
-
-    def degrees_of_freedom(self, design: SamplingDesign) -> float:
-        return fourth_order_degrees_of_freedom(design.num_samples)
-
-    def along_each(self, block: Inexact[Array, "vw k"]) -> Inexact[Array, "p k"]:
-        return jax.vmap(self._along_one, 1, 1)(block)
-
-    def _along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
+    def along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
         """Return D4 fn[v, v, w, w]."""
         pair = unflatten(column, self.space.in_structure())
         v, w = jax.tree.map(lambda leaf: leaf[None], pair)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -22,14 +21,15 @@ from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import varying, varying_axes
 from traceax._core.checks import check_field
 from traceax._core.estimate import Estimate
-from traceax._core.operator import Operator, jacobian_operator, working_dtype
+from traceax._core.operator import Operator, jacobian_operator
 from traceax._core.rule import Outcome
-from traceax._core.vectors import Structure, common_dtype, flatten, unflatten
-from traceax._estimators.call import Call
-from traceax._estimators.readouts import Batches
+from traceax._core.vectors import Structure, common_dtype, flatten, unflatten_rows
+from traceax._estimators.call import Call, Streamed
+from traceax._estimators.readouts import Batches, applied
 from traceax._linalg.columns import Block, mean
+from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import for_mean
-from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream, unit_vectors
+from traceax._probes.stream import Stream
 
 GivenPoint = PyTree[Float[ArrayLike, "..."]]
 Point = PyTree[Inexact[Array, "..."]]
@@ -61,10 +61,7 @@ def hessian(fn: Field, x: Point, args: PyTree, jac: str | None = None) -> Operat
     All matvecs share one backward pass.
     """
 
-    def gradient(x: Point, args: PyTree) -> Point:
-        return jax.grad(fn)(x, args)
-
-    return jacobian_operator(gradient, x, args, lx.symmetric_tag, jac)
+    return jacobian_operator(jax.grad(fn), x, args, lx.symmetric_tag, jac)
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
@@ -92,60 +89,55 @@ class AlongProbes(eqx.Module):
         return eqx.filter_eval_shape(self.fn, self.x, self.args)
 
     @property
-    @abc.abstractmethod
     def space(self) -> Operator:
         """Return an operator on the space of the probes."""
+        return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
 
-    @abc.abstractmethod
-    def basis(self, batch_size: int | None) -> Stream:
-        """Return probes that are not random, over which the sum is exact."""
-
-    def degrees_of_freedom(self, design: SamplingDesign) -> float:
-        """Return the degrees of freedom of the error bar of the mean over probes."""
-        return design.degrees_of_freedom
-
-    def along(self, block: Block) -> Inexact[Array, " p"]:
+    def __call__(self, block: Block) -> Inexact[Array, " p"]:
         """Return the sum of the derivatives along all columns."""
         return jnp.sum(self.along_each(block), axis=1)
 
-    @abc.abstractmethod
     def along_each(self, block: Block) -> Inexact[Array, "p k"]:
         """Return the derivative along each column."""
+        return jax.vmap(self.along_one, 1, 1)(block)
+
+    @abc.abstractmethod
+    def along_one(self, column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
+        """Return the derivative along one probe."""
 
 
-def along(subject: AlongProbes, block: Block) -> Inexact[Array, " p"]:
-    """Return the sum of the derivatives along all columns, as a function of the subject."""
-    return subject.along(block)
-
-
-def sampled_mean(call: Call, subject: AlongProbes) -> Estimate:
+def sampled_mean(
+    call: Call,
+    subject: AlongProbes,
+    basis: Stream | None = None,
+    degrees: Callable[[int], float] = independent_degrees_of_freedom,
+) -> Estimate:
     """Estimate the mean over probes, or compute the exact sum over a basis.
 
-    The sum is chosen if the budget reaches the number of probes in the basis.
+    The sum is chosen if the budget reaches the number of probes in the basis, which are the
+    unit vectors by default. `degrees` of the number of samples are the degrees of freedom.
     """
-    basis, result = subject.basis(call.batch_size), subject.result
-    if call.num_matvecs >= basis.num_probes:
-        return call.exact_by(along, result, subject=subject, units=basis)
+    result = subject.result
+    if call.num_matvecs >= (call.num_exact if basis is None else basis.num_probes):
+        return call.exact_by(applied, result, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
-    count = jnp.asarray(design.num_probes, jnp.finfo(working_dtype(call.operator)).dtype)
-    algorithm = partial(_mean_along, design=design, meter=call.meter)
-    probes = Batches(streamed.probes, count, along)
-    cost = {"spent": design.num_probes, "degrees": subject.degrees_of_freedom(design)}
-    return call.finish(algorithm, probes, structure=result, subject=subject, **cost)
+    freedom = design.group * degrees(design.num_samples)
+    cost = {"spent": design.num_probes, "degrees": freedom}
+    return call.finish(_mean_along, streamed, structure=result, subject=subject, **cost)
 
 
-def _mean_along(
-    subject: AlongProbes, readout: Batches, *, design: SamplingDesign, meter: ProgressMeter
-) -> Outcome:
-    """Take the mean over the probes of `readout`, and its standard error.
+def _mean_along(subject: AlongProbes, streamed: Streamed) -> Outcome:
+    """Take the mean over all probes, and its standard error.
 
     The samples serve the standard error alone. If a program does not use it, the compiler
     removes them.
     """
-    samples = readout.probes.collect(subject.along_each)
+    probes, design = streamed.probes, streamed.design
+    samples = probes.collect(subject.along_each)
     error = design.mean_and_error(samples, rounding(subject, samples))[1]
-    return Outcome(readout(subject, meter), error, readout)
+    readout = Batches(probes, jnp.asarray(design.num_probes, error.dtype))
+    return Outcome(readout(subject, streamed.meter), error, readout)
 
 
 def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Array, " p"]:
@@ -158,21 +150,10 @@ def rounding(subject: AlongProbes, samples: Inexact[Array, "p k"]) -> Float[Arra
 class Curvature(AlongProbes):
     """Second derivatives of a function along probes."""
 
-    @property
-    def space(self) -> Operator:
-        return lx.IdentityLinearOperator(jax.eval_shape(lambda: self.x))
-
-    def basis(self, batch_size: int | None) -> Stream:
-        n = self.space.in_size()
-        return unit_vectors(n, working_dtype(self.space), batch_size or n)
-
-    def along(self, block: Block) -> Inexact[Array, " p"]:
-        structure = self.space.in_structure()
-        unflatten_rows = jax.vmap(partial(unflatten, structure=structure), in_axes=1)
-        total = second_derivatives_sum(
-            lambda x: self.fn(x, self.args), self.x, unflatten_rows(block)
-        )
+    def __call__(self, block: Block) -> Inexact[Array, " p"]:
+        rows = unflatten_rows(block.T, self.space.in_structure())
+        total = second_derivatives_sum(lambda x: self.fn(x, self.args), self.x, rows)
         return flatten(total, common_dtype(total))
 
-    def along_each(self, block: Block) -> Inexact[Array, "p k"]:
-        return jax.vmap(lambda column: self.along(column[:, None]), 1, 1)(block)
+    def along_one(self, column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
+        return self(column[:, None])

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
@@ -135,20 +136,19 @@ def _step(jaxpr: Jaxpr, equation: JaxprEqn, look_up: Callable[[Any], _Jet]) -> l
     """Pass all coefficients through one operation."""
     # The operation becomes a function of each variable once, and constants are left out.
     variables = list(dict.fromkeys(v for v in equation.invars if isinstance(v, Var)))
-    apply = _operation(jaxpr, equation, variables)
+    parts = {"outvars": equation.outvars, "eqns": [equation], "effects": equation.effects}
+    alone = jaxpr.replace(constvars=[], invars=variables, **parts)
+    apply = jaxpr_as_fun(ClosedJaxpr(alone, []))
     inputs = [look_up(variable) for variable in variables]
     moving = [i for i, jet in enumerate(inputs) if jet.first is not None]
     outputs = [_Jet(value) for value in apply(*(jet.value for jet in inputs))]
-    types = [jet.value.dtype for jet in outputs]
-    smooth = [i for i, dtype in enumerate(types) if jnp.issubdtype(dtype, jnp.inexact)]
+    smooth = [i for i, jet in enumerate(outputs) if eqx.is_inexact_array(jet.value)]
     if not (moving and smooth) or equation.primitive.name == "stop_gradient":
         return outputs
 
     def along(*moved: Array) -> list[Any]:
-        arguments = [jet.value for jet in inputs]
-        for i, value in zip(moving, moved, strict=True):
-            arguments[i] = value
-        results = apply(*arguments)
+        values = dict(zip(moving, moved, strict=True))
+        results = apply(*(values.get(i, jet.value) for i, jet in enumerate(inputs)))
         return [results[i] for i in smooth]
 
     push = _choose(equation, [look_up(atom).first is not None for atom in equation.invars])
@@ -156,17 +156,6 @@ def _step(jaxpr: Jaxpr, equation: JaxprEqn, look_up: Callable[[Any], _Jet]) -> l
     for i, first, second in zip(smooth, *coefficients, strict=True):
         outputs[i] = _Jet(outputs[i].value, first, second)
     return outputs
-
-
-def _operation(
-    jaxpr: Jaxpr, equation: JaxprEqn, variables: list[Var]
-) -> Callable[..., list[Any]]:
-    """Return one operation of a program as a function of its variables."""
-    outvars, effects = equation.outvars, equation.effects
-    alone = jaxpr.replace(
-        constvars=[], invars=variables, outvars=outvars, eqns=[equation], effects=effects
-    )
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))
 
 
 def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
@@ -184,9 +173,8 @@ def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
     return _push_entrywise if alone and name in _ENTRYWISE else _push_any
 
 
-def _slope_along(along: Along, moved: list[_Jet], *directions: Array) -> list[Any]:
-    """Return Dg times the directions, one for each input that moves."""
-    return jax.jvp(along, tuple(jet.value for jet in moved), directions)[1]
+def _point(moved: list[_Jet]) -> tuple[Any, ...]:
+    return tuple(jet.value for jet in moved)
 
 
 def _slope_along_second(along: Along, moved: list[_Jet]) -> list[Any] | None:
@@ -195,12 +183,12 @@ def _slope_along_second(along: Along, moved: list[_Jet]) -> list[Any] | None:
         return None
     # `jvp` needs zeros for the coefficients that vanish.
     seconds = (jnp.zeros_like(j.value) if j.second is None else j.second for j in moved)
-    return _slope_along(along, moved, *seconds)
+    return jax.jvp(along, _point(moved), tuple(seconds))[1]
 
 
 def _push_linear(along: Along, moved: list[_Jet]) -> Coefficients:
     """Pass coefficients through a linear operation, for which D2g = 0."""
-    first = _for_each(partial(_slope_along, along, moved), moved)
+    first = _for_each(lambda *u: jax.jvp(along, _point(moved), u)[1], moved)
     return first, _slope_along_second(along, moved) or [None] * len(first)
 
 
@@ -217,7 +205,7 @@ def _for_each(push: Callable[..., Any], moved: list[_Jet]) -> Any:
 
 def _push_any(along: Along, moved: list[_Jet]) -> Coefficients:
     """Pass coefficients through any operation, with one D2g[u', u'] for each direction."""
-    point = tuple(jet.value for jet in moved)
+    point = _point(moved)
 
     def slope_and_second(*directions: Array) -> tuple[list[Any], list[Any]]:
         return jax.jvp(lambda *x: jax.jvp(along, x, directions)[1], point, directions)

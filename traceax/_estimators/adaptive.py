@@ -7,8 +7,7 @@ counts how often this is not enough).
 
 The sizes are powers of two times the first size, so they are known when the program is
 traced. With concrete arrays, each size is a separate program, which runs only if it is
-needed. In a traced program, each size is a branch of a conditional, and all results are
-padded to the largest size.
+needed. In a traced program, each size is a branch of a conditional.
 
 Let Omega be k probes with Y = A Omega = Q R and Z = A Q. When new probes are added, their
 images are appended to Y. An orthonormal basis of the part of these images that is
@@ -17,27 +16,31 @@ columns are appended to Z. So every matvec is used again, and a single run with 
 probes would give the same kind of estimate.
 
 The search itself treats the operator as constant. The derivative rule (`_core.rule`) is
-applied afterwards, to the estimate that was reached.
+applied to the estimate that was reached.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import check_tolerance
-from traceax._core.estimate import Estimate
+from traceax._core.estimate import Estimate, nondifferentiable
 from traceax._core.operator import LinearMap, Operator, frozen, is_negative, working_dtype
 from traceax._core.rule import Outcome, run
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
-from traceax._estimators.readouts import leave_one_out_of
+from traceax._estimators.readouts import (
+    LeaveOneOut,
+    Pairs,
+    ValueAndError,
+    leave_one_out,
+)
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
 from traceax._linalg.columns import Block, Number, OfProbes, column_dots, dot, times
@@ -94,7 +97,8 @@ def adaptive_trace(
 
     **Cost**: the `num_matvecs` of the result, and about 12 n k^2 flops for k probes. In a
     traced program every size is compiled. The largest size determines the memory, which is
-    6 blocks of n x k, or of n x n if it is exact. Under `jax.vmap` every size is run.
+    6 blocks of n x k, or of n x n if it is exact. The gradient of a traced program keeps 2
+    blocks of every size. Under `jax.vmap` every size is run.
 
     **Example**
 
@@ -113,22 +117,20 @@ def adaptive_trace(
     call = begin(
         name, operator, key, max_matvecs, argument="max_matvecs", least=2, sampler=sampler
     )
-    call = call.in_batches(None, progress_meter)
+    call = call.in_batches(None, progress_meter).using(for_sketch(call.operator))
     check_tolerance(name, "rtol", rtol)
     check_tolerance(name, "atol", atol)
-    operator, meter = call.operator, call.meter
-    call = call.using(for_sketch(operator))
+    operator, n = call.operator, call.operator.in_size()
     sign = -1 if is_negative(operator) else 1
     growing = _Growing(call.is_semidefinite, sign, call.resphere)
-    levels = _levels(operator.in_size(), call.num_matvecs, growing.matvecs_a_probe)
+    sizes = _sizes(n, call.num_matvecs, growing.matvecs_a_probe)
     tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
-    search = _Search(call, growing, LinearMap(frozen(operator)), levels, tolerances)
-    empty = jnp.zeros((operator.in_size(), 0), working_dtype(operator))
+    search = _Search(call, growing, LinearMap(frozen(operator)), sizes, tolerances)
+    empty = jnp.zeros((n, 0), working_dtype(operator))
     start = _Sketch(empty, empty, None, empty)
-    reached, shown = search.from_level(0, start, meter.init())
-    meter.close(shown)
-    outcome = run(_as_it_is, LinearMap(operator), reached)
-    return Estimate(outcome.value, outcome.standard_error, *outcome.report, method=name)
+    (value, error, *report), shown = search.from_level(0, start, call.meter.init())
+    call.meter.close(shown)
+    return Estimate(value, nondifferentiable(error, value), *report, method=name)
 
 
 def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:
@@ -136,141 +138,90 @@ def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:
     return reached
 
 
-class _Levels(NamedTuple):
-    """The numbers of probes to try, and whether an exact level follows them."""
+def _sizes(n: int, max_matvecs: int, matvecs_a_probe: int) -> tuple[int, ...]:
+    """Return the numbers of probes to try on n dimensions. The size n is exact.
 
-    sizes: tuple[int, ...]
-    exact: bool
-
-    @property
-    def total(self) -> int:
-        return len(self.sizes) + self.exact
-
-
-def _levels(n: int, max_matvecs: int, matvecs_a_probe: int) -> _Levels:
-    """Return the levels of a search on n dimensions.
-
-    The exact level exists if the budget pays for at least one size before it. Small
-    operators have only the exact level, if the budget pays for it. Without an exact level,
-    the last size is the largest that the budget pays for.
+    It is tried if the budget pays for it and for at least one size before it. Small
+    operators have only the exact size, if the budget pays for it. Without it, the last size
+    is the largest that the budget pays for.
     """
     if n <= min(max_matvecs, SMALL):
-        return _Levels((), exact=True)
+        return (n,)
     doubled = [FIRST << j for j in range(max_matvecs.bit_length())]
     useful = [k for k in doubled if k * matvecs_a_probe < n]
-    affordable = tuple(k for k in useful if n + k <= max_matvecs)
-    if affordable:
-        return _Levels(affordable, exact=True)
+    if affordable := [k for k in useful if n + k <= max_matvecs]:
+        return (*affordable, n)
     largest = min(max_matvecs, n - 1) // matvecs_a_probe
-    return _Levels((*(k for k in useful if k < largest), largest), exact=False)
+    return (*(k for k in useful if k < largest), largest)
 
 
-Reached = tuple[Outcome, Any]
+# The value, its error, and the `num_matvecs`, degrees of freedom and `converged` of an
+# `Estimate`; and the state of the progress meter.
+Reached = tuple[tuple[Array, ...], Any]
 
 
 class _Search(NamedTuple):
-    """The search, level by level.
-
-    A result is the outcome that was reached, and the state of the progress meter.
-    """
+    """The search, level by level."""
 
     call: Call
     growing: _Growing
     linear_map: LinearMap
-    levels: _Levels
+    sizes: tuple[int, ...]
     tolerances: tuple[Number, Number]
 
     def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """Search from this level on, given the sketch of the level below."""
-        if level == len(self.levels.sizes):
-            return self.complete(level, sketch, shown)
-        sketch = self.enlarged(level, sketch)
-        growing, linear_map = self.growing, self.linear_map
-        value, error = compiled(_Growing.value_and_error, growing, linear_map, sketch)
-        rtol, atol = self.tolerances
-        converged = 2 * error <= atol + rtol * jnp.abs(value)
+        call, growing, linear_map, sizes, (rtol, atol) = self
+        size, cost, n = sizes[level], growing.matvecs_a_probe, sketch.probes.shape[0]
+        if size == n:
+            value, spent = compiled(_Growing.complete, growing, linear_map, sketch)
+            error, converged = jnp.zeros_like(value.real), ~jnp.isnan(value)
+            spent, degrees = spent + cost * sketch.probes.shape[1], n
+        else:
+            key = jax.random.fold_in(call.key, level)
+            count = size - sketch.probes.shape[1]
+            probes = draw(call.name, call.source, key, call.operator, count)
+            sketch = compiled(_Growing.enlarge, growing, linear_map, sketch, probes)
+            value, error = compiled(_Growing.value_and_error, growing, linear_map, sketch)
+            converged = 2 * error <= atol + rtol * jnp.abs(value)
+            spent, degrees = size * cost, size - 1
         ended = converged | jnp.isnan(error) | jnp.isnan(value)
-        k = self.levels.sizes[level]
-        spent = k * self.growing.matvecs_a_probe
-        share = jnp.where(ended, 1.0, spent / self.call.num_matvecs)
-        shown = self.call.meter.step(shown, share)
+        shown = call.meter.step(shown, jnp.where(ended, 1.0, spent / call.num_matvecs))
 
         def stop() -> Reached:
-            pairs = compiled(_Growing.pairs, self.growing, sketch)
-            report = _report(spent, k - 1, converged, error)
-            return Outcome(value, error, self.read_by(pairs, level), report), shown
+            pairs = compiled(_Growing.pairs, growing, sketch, size == n)
+            reached = Outcome(value, error, pairs)
+            outcome = run(_as_it_is, LinearMap(call.operator), reached)
+            held = jax.lax.stop_gradient(outcome.standard_error)
+            report = jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
+            return (outcome.value, held, *report), shown
 
         def go() -> Reached:
             return self.from_level(level + 1, sketch, shown)
 
-        if level + 1 == self.levels.total:
+        if level + 1 == len(sizes):
             return stop()
         if is_concrete(ended):
             return stop() if ended else go()
         return jax.lax.cond(ended, stop, go)
-
-    def enlarged(self, level: int, sketch: _Sketch) -> _Sketch:
-        """Add fresh probes to a sketch, up to the size of this level."""
-        count = self.levels.sizes[level] - sketch.probes.shape[1]
-        key = jax.random.fold_in(self.call.key, level)
-        probes = draw(self.call.name, self.call.source, key, self.call.operator, count)
-        return compiled(_Growing.enlarge, self.growing, self.linear_map, sketch, probes)
-
-    def complete(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
-        """Return the exact trace, which is the last level."""
-        growing, linear_map = self.growing, self.linear_map
-        value, pairs, cost = compiled(_Growing.complete, growing, linear_map, sketch)
-        error, n = jnp.zeros_like(value.real), linear_map.operator.in_size()
-        spent = sketch.probes.shape[1] * self.growing.matvecs_a_probe + cost
-        report = _report(spent, n, ~jnp.isnan(value), error)
-        outcome = Outcome(value, error, self.read_by(pairs, level), report)
-        return outcome, self.call.meter.step(shown, jnp.asarray(1.0))
-
-    def read_by(self, pairs: _Pairs, level: int) -> _Pairs:
-        """Return the readout. In a traced program, pad it to the largest level."""
-        if is_concrete((pairs, self.tolerances)):
-            return pairs
-        n, exact = self.linear_map.operator.in_size(), self.levels.exact
-        widths = (*self.levels.sizes, *(((n + 1) // 2,) if exact else ()))
-        more = (0, max(widths) - pairs.lengths.size)
-        basis, tested = (jnp.pad(x, ((0, 0), more)) for x in (pairs.basis, pairs.tested))
-        blocks = basis, tested, jnp.pad(pairs.core, more), jnp.pad(pairs.lengths, more)
-        return _Pairs(*blocks, jnp.asarray(level), widths)
 
 
 class _Pairs(eqx.Module):
     """The readout tr B = E[<Q C, B Q> + sum_i c_i mu_i* B mu_i].
 
     It equals the readout of `trace_pairs`, but takes half the memory. `basis` is Q, `core`
-    is C, `tested` holds the mu_i, and `lengths` the c_i. If a traced program has padded the
-    blocks, only the first `widths[level]` columns of each block are read.
+    is C, `tested` holds the mu_i, and `lengths` the c_i.
     """
 
     basis: Block
     tested: Block
     core: Inexact[Array, "k k"]
     lengths: OfProbes
-    level: Int[Array, ""] | None = None
-    widths: tuple[int, ...] = eqx.field(static=True, default=())
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        def read(width: int | None) -> Inexact[Array, ""]:
-            q, mu = self.basis[:, :width], self.tested[:, :width]
-            c = self.lengths[:width].astype(q.dtype)
-            left = dot(q, self.core[:width, :width]), times(mu, c[None, :])
-            right = jnp.hstack([q, mu])
-            return jnp.sum(jnp.hstack(left).conj() * linear_map(right))
-
-        if self.level is None:
-            return read(None)
-        return jax.lax.switch(self.level, [partial(read, w) for w in self.widths])
-
-
-def _report(
-    spent: int, degrees: int, converged: Bool[Array, ""], error: Number
-) -> tuple[Int[Array, ""], Number, Bool[Array, ""]]:
-    """Return `num_matvecs`, the degrees of freedom, and `converged`, for an `Estimate`."""
-    return jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
+        q, mu = self.basis, self.tested
+        left = jnp.hstack([dot(q, self.core), times(mu, self.lengths[None, :])])
+        return jnp.sum(left.conj() * linear_map(jnp.hstack([q, mu])))
 
 
 class _Sketch(NamedTuple):
@@ -312,46 +263,41 @@ class _Growing(NamedTuple):
         every = jnp.hstack([sketch.probes, probes])
         return _Sketch(every, jnp.hstack([sketch.products, products]), basis, images)
 
-    def value_and_error(
-        self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], Number]:
+    def value_and_error(self, linear_map: LinearMap, sketch: _Sketch) -> ValueAndError:
         """Return the estimate of tr A from a sketch, and its error bar."""
-        resphere = self.resphere
         if sketch.basis is None:
             known = products_of_sketch(sketch.products, sketch.probes)
-            value, error, _ = value_and_error(known, resphere=resphere)
+            value, error, _ = value_and_error(known, resphere=self.resphere)
             return self.sign * value, error
-        loo = leave_one_out_of(sketch.basis, sketch.probes, resphere=resphere)
         eps = linear_map.eps_of(sketch.probes, sketch.products)
-        return xtrace_of(loo, sketch.products, sketch.images, eps, resphere=resphere)
+        return xtrace_of(self.left_out(sketch), sketch.images, eps)
 
-    def pairs(self, sketch: _Sketch) -> _Pairs:
+    def left_out(self, sketch: _Sketch) -> LeaveOneOut:
+        """Leave each probe out of the sketch."""
+        how = {"resphere": self.resphere, "basis": sketch.basis}
+        return leave_one_out(sketch.products, sketch.probes, **how)
+
+    def pairs(self, sketch: _Sketch, exact: bool) -> _Pairs | Pairs:
         """Return the readout, which is needed only for the size that was reached."""
-        basis = sketch.basis or orthonormalise(sketch.products)
-        loo = leave_one_out_of(basis, sketch.probes, resphere=self.resphere)
+        if exact:
+            identity = jnp.eye(sketch.probes.shape[0], dtype=sketch.probes.dtype)
+            return Pairs(identity, identity)
+        loo = self.left_out(sketch)
         s, k = loo.directions, loo.x.shape[0]
         kept = jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k
-        return _Pairs(basis.columns, loo.mu, kept, loo.resphering / k)
+        return _Pairs(loo.basis.columns, loo.mu, kept, loo.resphering / k)
 
-    def complete(
-        self, linear_map: LinearMap, sketch: _Sketch
-    ) -> tuple[Inexact[Array, ""], _Pairs, int]:
-        """Return the exact trace, its readout, and the number of matvecs that it costs.
+    def complete(self, linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:
+        """Return the exact trace, and the number of matvecs that it costs.
 
         If A Q is known, matvecs are needed only for a basis of the orthogonal complement
         of Q.
         """
-        n = linear_map.operator.in_size()
-        identity = jnp.eye(n, dtype=linear_map.dtype)
-        half, ones = (n + 1) // 2, jnp.ones((n + 1) // 2, identity.real.dtype)
-        rest = jnp.pad(identity[:, half:], ((0, 0), (0, n % 2)))
-        core = jnp.eye(half, dtype=identity.dtype)
-        pairs = _Pairs(identity[:, :half], rest, core, ones)
         if sketch.basis is None:
-            value = jnp.trace(linear_map(identity))
-            return (value.real if self.semidefinite else value), pairs, n
+            value = jnp.trace(linear_map.dense())
+            return (value.real if self.semidefinite else value), sketch.probes.shape[0]
         q = sketch.basis.columns
         rest = jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
         known = jnp.sum(column_dots(q, sketch.images))
         value = known + jnp.sum(column_dots(rest, linear_map(rest)))
-        return value, pairs, rest.shape[1]
+        return value, rest.shape[1]

@@ -106,10 +106,9 @@ def trace(
     if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
-    if call.is_semidefinite and num_matvecs >= FEWEST_PROBES:
-        return estimate_by_nystrom(call, "xnystrace with second matvecs")
     if call.is_semidefinite and num_matvecs >= 4:
-        return estimate_by_nystrom(call, "xnystrace")
+        more = " with second matvecs" if num_matvecs >= FEWEST_PROBES else ""
+        return estimate_by_nystrom(call, f"xnystrace{more}")
     return xtrace_or_hutchinson(call) if num_matvecs >= 6 else estimate_by_forms(call)
 
 

@@ -133,11 +133,10 @@ class _Pair(eqx.Module):
         """
         images = self.linear_map(z), self.control(z)
         a, c = (column_dots(z, image) for image in images)
-        a = a.real if self.linear_map.is_hermitian else a
-        c = c.real if self.control.is_hermitian else c
+        a, off = a.real if self.linear_map.is_hermitian else a, c - self.trace
+        off = off.real if self.control.is_hermitian else off
         sizes = [column_dots(jnp.abs(z), jnp.abs(image)) for image in images]
-        trace = self.trace.real if self.control.is_hermitian else self.trace
-        return a, c - trace, jnp.stack(sizes)
+        return a, off, jnp.stack(sizes)
 
 
 class _Corrected(eqx.Module):

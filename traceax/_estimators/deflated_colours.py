@@ -35,6 +35,7 @@ halves the error, and above 1 if deflation raises it (`tests.benchmarks.probing`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -50,7 +51,7 @@ from traceax._estimators.call import Call
 from traceax._estimators.readouts import Pairs, leave_one_out, outside
 from traceax._estimators.second_batch import missed_shares
 from traceax._linalg.columns import column_dots, dot, over, squared_modulus, times
-from traceax._linalg.jackknife import length, one_minus_squared_modulus
+from traceax._linalg.jackknife import length
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.probing import (
     DEGREES,
@@ -92,19 +93,13 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
         return None
     order = _adjacent_first(fine.colours, near.neighbours)
     z, near = _probes_of(call, fine, call.key)
-    near = eqx.tree_at(
-        lambda x: (x.colours, x.beyond),
-        near,
-        (jnp.argsort(order)[near.colours], near.beyond[:, order]),
-    )
+    colours = jnp.argsort(order)[near.colours]
+    near = replace(near, colours=colours, beyond=near.beyond[:, order])
     few, near_coarse = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
-    return call.using(fine).finish(
-        _deflated,
-        DeflatedProbes(z[:, order], few, near, near_coarse),
-        method="the better of hutchpp_trace and hutchinson_trace",
-        spent=count + near.num_tests,
-        degrees=DEGREES,
-    )
+    probes = DeflatedProbes(z[:, order], few, near, near_coarse)
+    how = {"spent": count + near.num_tests, "degrees": DEGREES}
+    method = "the better of hutchpp_trace and hutchinson_trace"
+    return call.using(fine).finish(_deflated, probes, method=method, **how)
 
 
 def _probes_of(
@@ -148,15 +143,14 @@ def _deflated(linear_map: LinearMap, probes: DeflatedProbes) -> Outcome:
     right = jnp.where(some, _filled(others, q, mu), others)
     test = outside(q, None, probes.near_coarse.with_test(z)[:, -1:])
     test = jnp.where(some, test, probes.near.with_test(probes.fine)[:, -1:])
-    products = jnp.hstack([sketch, linear_map(jnp.hstack([right, test]))])
-    products, image = products[:, :-1], products[:, -1:]
+    images = jnp.hstack([sketch, linear_map(jnp.hstack([right, test]))])
+    products = images[:, :-1]
     read = _filled(others, q - dot(v, x.conj().T) / d, (mu - v) / d)
     read = jnp.where(some, read, others / probes.fine.shape[1])
     left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
     forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
     rounding = 4 * linear_map.eps * jnp.sum(sizes)
-    errors = _errors(linear_map, probes, q, products, image, plain, some)
-    error = length(errors, rounding)
+    error = length(_errors(linear_map, probes, q, images, plain, some), rounding)
     return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
 
 
@@ -170,8 +164,7 @@ def _errors(
     linear_map: LinearMap,
     probes: DeflatedProbes,
     q: Inexact[Array, "n s"],
-    products: Inexact[Array, "n c"],
-    image: Inexact[Array, "n 1"],
+    images: Inexact[Array, "n _"],
     plain: Bool[Array, " n"],
     some: Bool[Array, ""],
 ) -> Float[Array, " n"]:
@@ -179,26 +172,24 @@ def _errors(
 
     `plain` marks the dimensions that are read from their own probe, so that v is not zero.
     Their error has a part from -v* A z and a part from z_i* A z_i, in addition to the part
-    from mu* A mu. `some` tells whether any colour is deflated. `image` is A times the test
-    probe of the colouring that is used, without its part along Q if any is.
+    from mu* A mu. `some` tells whether any colour is deflated. The last column of `images`
+    is A times the test probe of the colouring that is used, without its part along Q if any
+    is.
     """
-    eps, real = linear_map.eps, not jnp.iscomplexobj(products)
+    eps, real = linear_map.eps, not jnp.iscomplexobj(images)
     x = dot(q.conj().T, probes.near_coarse.with_test(probes.coarse))
 
-    def parts(
-        z: Array, products: Array, near: Neighbourhood, hermitian: bool
-    ) -> Float[Array, " n"]:
-        residuals = neighbour_residuals(z, products, near)
+    def parts(z: Array, images: Array, near: Neighbourhood, hermitian: bool) -> Array:
+        residuals = neighbour_residuals(z, images, near)
         return residuals.error_in_sum(near, eps, real=real, hermitian=hermitian)
 
     # Q may leave the colour of the test probe as it is, so residuals must be zero as well.
-    of_q, tested = jnp.split(products[:, SKETCH:], [SKETCH], axis=1)
-    tested = jnp.hstack([tested[:, : x.shape[1] - 1], image])
+    of_q, tested = jnp.split(images[:, SKETCH:], [SKETCH], axis=1)
+    tested = jnp.hstack([tested[:, : x.shape[1] - 1], images[:, -1:]])
     left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse, True)
     whole = parts(probes.coarse, tested + dot(of_q, x), probes.near_coarse, True)
     deflated = jnp.hypot(left, jnp.where(plain, 2**0.5 * whole, 0))
-    products, hermitian = jnp.hstack([products, image]), linear_map.is_hermitian
-    probed = parts(probes.fine, products, probes.near, hermitian)
+    probed = parts(probes.fine, images, probes.near, linear_map.is_hermitian)
     return jnp.where(some, deflated, probed)
 
 
@@ -207,9 +198,8 @@ def decide(
 ) -> tuple[Inexact[Array, "n s"], Bool[Array, " s"]]:
     """Return the basis Q of the sketch, and the decisions a_i as Booleans."""
     loo = leave_one_out(sketch, z, resphere=False)
-    own, (q, s) = (z != 0).astype(z.dtype), (loo.basis.columns, loo.directions)
-    overlap, qs = dot(s.conj().T, s), dot(q, s)
-    inverse = one_minus_squared_modulus(overlap) ** -1.0
+    (s, overlap, inverse, *_), q = loo.pairs, loo.basis.columns
+    own, qs = (z != 0).astype(z.dtype), dot(q, s)
     removed = jnp.sum(qs * own, axis=1)[:, None] - qs * dot(own, overlap.T)
     removed = times(dot(own.real, times(loo.distances[:, None], inverse)), removed)
     shown = jnp.sum(own * over(sketch, loo.basis.scale), axis=1)

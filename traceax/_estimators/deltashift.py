@@ -52,7 +52,7 @@ from traceax._core.operator import (
     stores_matrix,
 )
 from traceax._core.rule import Outcome, run
-from traceax._estimators.call import begin
+from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms
 from traceax._estimators.readouts import TOTAL, Pairs
 from traceax._estimators.xtrace import estimate_by_xtrace
@@ -64,6 +64,8 @@ from traceax._linalg.columns import (
     column_norms_squared,
     largest_modulus,
     mean,
+    over,
+    times,
 )
 from traceax._linalg.jackknife import sums_of_others
 from traceax._probes.draw import check_dependence
@@ -156,34 +158,24 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
     """
     check_dependence("deltashift", as_sampler("deltashift", sampler))
     num_matvecs = check_count("deltashift", "num_matvecs", num_matvecs)
-    return DeltaShift(
-        partial(_init, num_matvecs=num_matvecs, sampler=sampler),
-        partial(_update, num_matvecs=num_matvecs, sampler=sampler),
-    )
+    how = {"num_matvecs": num_matvecs, "least": 4, "sampler": sampler}
+    begun = partial(begin, "deltashift", **how)
+    return DeltaShift(partial(_init, begun), partial(_update, begun))
 
 
-def _init(
-    operator: Operator, key: PRNGKeyArray, *, num_matvecs: int, sampler: SamplerLike
-) -> Tracked:
+def _init(begun: Callable[..., Call], operator: Operator, key: PRNGKeyArray) -> Tracked:
     """Make the first estimate, and return it as a state."""
-    call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
-    if call.is_exact:
-        first = call.exact(TOTAL)
-    else:
-        first = estimate_by_xtrace(call) if num_matvecs >= 6 else estimate_by_forms(call)
+    call = begun(operator, key)
+    estimate = estimate_by_xtrace if call.num_matvecs >= 6 else estimate_by_forms
+    first = call.exact(TOTAL) if call.is_exact else estimate(call)
     return _state(first, application(call.operator))
 
 
 def _update(
-    operator: Operator,
-    state: Tracked,
-    key: PRNGKeyArray,
-    *,
-    num_matvecs: int,
-    sampler: SamplerLike,
+    begun: Callable[..., Call], operator: Operator, state: Tracked, key: PRNGKeyArray
 ) -> tuple[Estimate, Tracked]:
     """Update the estimate for a new operator."""
-    call = begin("deltashift", operator, key, num_matvecs, least=4, sampler=sampler)
+    call = begun(operator, key)
     operator, code = call.operator, application(call.operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays, program_hash(code))
     earlier = Canonical(state.arrays, code.jaxpr, code.result)
@@ -195,12 +187,11 @@ def _update(
     if call.is_exact:
         exact = call.exact(TOTAL)
         return exact, _state(exact, code)
-    num_probes = num_matvecs // 2
+    num_probes = call.num_matvecs // 2
     (probes,) = call.draw(num_probes)
-    frozen = jax.lax.stop_gradient(
-        (probes, compiled(LinearMap.__call__, LinearMap(before), probes), state)
-    )
-    outcome = run(_correct, LinearMap(call.operator), frozen)
+    images = compiled(LinearMap.__call__, LinearMap(before), probes)
+    known = jax.lax.stop_gradient((probes, images, state))
+    outcome = run(_correct, LinearMap(call.operator), known)
     value, error = outcome.value, outcome.standard_error
     result = Estimate(value, error, 2 * num_probes, float(num_probes), method="deltashift")
     return result, _state(result, code, outcome.report)
@@ -218,14 +209,12 @@ def _correct(linear_map: LinearMap, known: tuple[Block, Block, Tracked]) -> Outc
     old, error = jnp.where(usable, old, 0), jnp.where(usable, error, 0)
     old, z = old.astype(w.dtype), jnp.where(usable, before, 0)
     scale = jnp.maximum(largest_modulus(z), largest_modulus(w))
-    unit = scale.astype(w.dtype)
-    off = _off(probes, z / unit), _off(probes, w / unit)
+    off = _off(probes, over(z, scale)), _off(probes, over(w, scale))
     # If the operator is a multiple of I, the parts off the probes are rounding errors, so b
     # would be an arbitrary number without this term.
-    grain = eps * mean(column_norms_squared(z / unit))
+    grain = eps * mean(column_norms_squared(over(z, scale)))
     b, after = _damping(*off, error / scale, size / scale, grain)
-    b = b.astype(w.dtype)
-    value = mean(b) * old + mean(column_dots(probes, w - b[None, :] * z))
+    value = times(mean(b), old) + mean(column_dots(probes, w - times(b[None, :], z)))
     rounding = mean(column_dots(jnp.abs(probes), jnp.abs(w)))
     after = jnp.hypot(scale * after, 4 * eps * rounding)
     size = scale * jnp.sqrt(mean(column_norms_squared(off[1])))
@@ -254,15 +243,14 @@ def _damping(
     cross = c * sums_of_others(column_dots(z, w).real) / (squares.size - 1)
     b = jnp.where(whole > 0, cross / jnp.where(whole > 0, whole, 1), 0)
     before = (error**2 + anew(mean(squares))) / 2
-    rest = w - b[None, :].astype(z.dtype) * z
+    rest = w - times(b[None, :], z)
     left = mean(b) ** 2 * before + c * mean(column_norms_squared(rest))
     return b, jnp.sqrt(left)
 
 
 def _off(probes: Block, block: Block) -> Array:
     """Remove from each column its component along the probe."""
-    squares = column_norms_squared(probes).astype(block.dtype)
-    along = column_dots(probes, block) / squares
+    along = over(column_dots(probes, block), column_norms_squared(probes))
     return block - probes * along[None, :]
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._estimators.call import begin
+from traceax._estimators.call import Blocks, Call, begin
 from traceax._estimators.readouts import TOTAL, Pairs, TwoSided, by_row, each, outside
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
@@ -46,8 +46,6 @@ from traceax._linalg.columns import (
 from traceax._linalg.jackknife import independent_degrees_of_freedom, standard_error
 from traceax._probes.draw import for_sketch
 from traceax._probes.samplers import SamplerLike, rademacher
-
-Blocks = tuple[Inexact[Array, "n _"], ...]
 
 # Columns of Q whose images are nearly dependent have lengths that are off by up to 20 units
 # of roundoff. These are units of the dtype, even if matvecs have more noise.
@@ -102,25 +100,15 @@ def hutchpp_trace(
 
     **See also**: `xtrace`, `na_hutchpp_trace`, `diagpp`.
     """
-    call = begin(
-        "hutchpp_trace",
-        operator,
-        key,
-        num_matvecs,
-        least=3,
-        sampler=sampler,
-        takes="dependent",
-    )
+    name, takes = "hutchpp_trace", "dependent"
+    call = begin(name, operator, key, num_matvecs, least=3, sampler=sampler, takes=takes)
     if call.is_exact:
         return call.exact(TOTAL)
     call = call.using(for_sketch(call.operator)).measured()
-    k, rest = _sketch_and_rest(call.num_matvecs)
-    return call.finish(
-        partial(_hutchpp, resphere=call.resphere),
-        call.draw(k, rest),
-        spent=2 * k + rest,
-        degrees=independent_degrees_of_freedom(rest),
-    )
+    k, rest = _sketch_and_rest(call)
+    algorithm = partial(_hutchpp, resphere=call.resphere)
+    spent, degrees = call.num_matvecs, independent_degrees_of_freedom(rest)
+    return call.finish(algorithm, call.draw(k, rest), spent=spent, degrees=degrees)
 
 
 def na_hutchpp_trace(
@@ -173,26 +161,19 @@ def na_hutchpp_trace(
 
     **See also**: `hutchpp_trace`, `xtrace`.
     """
-    call = begin(
-        "na_hutchpp_trace",
-        operator,
-        key,
-        num_matvecs,
-        least=4,
-        sampler=sampler,
-        takes="dependent",
-    )
+    name, takes = "na_hutchpp_trace", "dependent"
+    call = begin(name, operator, key, num_matvecs, least=4, sampler=sampler, takes=takes)
     if call.is_exact:
         return call.exact(TOTAL)
     call = call.measured()
     r = call.num_matvecs // 4
     rest = call.num_matvecs - 3 * r
-    return call.finish(
+    algorithm, probes = (
         partial(_na_hutchpp, resphere=call.resphere),
         call.draw(r, 2 * r, rest),
-        spent=call.num_matvecs,
-        degrees=independent_degrees_of_freedom(rest),
     )
+    spent, degrees = call.num_matvecs, independent_degrees_of_freedom(rest)
+    return call.finish(algorithm, probes, spent=spent, degrees=degrees)
 
 
 def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
@@ -200,13 +181,13 @@ def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcom
     sketch = linear_map(test)
     eps, basis = linear_map.eps_of(test, sketch), orthonormalise(sketch)
     q = basis.columns
-    mu, resphering = _project(rest, q, resphere)
+    mu, resphering, readout = _left_out(rest, q, resphere)
     h = column_dots(q, linear_map(q))
     samples = times(resphering, column_dots(mu, linear_map(mu)))
     least = basis.scale * frobenius_norm(basis.factor) / test.shape[1] ** 0.5
     rounding = summed(jnp.abs(h)) + mean(jnp.abs(samples))
     error = standard_error(samples, _roundoff(eps) * jnp.maximum(rounding, least))
-    return Outcome(summed(h) + mean(samples), error, _hutchpp_pairs(q, mu, resphering))
+    return Outcome(summed(h) + mean(samples), error, readout)
 
 
 def _roundoff(eps: Float[Array, ""]) -> Float[Array, ""]:
@@ -214,9 +195,9 @@ def _roundoff(eps: Float[Array, ""]) -> Float[Array, ""]:
     return 4 * eps + OF_BASIS * float(jnp.finfo(eps.dtype).eps)
 
 
-def _sketch_and_rest(num_matvecs: int) -> tuple[int, int]:
-    k = num_matvecs // 3
-    return k, num_matvecs - 2 * k
+def _sketch_and_rest(call: Call) -> tuple[int, int]:
+    k = call.num_matvecs // 3
+    return k, call.num_matvecs - 2 * k
 
 
 def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
@@ -235,28 +216,24 @@ def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Out
     rounding = mean(column_dots(jnp.abs(rest), jnp.abs(products)))
     roundoff = _roundoff(linear_map.eps_of(rest, products))
     error = standard_error(samples, roundoff * rounding)
-    weight = _hutchpp_pairs(q, *_project(rest, q, resphere))
-    return Outcome(low + mean(samples), error, weight)
+    *_, readout = _left_out(rest, q, resphere)
+    return Outcome(low + mean(samples), error, readout)
 
 
-def _project(
+def _left_out(
     probes: Inexact[Array, "n l"], q: Inexact[Array, "n k"], resphere: bool
-) -> tuple[Inexact[Array, "n l"], Float[Array, " l"]]:
+) -> tuple[Inexact[Array, "n l"], Float[Array, " l"], Pairs]:
     """Project probes on the complement of range(Q).
 
-    Return them with the factors that resphere them, which are 1 without `resphere`.
+    Return the projected probes, the factors that resphering puts on their squares, and the
+    readout for derivatives.
     """
-    n, k = q.shape
+    (n, k), count = q.shape, probes.shape[1]
     mu = outside(q, None, probes)
     lengths = column_norms_squared(mu)
-    return mu, (n - k) / lengths if resphere else jnp.ones_like(lengths)
-
-
-def _hutchpp_pairs(
-    q: Inexact[Array, "n k"], mu: Inexact[Array, "n l"], resphering: Float[Array, " l"]
-) -> Pairs:
-    left = jnp.hstack([q, times(mu, (resphering / mu.shape[1])[None, :])])
-    return Pairs(left, jnp.hstack([q, mu]))
+    resphering = (n - k) / lengths if resphere else jnp.ones_like(lengths)
+    left = jnp.hstack([q, times(mu, (resphering / count)[None, :])])
+    return mu, resphering, Pairs(left, jnp.hstack([q, mu]))
 
 
 def diagpp(
@@ -309,20 +286,16 @@ def diagpp(
 
     **See also**: `xdiag`, `hutchpp_trace`, `diagonal`.
     """
-    call = begin(
-        "diagpp", operator, key, num_matvecs, least=3, sampler=sampler, takes="dependent"
-    )
+    name, takes = "diagpp", "dependent"
+    call = begin(name, operator, key, num_matvecs, least=3, sampler=sampler, takes=takes)
+    reduce = by_row(call.operator)
     if call.is_exact:
-        return call.exact(by_row(call.operator))
+        return call.exact(reduce)
     call = call.measured()
-    k, rest = _sketch_and_rest(call.num_matvecs)
-    return call.finish(
-        _diagpp,
-        call.draw(k, rest),
-        spent=2 * k + rest,
-        degrees=max(rest - 1, 1),
-        structure=call.operator.in_structure(),
-    )
+    k, rest = _sketch_and_rest(call)
+    spent, degrees, space = call.num_matvecs, max(rest - 1, 1), reduce.structure
+    probes = call.draw(k, rest)
+    return call.finish(_diagpp, probes, spent=spent, degrees=degrees, structure=space)
 
 
 def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
@@ -330,8 +303,8 @@ def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
     sketch = linear_map(test)
     eps, q = linear_map.eps_of(test, sketch), orthonormalise(sketch).columns
     shares = jnp.full(rest.shape[1], 1 / rest.shape[1], rest.real.dtype)
-    one, mu = jnp.ones((), shares.dtype), rest - dot(q, dot(q.conj().T, rest))
-    weight = TwoSided(each, q, None, rest, mu, shares, one, one)
+    mu = outside(q, None, rest)
+    weight = TwoSided(each, q, None, rest, mu, shares)
     image, hermitian = linear_map.adjoint(q), linear_map.is_hermitian
     remainder = outside(q, None, linear_map(mu if hermitian else rest))
     samples = remainder * rest.conj()

@@ -74,7 +74,6 @@ from traceax._linalg.columns import (
     largest_modulus,
     mean,
     over,
-    row_dots,
     row_norms_squared,
     squared_modulus,
     summed,
@@ -181,24 +180,13 @@ def estimate_by_nystrom(
     return call.finish(algorithm, blocks, method=method, spent=spent, degrees=degrees)
 
 
-class ProbesOfProducts(NamedTuple):
-    """The probes of an estimate with second matvecs.
-
-    `blocks` are Omega_1, whose images get second matvecs, and Omega_2, whose images do not.
-    `spent` is the number of matvecs that all of it costs, and `degrees` the degrees of
-    freedom of the error bar.
-    """
-
-    blocks: tuple[Inexact[Array, "n a"], Inexact[Array, "n b"]]
-    spent: int
-    degrees: int
-
-
 def draw_for_products(
     call: Call, cost: int = 1, fewest: float = FEWEST_PROBES
-) -> ProbesOfProducts:
+) -> tuple[Blocks, int, int]:
     """Draw the probes for a budget of which a quarter goes to second matvecs.
 
+    Return Omega_1, whose images get second matvecs, and Omega_2, whose images do not, the
+    number of matvecs that all of it costs, and the degrees of freedom of the error bar.
     `cost` and `fewest` are those arguments of `estimate_by_nystrom`. In single precision at
     most 3n/4 matvecs are spent. With more of them, rounding makes the remainders, which
     are small then, too large.
@@ -209,7 +197,7 @@ def draw_for_products(
     again = count // 4 if count >= fewest else 0
     (block,) = call.draw(count - again)
     blocks = block[:, :again], block[:, again:]
-    return ProbesOfProducts(blocks, count * cost, max(count - again - 1, 1))
+    return blocks, count * cost, max(count - again - 1, 1)
 
 
 class Products(NamedTuple):
@@ -295,9 +283,7 @@ def products_of_sketch(sketch: Block, block: Block) -> Products:
     return known._replace(images=over(sketch, known.divisor))
 
 
-def _trace(
-    linear_map: LinearMap, probes: Blocks, *, resphere: bool, mixed: bool
-) -> Outcome:
+def _trace(linear_map: LinearMap, probes: Blocks, resphere: bool, mixed: bool) -> Outcome:
     known = products(linear_map, *probes)
     near = near_diagonal(known.block, known.sketch) if mixed else None
     value, error, weights = value_and_error(known, resphere=resphere, near=near)
@@ -365,14 +351,18 @@ def value_and_error(
     The third result are weights of the samples, 1 unless the forms of `near` are better.
     """
     (n, k), both = known.block.shape, known.fits(known.test)
-    (traces, ranks), (remainders, lengths) = jax.vmap(_parts)(both)
+    without = jax.vmap(lambda fit: (fit.traces, fit.remainders))
+    (traces, ranks), (remainders, lengths) = without(both)
     factors = (n - ranks) / lengths if resphere else jnp.ones(k, traces.dtype)
     samples, weights = traces + factors * remainders, jnp.ones(k, factors.dtype)
     roundoff = 4 * known.eps * known.test.shape[1] ** 0.5
     rounding = roundoff * mean(samples) + NOISES * both.noise[0]
     error = jnp.full_like(rounding, jnp.inf)
     if k > 1:
-        pairs, real = _of_pairs(both, n, resphere), not jnp.iscomplexobj(known.test)
+        # The samples without each pair of probes, indexed [i, j]; j evaluates.
+        (traces, ranks), (rests, sizes) = jax.vmap(_parts_of_pairs)(both)
+        pairs = traces + ((n - ranks) / sizes if resphere else 1) * rests
+        real = not jnp.iscomplexobj(known.test)
         if near is not None:
             weights, forms = _weights(pairs, near, real), near.samples(known.eps)
             plain = forms.values.real
@@ -399,18 +389,8 @@ def _weights(pairs: Float[Array, "k k"], near: NearDiagonal, real: bool) -> OfPr
     k = len(pairs)
     deviations = pairs - jackknife.mean_of_others(pairs)[:, None]
     spread = jackknife.mean_of_others(deviations**2) * ((k - 1) / (k - 2))
-    ratio = near.variance(real=real) / jnp.maximum(spread, jnp.finfo(spread.dtype).tiny)
-    return jnp.clip((ratio - 0.2) / 0.3, 0, 1)
-
-
-def _parts(fit: Fit) -> tuple[OfProbes, OfProbes]:
-    return fit.traces, fit.remainders
-
-
-def _of_pairs(both: Fit, n: int, resphere: bool) -> Float[Array, "k k"]:
-    """Return the samples without each pair of probes, indexed [i, j]; j evaluates."""
-    (traces, ranks), (remainders, lengths) = jax.vmap(_parts_of_pairs)(both)
-    return traces + ((n - ranks) / lengths if resphere else 1) * remainders
+    ratio = near.off * near.excess / jnp.maximum(spread, jnp.finfo(spread.dtype).tiny)
+    return jnp.clip(((2 if real else 1) * ratio - 0.2) / 0.3, 0, 1)
 
 
 def _parts_of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]:
@@ -436,10 +416,11 @@ def leaf_by_leaf(
     these `weights`, and the quadratic forms w_jL* (A w_j)_L, with weights 1 - `weights`.
     """
     (n, k), fitted = known.block.shape, known.fitted
-    *of_leaves, counts = (
+    grams, tested = (
         jax.ops.segment_sum(x, np.asarray(leaves.places), leaves.count)
-        for x in _of_leaves(fitted.left, known, structure)
+        for x in _of_leaves(fitted.left, known.block, structure)
     )
+    forms = leaves(known.block.conj() * known.sketch).real
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
     roots = jnp.sqrt(fitted.squares)
 
@@ -454,24 +435,20 @@ def leaf_by_leaf(
         of_two = weights[None, :] * (whole - pairs.removed(forms) + rest)
         return mean(samples), jackknife.mean_of_others(of_two + plain[None, :])
 
-    values, replicates = jax.lax.map(of_leaf, tuple(of_leaves))
+    values, replicates = jax.lax.map(of_leaf, (grams, tested, forms))
+    counts = jnp.asarray(np.bincount(leaves.places, leaves.sizes), values.dtype)
     rounding = 4 * known.eps * summed(values) + NOISES * fitted.noise
     rounding = counts / n * rounding + 4 * known.eps * jnp.abs(values)
     error = jackknife.jackknife_error(replicates, rounding)
     return times(known.scale, values), times(known.scale, error)
 
 
-def _of_leaves(
-    left: Inexact[Array, "n m"], known: Products, structure: Structure
-) -> tuple[Array, Array, Array, Float[Array, " leaves"]]:
-    """Return F_L* F_L, W_L* F_L, the quadratic forms w_jL* (A w_j)_L, and the number of
-    rows, for each leaf."""
+def _of_leaves(left: Array, block: Block, structure: Structure) -> tuple[Array, Array]:
+    """Return F_L* F_L and W_L* F_L for each leaf."""
     leaves = jax.tree.leaves(structure)
     as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
-    rows = [unflatten_rows(x.T, as_they_are) for x in (left, known.block, known.sketch)]
+    rows = [unflatten_rows(x.T, as_they_are) for x in (left, block)]
     rows = [[leaf.reshape(leaf.shape[0], -1) for leaf in block] for block in rows]
-    grams = jnp.stack([dot(f.conj(), f.T) for f in rows[0]])
-    tested = jnp.stack([dot(w.conj(), f.T) for f, w, _ in zip(*rows, strict=True)])
-    forms = [row_dots(y, w).real for _, w, y in zip(*rows, strict=True)]
-    counts = jnp.asarray([leaf.size for leaf in leaves], left.real.dtype)
-    return grams, tested, jnp.stack(forms), counts
+    grams = [dot(f.conj(), f.T) for f in rows[0]]
+    tested = [dot(w.conj(), f.T) for f, w in zip(*rows, strict=True)]
+    return jnp.stack(grams), jnp.stack(tested)

@@ -27,9 +27,12 @@ about v/(k - 3) times theta_i^2. The best theta_i is used, for v from the other 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float
 
 from traceax._estimators.readouts import Samples
 from traceax._linalg.columns import (
@@ -65,13 +68,9 @@ class NearDiagonal(eqx.Module):
         return (1 - self.share) / (1 - self.share + self.share / self._others)
 
     @property
-    def variances(self) -> OfProbes:
-        """The variance of f_i, over the variance of w_i* A w_i."""
-        return self.share * (1 + self.theta / self._others)
-
-    def variance(self, *, real: bool) -> OfProbes:
-        """Return the variance of f_i of a Hermitian operator."""
-        return (2 if real else 1) * self.off * (1 + self.theta / self._others)
+    def excess(self) -> OfProbes:
+        """The variance of f_i, over the variance that entries off the diagonal cause."""
+        return 1 + self.theta / self._others
 
     @property
     def _others(self) -> float:
@@ -93,33 +92,26 @@ class NearDiagonal(eqx.Module):
         lengths = squares_of(self.probes)
         factors = (weights * self.theta)[None, :] * (lengths - 1)
         factors = factors / _positive(_others(lengths))
-        others = jnp.sum(factors, axis=1)[:, None] - factors
-        return times(self.probes, weights[None, :] - others)
+        return times(self.probes, weights[None, :] - _others(factors))
 
 
 def off_diagonal(probes: Block, products: Block) -> Number:
     """Return an estimate of |A - diag A|_F^2, from `products` = A Omega."""
-    sums = (squares_of(probes), squares_of(products), probes.conj() * products)
-    return _off(*(jnp.sum(x, axis=1) for x in sums), count=probes.shape[1])
+    return _off(probes, products, partial(jnp.sum, axis=1), probes.shape[1])
 
 
-def _off(
-    lengths: Float[Array, "n ..."],
-    squares: Float[Array, "n ..."],
-    forms: Inexact[Array, "n ..."],
-    count: int,
-) -> Float[Array, "..."]:
-    """Return the same from the sums M, Q and S of each row. It is at least rounding."""
-    whole, eps = lengths * squares, float(jnp.finfo(lengths.dtype).eps)
-    off = jnp.sum(whole - squares_of(forms), axis=0)
-    return jnp.maximum(off, 2 * eps * jnp.sum(whole, axis=0)) / (count * (count - 1))
+def _off(probes: Block, products: Block, sums: Callable[[Array], Array], k: int) -> Array:
+    """Return the same from the sums M, Q and S of k probes. It is at least rounding."""
+    forms, eps = probes.conj() * products, float(jnp.finfo(probes.dtype).eps)
+    whole = sums(squares_of(probes)) * sums(squares_of(products))
+    off = jnp.sum(whole - squares_of(sums(forms)), axis=0)
+    return jnp.maximum(off, 2 * eps * jnp.sum(whole, axis=0)) / (k * (k - 1))
 
 
 def near_diagonal(probes: Block, products: Block) -> NearDiagonal:
     """Say how diagonal an operator is, from `products` = A Omega over some scale."""
-    k, forms = probes.shape[1], probes.conj() * products
-    sums = (squares_of(probes), squares_of(products), forms)
-    off = _off(*map(_others, sums), count=k - 1)
+    k = probes.shape[1]
+    off = _off(probes, products, _others, k - 1)
     along = squares_of(column_dots(probes, products)) / column_norms_squared(probes)
     across = jnp.maximum(column_norms_squared(products) - along, 0)
     across = sums_of_others(across) / (k - 1)

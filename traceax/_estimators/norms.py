@@ -88,13 +88,10 @@ def row_norms_squared(
     if call.is_exact:
         return call.exact_by(_squares, structure)
     call = call.measured()
-    k = call.num_matvecs // cost
+    k, algorithm = call.num_matvecs // cost, partial(_row_norms, resphere=call.resphere)
+    degrees, probes = jackknife.independent_degrees_of_freedom(k), call.draw(k)
     return call.finish(
-        partial(_row_norms, resphere=call.resphere),
-        call.draw(k),
-        spent=cost * k,
-        degrees=jackknife.independent_degrees_of_freedom(k),
-        structure=structure,
+        algorithm, probes, spent=cost * k, degrees=degrees, structure=structure
     )
 
 
@@ -182,12 +179,6 @@ def _row_norms(
     samples = known + readout.remainders(remainder)
     sizes = mean(jnp.abs(samples))
     rounding = 4 * linear_map.eps_of(block, first) * (sizes + mean(sizes))
-    n, k = block.shape
-    if k < 3:
-        error = jackknife.standard_error(samples, rounding)
-    else:
-        w, lengths = dot(q.conj().T, block), column_norms_squared(loo.mu)
-        pairs = jackknife.pairs_of_probes(s, w, lengths, n - k + 2 if resphere else None)
-        replicates = jackknife.row_norm_replicates(pairs, known, dot(image, s), remainder)
-        error = jackknife.jackknife_error(replicates, rounding)
+    read = known, dot(image, s), remainder
+    error = loo.error(samples, rounding, jackknife.row_norm_replicates, *read)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)

@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.vectors import Structure, common_dtype, in_rows
+from traceax._linalg import jackknife
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import (
     Block,
@@ -53,11 +54,11 @@ from traceax._linalg.columns import (
     summed,
     times,
 )
-from traceax._linalg.jackknife import root_design_effect, standard_error
 from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
 Rows = Inexact[Array, "n ..."]
 Reduction = Callable[[Rows], Any]
+ValueAndError = tuple[Inexact[Array, "*values"], Float[Array, "*values"]]
 
 
 class LeaveOneOut(NamedTuple):
@@ -66,24 +67,45 @@ class LeaveOneOut(NamedTuple):
     Each column of a block, and each entry of a vector, belongs to one probe. In the
     notation of this file, `directions` are the s_i, `x` the x_i, `mu` the mu_i, and
     `resphering` the factors c_i, which are 1 if the probes are not resphered. `distances`
-    are the distances of the columns of the sketch from the span of the others.
+    are the distances of the columns of the sketch from the span of the others, and `inside`
+    is Q* Omega. If `resphere` is False, the probes are not resphered.
     """
 
     probes: Block
+    sketch: Block
     basis: Basis
     directions: Inexact[Array, "k k"]
     distances: OfProbes
+    inside: Inexact[Array, "k k"]
     x: Inexact[Array, "k k"]
     mu: Block
     resphering: OfProbes
+    resphere: bool
+
+    @property
+    def pairs(self) -> jackknife.EveryPair:
+        """Return what the replicates need of all pairs of probes."""
+        blocks = self.directions, self.inside, self.mu
+        return jackknife.pairs_of_probes(*blocks, self.resphere)
+
+    def error(
+        self, samples: Array, rounding: Array, means: Callable[..., Array], *read: Array
+    ) -> Float[Array, "*values"]:
+        """Return the error of the mean of samples that share probes, by the jackknife.
+
+        `means(pairs, *read)` are the means without one probe. With two probes the
+        samples are taken for independent ones.
+        """
+        if samples.shape[-1] < 3:
+            return jackknife.standard_error(samples, rounding)
+        return jackknife.jackknife_error(means(self.pairs, *read), rounding)
 
 
-def leave_one_out(sketch: Block, probes: Block, *, resphere: bool) -> LeaveOneOut:
-    return leave_one_out_of(orthonormalise(sketch), probes, resphere=resphere)
-
-
-def leave_one_out_of(basis: Basis, probes: Block, *, resphere: bool) -> LeaveOneOut:
-    """Leave each probe out, given a `basis` of the sketch of `probes`."""
+def leave_one_out(
+    sketch: Block, probes: Block, *, resphere: bool, basis: Basis | None = None
+) -> LeaveOneOut:
+    """Leave each probe out, given the sketch of `probes`, and a basis if it is known."""
+    basis = orthonormalise(sketch) if basis is None else basis
     n, k = probes.shape
     s, distances = downdate(basis)
     w = dot(basis.columns.conj().T, probes)
@@ -91,7 +113,8 @@ def leave_one_out_of(basis: Basis, probes: Block, *, resphere: bool) -> LeaveOne
     mu = probes - dot(basis.columns, x)
     lengths = column_norms_squared(mu)
     resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
-    return LeaveOneOut(probes, basis, s, distances, x, mu, resphering)
+    parts = s, distances, w, x, mu, resphering, resphere
+    return LeaveOneOut(probes, sketch, basis, *parts)
 
 
 def outside(
@@ -124,29 +147,30 @@ class Samples(eqx.Module):
         """Reduce the rows of the diagonal, for example to sums over leaves."""
         return Samples(fn(self.values), fn(self.rounding), self.scale, self.sharing)
 
-    def value_and_error(
-        self, weights: OfProbes | None = None
-    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
+    def value_and_error(self, weights: OfProbes | None = None) -> ValueAndError:
         """Return the mean of the samples and its error bar for each entry.
 
         If there are `weights`, which sum to 1, the mean is a weighted one.
         """
         values, scale = self.values, self.scale
         sharing = jnp.asarray(self.sharing, self.rounding.dtype)
-        error = standard_error(times(jnp.sqrt(sharing), values), self.rounding)
+        error = jackknife.standard_error(times(jnp.sqrt(sharing), values), self.rounding)
         if weights is None:
             return times(scale, mean(values)), scale * error
-        error = root_design_effect(weights) * error
+        error = jackknife.root_design_effect(weights) * error
         return times(scale, dot(values, weights.astype(values.dtype))), scale * error
 
 
-def independent(products: Block, scale: Number, eps: Any, hermitian: bool) -> Samples:
-    """Return Hutchinson's samples of a diagonal, which are independent.
+def independent(
+    forms: Block, scale: Number, eps: Any, hermitian: bool, reduce: Reduction
+) -> Samples:
+    """Return Hutchinson's samples of a diagonal, or of sums over it, which are independent.
 
-    The columns of `products` are conj(w_i) o A w_i, divided by `scale`.
+    The columns of `forms` are conj(w_i) o A w_i. They are divided by `scale`.
     """
-    values = products.real if hermitian else products
-    return Samples(values, 4 * eps * mean(jnp.abs(products)), scale, 1.0)
+    forms = over(forms, scale)
+    rounding = 4 * eps * mean(jnp.abs(forms))
+    return Samples(forms.real if hermitian else forms, rounding, scale, 1.0).reduced(reduce)
 
 
 class Reduce(NamedTuple):
@@ -262,16 +286,22 @@ def trace_pairs(
     return Pairs(jnp.hstack([kept, tested]), jnp.hstack([q, loo.mu]))
 
 
+def applied(subject: Callable[[Array], Array], block: Array) -> Array:
+    """Read a subject that is a function of blocks."""
+    return subject(block)
+
+
 class Batches(eqx.Module):
     """The sum of `read(subject, block)` over batches of probes, divided by `lengths`.
 
     `lengths` is the number of probes, or for each row the sum of |z|^2 over the probes. The
-    subject is a `LinearMap`, or any other object that `read` can apply to a block.
+    subject is a `LinearMap`, or any other object that `read` can apply to a block. By
+    default the subject is called.
     """
 
     probes: Stream
     lengths: Float[Array, "..."]
-    read: Callable[[Any, Array], Array] = eqx.field(static=True)
+    read: Callable[[Any, Array], Array] = eqx.field(static=True, default=applied)
 
     def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Array:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)
@@ -289,16 +319,16 @@ class TwoSided(eqx.Module):
     P_i = Q (I - s_i s_i*) Q*. The s_i are in `directions`, which is None if P = Q Q* serves
     all probes. `tested` holds mu_i = (I - P_i) w_i. The random part is of second order in
     what P misses. With one-sided projections, diag(P B) + conj(w) o (I - P) B w, it is of
-    first order: on tangents this is as bad as having no sketch. With H = Q* B Q, and
-    `forward` the sum of the shares, the first term is
+    first order: on tangents this is as bad as having no sketch. With H = Q* B Q the first
+    term is
 
         diag( Q K (Q* B) + (B Q K - Q E) Q* ),    K = sum of shares (I - s_i s_i*),
         E = sum of shares (I - s_i s_i*) H (I - s_i s_i*).
 
     If a part of the estimate is Hutchinson's, `plain` holds the weights of its samples
     conj(w_i) o B w_i, and B w_i = B mu_i + B Q x_i. If the whole estimate is Hutchinson's,
-    other probes take the place of Q, with the weight `adjoint`, and the w_i take the place
-    of the mu_i. Then `forward` and `shares` are zero, and `x` is None.
+    other probes q_j take the place of Q, whose samples q_j o conj(B* q_j) have the weight
+    `adjoint`. Then the w_i take the place of the mu_i, `shares` are zero, and `x` is None.
     """
 
     reduce: Reduction = eqx.field(static=True)
@@ -307,10 +337,9 @@ class TwoSided(eqx.Module):
     probes: Inexact[Array, "n l"]
     tested: Inexact[Array, "n l"]
     shares: Float[Array, " l"]
-    forward: Number
-    adjoint: Number
     plain: Float[Array, " l"] | None = None
     x: Inexact[Array, "k l"] | None = None
+    adjoint: Number | None = None
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, "..."]:
         coimage = linear_map.adjoint(self.basis)
@@ -322,6 +351,8 @@ class TwoSided(eqx.Module):
         if self.plain is not None:
             products = products if self.x is None else products + dot(image, self.x)
             rows += row_dots(products, times(self.probes, self.plain[None, :]))
+        if self.adjoint is not None:
+            rows += row_dots(times(self.adjoint, self.basis), coimage)
         return self.reduce(rows)
 
     def known(self, image: Block, coimage: Block) -> Inexact[Array, " n"]:
@@ -331,11 +362,12 @@ class TwoSided(eqx.Module):
         if s is None:
             return row_dots(q, coimage) + row_dots(image - dot(q, h), q)
         weighted = times(self.shares[:, None], s.conj().T)
-        core = times(self.forward, h) - dot(s, dot(weighted, h)) - dot(h, s, weighted)
-        core = core + dot(s * column_dots(s, dot(h, s))[None, :], weighted)
-        kept = times(self.adjoint, q) - dot(q, s, weighted)
-        kept_image = times(self.forward, image) - dot(image, s, weighted)
-        return row_dots(kept, coimage) + row_dots(kept_image - dot(q, core), q)
+        removed = dot(s, weighted)
+        kept = times(summed(self.shares), jnp.eye(len(h), dtype=h.dtype)) - removed
+        inside = dot(s * column_dots(s, dot(h, s))[None, :], weighted)
+        core = dot(kept, h) - dot(h, removed) + inside
+        left = dot(image, kept) - dot(q, core)
+        return row_dots(dot(q, kept), coimage) + row_dots(left, q)
 
 
 def two_sided(
@@ -343,12 +375,11 @@ def two_sided(
 ) -> TwoSided:
     """Return the readout in which each probe is left out of its own projector.
 
-    `shares` are weights of the probes that sum to 1, by default equal ones.
+    `shares` are weights of the probes, by default equal ones that sum to 1.
     """
     k, dtype = loo.probes.shape[1], loo.probes.real.dtype
     shares = jnp.full(k, 1 / k, dtype) if shares is None else shares.astype(dtype)
-    one, q = jnp.ones((), dtype), loo.basis.columns
-    return TwoSided(reduce, q, loo.directions, loo.probes, loo.mu, shares, one, one)
+    return TwoSided(reduce, loo.basis.columns, loo.directions, loo.probes, loo.mu, shares)
 
 
 class Squares(eqx.Module):

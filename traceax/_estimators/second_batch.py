@@ -54,14 +54,14 @@ equally good if t_i lies between .9 and 1. In the notation of `nystrom`, with K 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
@@ -82,6 +82,7 @@ from traceax._estimators.readouts import (
     Reduction,
     Samples,
     TwoSided,
+    ValueAndError,
     each,
     independent,
     leave_one_out,
@@ -91,7 +92,6 @@ from traceax._estimators.readouts import (
 )
 from traceax._estimators.xdiag import estimate_by_xnysdiag, xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
-from traceax._linalg import jackknife
 from traceax._linalg.columns import (
     Block,
     Number,
@@ -113,19 +113,10 @@ from traceax._probes.samplers import rademacher
 # one. Then samples take the place of a sketch only if they are clearly better.
 DECISIVE = 6
 
-Tree = TypeVar("Tree")
-ValueAndError = tuple[Array, Array]
 
-
-class BothBatches(eqx.Module):
-    """The probes of the first batch, fresh probes F for the second batch, and u.
-
-    `uniform` is the number u on [0, 1) that selects the second batch.
-    """
-
-    first: Block
-    fresh: Block
-    uniform: Number
+# The probes of the first batch, fresh probes F for the second batch, and the number u on
+# [0, 1) that selects the second batch.
+BothBatches = tuple[Block, Block, Number]
 
 
 def xtrace_or_hutchinson(call: Call) -> Estimate:
@@ -148,77 +139,61 @@ def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Es
     sketch_key, fresh_key, uniform_key = jax.random.split(call.key, 3)
     first = draw(call.name, call.source, sketch_key, call.operator, k)
     fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
-    uniform = jax.random.uniform(uniform_key, (), first.real.dtype)
-    probes, space = BothBatches(first, fresh, uniform), reduce.structure
+    probes = first, fresh, jax.random.uniform(uniform_key, (), first.real.dtype)
+    space = reduce.structure
     return call.finish(
         algorithm, probes, method=method, spent=2 * k, degrees=k - 1, structure=space
     )
-
-
-class Choice(NamedTuple):
-    """Whether the second batch is A Q, and weights of the probes, which sum to 1."""
-
-    sketches: Bool[Array, ""]
-    weights: OfProbes
-
-    def select(self, sketched: Tree, sampled: Tree) -> Tree:
-        """Return `sketched` if the second batch is A Q, else `sampled`."""
-        return jax.tree.map(partial(jnp.where, self.sketches), sketched, sampled)
 
 
 def sketched_or_sampled_trace(
     linear_map: LinearMap, probes: BothBatches, *, resphere: bool
 ) -> Outcome:
     """Estimate the trace from Y = A Omega and one of A Q and A F."""
-    first, fresh = probes.first, probes.fresh
+    first, fresh, uniform = probes
     sketch = linear_map(first)
     eps = linear_map.eps_of(first, sketch)
     loo = leave_one_out(sketch, first, resphere=resphere)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
-    choice = choose(trace_weights(loo, near), probes.uniform)
-    weights = choice.weights
-    image = linear_map(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    value, error = xtrace_of(loo, sketch, image, eps, resphere=resphere, weights=weights)
-    sketched = value, jackknife.root_design_effect(weights) * error
-
-    scale = loo.basis.scale
-    forms = over(fresh.conj() * image, scale)
+    select, weights = choose(trace_weights(loo, near), uniform)
+    image = linear_map(select(loo.basis.columns, fresh))
+    sketched, scale = xtrace_of(loo, image, eps, weights), loo.basis.scale
     sampled = half_of_each(
         replace(near.samples(eps), scale=scale).value_and_error(weights),
-        independent(forms, scale, eps, False).reduced(total).value_and_error(),
+        independent(fresh.conj() * image, scale, eps, False, total).value_and_error(),
     )
-    value, error = choice.select(sketched, sampled)
     halves = fresh / (2 * fresh.shape[1]), near.left(weights / 2)
     plain = Pairs(jnp.hstack(halves), jnp.hstack([fresh, first]))
-    return Outcome(value, error, choice.select(trace_pairs(loo, weights), plain))
+    readout = select(trace_pairs(loo, weights), plain)
+    return Outcome(*select(sketched, sampled), readout=readout)
 
 
 def sketched_or_sampled_diagonal(
     linear_map: LinearMap, probes: BothBatches, *, reduce: Reduction
 ) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
-    first, fresh = probes.first, probes.fresh
+    first, fresh, uniform = probes
     sketch = linear_map(first)
     eps = linear_map.eps_of(first, sketch)
     hermitian = linear_map.is_hermitian
     loo = leave_one_out(sketch, first, resphere=False)
     near = near_diagonal(first, over(sketch, loo.basis.scale))
-    choice = choose(diagonal_weights(loo, near), probes.uniform)
-    weights = choice.weights
-    image = linear_map.adjoint(jnp.where(choice.sketches, loo.basis.columns, fresh))
-    samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
+    select, weights = choose(diagonal_weights(loo, near), uniform)
+    image = linear_map.adjoint(select(loo.basis.columns, fresh))
+    samples = xdiag_samples(loo, image, eps, reduce, hermitian)
     sketched = samples.value_and_error(weights)
 
-    def samples_of(forms: Block) -> Samples:
-        scale = loo.basis.scale
-        return independent(over(forms, scale), scale, eps, hermitian).reduced(reduce)
-
+    how = loo.basis.scale, eps, hermitian, reduce
     sampled = half_of_each(
-        samples_of(first.conj() * sketch).value_and_error(weights),
-        samples_of(fresh * image.conj()).value_and_error(),
+        independent(first.conj() * sketch, *how).value_and_error(weights),
+        independent(fresh * image.conj(), *how).value_and_error(),
     )
-    value, error = choice.select(sketched, sampled)
-    return Outcome(value, error, _selected_readout(reduce, choice, loo, fresh))
+    # The readout of the samples, and that of XDiag, in the same blocks.
+    none, half = jnp.zeros_like(weights), weights / 2
+    each, blocks = jnp.full_like(eps, 0.5 / half.size), (loo.directions, first, first)
+    plain = TwoSided(reduce, fresh, *blocks, shares=none, plain=half, adjoint=each)
+    readout = replace(two_sided(loo, reduce, weights), plain=none, adjoint=0 * each)
+    return Outcome(*select(sketched, sampled), readout=select(readout, plain))
 
 
 def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
@@ -226,24 +201,26 @@ def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
     return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
 
 
-def choose(weights: OfProbes, uniform: Number) -> Choice:
-    """Select the second batch at random. `weights` are the a_i, and `uniform` is u."""
+def choose(weights: OfProbes, uniform: Number) -> tuple[Callable[..., Any], OfProbes]:
+    """Select the second batch at random. `weights` are the a_i, and `uniform` is u.
+
+    Return a function that selects the first of two trees if the second batch is A Q, else
+    the second, and weights of the probes, which sum to 1.
+    """
     # The comparison is with a sum, not a mean. So if all weights are 1, the sketch is
     # selected whatever the rounding.
     sketches = uniform * weights.shape[0] < summed(weights)
-    return Choice(sketches, of_sum_one(jnp.where(sketches, weights, 1 - weights)))
-
-
-def of_sum_one(weights: OfProbes) -> OfProbes:
-    """Divide the weights by their sum. If all are zero, they stay zero."""
-    return weights / jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
+    weights = jnp.where(sketches, weights, 1 - weights)
+    # If all weights are zero, they stay zero.
+    whole = jnp.maximum(summed(weights), jnp.finfo(weights.dtype).tiny)
+    return partial(jax.tree.map, partial(jnp.where, sketches)), weights / whole
 
 
 def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     """Return the weights a_i of the estimates of a trace."""
     k = near.share.size
     least = 0.2 + 0.9 / k**0.5 if k >= DECISIVE else 1.2
-    sampled = (near.variances + near.share) / 2
+    sampled = near.share * (near.excess + 1) / 2
     shares = missed_shares(loo, near.products) / sampled
     return jnp.clip(1 - (shares - least) / 0.3, 0, 1)
 
@@ -256,23 +233,18 @@ def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
     return jnp.clip(1 - (shares - least) / 0.2, 0, 1)
 
 
-def missed_shares(
-    loo: LeaveOneOut, products: Block, *, of_diagonal: bool = False
-) -> OfProbes:
+def missed_shares(loo: LeaveOneOut, products: Block, of_diagonal: bool = False) -> OfProbes:
     """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
     `products` is Y over the scale of the basis.
     For a trace the part of r_ij along mu_ij is left out, and for a diagonal the part along
     w_j. Both are known from r_ij* w_j = r_ij* mu_ij.
     """
-    s, w = loo.directions, loo.probes
-    overlap = dot(s.conj().T, s)
-    inverse = 1 / jackknife.one_minus_squared_modulus(overlap)
-    sw = dot(s.conj().T, dot(loo.basis.columns.conj().T, w))
-    own = diagonal_of(sw)[None, :]
-    # These are a u_ij* Q* w_j and a t_ij* Q* w_j.
-    uw, tw = sw - overlap * own, own - overlap.conj() * sw
-    lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(uw) * inverse
+    s, overlap, inverse, tests, _ = loo.pairs
+    w, own = loo.probes, column_dots(s, loo.inside)[None, :]
+    # `tests` are a u_ij* Q* w_j, and these are a t_ij* Q* w_j.
+    tw = own - overlap.conj() * (tests + overlap * own)
+    lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(tests) * inverse
     if of_diagonal:
         lengths = column_norms_squared(w)[None, :]
     across = 1 - squared_modulus(tw) * inverse / lengths
@@ -291,25 +263,6 @@ def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfPr
     whole = dot(others, column_norms_squared(sketch) - along)
     missed = summed(others * missed)
     return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
-
-
-def _selected_readout(
-    reduce: Reduction, choice: Choice, loo: LeaveOneOut, fresh: Block
-) -> TwoSided:
-    """Return the readout of the diagonal, made from the blocks of the selected estimate."""
-    sketches, weights = choice
-    forward, k = sketches.astype(weights.dtype), weights.shape[0]
-    return TwoSided(
-        reduce,
-        jnp.where(sketches, loo.basis.columns, fresh),
-        loo.directions,
-        loo.probes,
-        tested=jnp.where(sketches, loo.mu, loo.probes),
-        shares=forward * weights,
-        forward=forward,
-        adjoint=forward + (1 - forward) / (2 * k),
-        plain=(1 - forward) * weights / 2,
-    )
 
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
@@ -381,7 +334,8 @@ def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
     """
     share, a = mean(weights), weights[None, :]
     sketched = xnysdiag_samples(known, fitted)
-    sampled = independent(known.block.conj() * known.sketch, known.scale, known.eps, True)
+    forms, unit = known.block.conj() * known.sketch, jnp.ones_like(known.scale)
+    sampled = independent(forms, unit, known.eps, True, each)
     values = a * sketched.values + (1 - a) * sampled.values
     rounding = share * sketched.rounding + (1 - share) * sampled.rounding
     return Samples(values, rounding, known.scale, 1 + share)
@@ -390,8 +344,6 @@ def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
 def _shared_readout(known: Products, reduce: Reduction, weights: OfProbes) -> TwoSided:
     """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)
-    share, sketched = mean(weights), two_sided(loo, reduce, of_sum_one(weights))
-    fields = lambda w: (w.shares, w.forward, w.adjoint, w.plain, w.x)  # noqa: E731
-    rest = (1 - weights) / weights.shape[0]
-    new = share * sketched.shares, share, share, rest, loo.x
-    return eqx.tree_at(fields, sketched, new, is_leaf=lambda x: x is None)
+    k = weights.size
+    sketched = two_sided(loo, reduce, weights / k)
+    return replace(sketched, plain=(1 - weights) / k, x=loo.x)

@@ -61,7 +61,6 @@ from traceax._linalg.columns import (
     Block,
     Number,
     column_dots,
-    column_norms_squared,
     dot,
     mean,
     over,
@@ -126,9 +125,8 @@ def xdiag(
     **See also**: `diagonal`, `xnysdiag`, `hutchinson_diagonal`.
     """
     call = begin("xdiag", operator, key, num_matvecs, least=2, sampler=sampler)
-    if call.is_exact:
-        return call.exact(by_row(call.operator))
-    return estimate_by_xdiag(call, by_row(call.operator))
+    reduce = by_row(call.operator)
+    return call.exact(reduce) if call.is_exact else estimate_by_xdiag(call, reduce)
 
 
 def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
@@ -148,40 +146,31 @@ def _xdiag(linear_map: LinearMap, probes: tuple[Block], *, reduce: Reduction) ->
     loo = leave_one_out(sketch, block, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
     eps, hermitian = linear_map.eps_of(block, sketch), linear_map.is_hermitian
-    samples = xdiag_samples(loo, sketch, image, eps, reduce, hermitian=hermitian)
-    value, error = samples.value_and_error()
-    return Outcome(value, error, two_sided(loo, reduce))
+    samples = xdiag_samples(loo, image, eps, reduce, hermitian)
+    return Outcome(*samples.value_and_error(), two_sided(loo, reduce))
 
 
 def xdiag_samples(
-    loo: LeaveOneOut,
-    sketch: Block,
-    image: Block,
-    eps: Number | float,
-    reduce: Reduction,
-    *,
-    hermitian: bool,
+    loo: LeaveOneOut, image: Block, eps: Number | float, reduce: Reduction, hermitian: bool
 ) -> Samples:
     """Return the samples of XDiag, computed from Y = A Omega and A* Q.
 
-    `sketch` is Y and `image` is A* Q. `eps` is the rounding error of a matvec. If `reduce`
-    sums rows, the samples are sums of XDiag's.
+    `image` is A* Q. `eps` is the rounding error of a matvec. If `reduce` sums rows, the
+    samples are sums of XDiag's.
     """
     q, scale = loo.basis.columns, loo.basis.scale
-    image, sketch = over(image, scale), over(sketch, scale)
-    samples = _two_sided(loo, image, sketch) if hermitian else _one_sided(loo, image)
+    loo, image = loo._replace(sketch=over(loo.sketch, scale)), over(image, scale)
+    samples = _two_sided(loo, image) if hermitian else _one_sided(loo, image)
     lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
     rounding = lengths + mean(jnp.abs(samples)) + jnp.linalg.norm(image) / q.shape[0]
     samples = Samples(samples, 4 * eps * rounding, scale)
     if reduce is each:
         return samples
-    sharing = _sharing_of_sums(loo, sketch, image, hermitian=hermitian)
+    sharing = _sharing_of_sums(loo, image, hermitian=hermitian)
     return replace(samples.reduced(reduce), sharing=sharing)
 
 
-def _sharing_of_sums(
-    loo: LeaveOneOut, sketch: Block, image: Block, *, hermitian: bool
-) -> Number:
+def _sharing_of_sums(loo: LeaveOneOut, image: Block, *, hermitian: bool) -> Number:
     """Return by how much shared probes raise the variance V of the mean of sums over rows.
 
     Parts of the error that depend on many probes hardly matter for single entries, but they
@@ -203,17 +192,13 @@ def _sharing_of_sums(
     q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
     if k < 3:
         return jnp.full((), 2.0, loo.resphering.dtype)
-    h, w = dot(image.conj().T, q), dot(q.conj().T, loo.probes)
-    remainders = column_dots(loo.mu, sketch)
-    pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), None)
+    h, remainders = dot(image.conj().T, q), column_dots(loo.mu, loo.sketch)
+    inside, coimage = dot(q.conj().T, loo.sketch), None
     if hermitian:
-        coimage = dot(image.conj().T, loo.mu)
+        inside, coimage = inside - dot(h, loo.x), dot(image.conj().T, loo.mu)
         remainders = remainders - column_dots(coimage, loo.x)
-        read = dot(q.conj().T, sketch) - dot(h, loo.x), coimage, remainders
-        replicates = jackknife.xtrace_replicates(pairs, h, *read)
-    else:
-        read = dot(q.conj().T, sketch), remainders
-        replicates = jackknife.one_sided_replicates(pairs, h, *read)
+    read = h, inside, coimage, remainders
+    replicates = jackknife.xtrace_replicates(loo.pairs, *read)
     none = jnp.zeros((), loo.resphering.dtype)
     samples = remainders - column_dots(s, dot(h, s))
     spread = jackknife.standard_error(samples, none)
@@ -223,7 +208,7 @@ def _sharing_of_sums(
     return jnp.maximum(bound, 2)
 
 
-def _two_sided(loo: LeaveOneOut, image: Block, sketch: Block) -> Block:
+def _two_sided(loo: LeaveOneOut, image: Block) -> Block:
     q, s = loo.basis.columns, loo.directions
     h = dot(q.conj().T, image)
     beyond = image - dot(q, h)
@@ -231,7 +216,7 @@ def _two_sided(loo: LeaveOneOut, image: Block, sketch: Block) -> Block:
     v, n = dot(q, s), dot(beyond, s)
     inside = column_dots(s, dot(h, s)).real[None, :]
     removed = 2 * (v * n.conj()).real + squared_modulus(v) * inside
-    remainder = outside(q, s, sketch - dot(image, loo.x))
+    remainder = outside(q, s, loo.sketch - dot(image, loo.x))
     return known[:, None] - removed + (loo.probes.conj() * remainder).real
 
 
@@ -292,9 +277,8 @@ def xnysdiag(
     """
     call = begin("xnysdiag", operator, key, num_matvecs, sampler=sampler)
     check_semidefinite("xnysdiag", call.operator, "xdiag")
-    if call.is_exact:
-        return call.exact(by_row(call.operator))
-    return estimate_by_xnysdiag(call)
+    reduce = by_row(call.operator)
+    return call.exact(reduce) if call.is_exact else estimate_by_xnysdiag(call)
 
 
 def estimate_by_xnysdiag(

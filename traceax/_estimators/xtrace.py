@@ -25,7 +25,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
@@ -34,6 +34,7 @@ from traceax._estimators.call import Call, begin
 from traceax._estimators.readouts import (
     TOTAL,
     LeaveOneOut,
+    ValueAndError,
     leave_one_out,
     outside,
     trace_pairs,
@@ -128,26 +129,19 @@ def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> O
     loo = leave_one_out(sketch, block, resphere=resphere)
     images = linear_map(loo.basis.columns)
     eps = linear_map.eps_of(block, sketch)
-    value, error = xtrace_of(loo, sketch, images, eps, resphere=resphere)
-    return Outcome(value, error, trace_pairs(loo))
+    return Outcome(*xtrace_of(loo, images, eps), trace_pairs(loo))
 
 
 def xtrace_of(
-    loo: LeaveOneOut,
-    sketch: Block,
-    images: Block,
-    eps: Number | float,
-    *,
-    resphere: bool,
-    weights: OfProbes | None = None,
-) -> tuple[Inexact[Array, ""], Number]:
+    loo: LeaveOneOut, images: Block, eps: Number | float, weights: OfProbes | None = None
+) -> ValueAndError:
     """Return the value and its standard error, computed from Y = A Omega and A Q.
 
-    `sketch` is Y and `images` is A Q. `eps` is the rounding error of a matvec. If there are
+    `images` is A Q. `eps` is the rounding error of a matvec. If there are
     `weights`, which sum to 1, the value is the weighted mean of the samples.
     """
-    n, k = sketch.shape
     q, s, scale = loo.basis.columns, loo.directions, loo.basis.scale
+    sketch, k = loo.sketch, loo.sketch.shape[1]
     h = over(dot(q.conj().T, images), scale)
     coimage = over(dot(images.conj().T, loo.mu), scale)
     remainders = over(column_dots(loo.mu, sketch), scale) - column_dots(coimage, loo.x)
@@ -158,28 +152,22 @@ def xtrace_of(
     least = frobenius_norm(over(sketch, scale)) / k**0.5
     rounding = frobenius_norm(h) + mean(jnp.abs(resphered))
     rounding = 4 * eps * jnp.maximum(rounding, least)
-    if k < 3:
-        error = jackknife.standard_error(samples, rounding)
-    else:
-        w = dot(q.conj().T, loo.probes)
-        # `image` is Q* A mu_j and `coimage` is Q* A* mu_j. The first is computed from k x k
-        # matrices, without another product of tall blocks.
-        image = loo.basis.factor - dot(h, loo.x)
-        residual_rank = n - k + 2 if resphere else None
-        pairs = jackknife.pairs_of_probes(s, w, column_norms_squared(loo.mu), residual_rank)
-        replicates = jackknife.xtrace_replicates(pairs, h, image, coimage, remainders)
-        error = jackknife.jackknife_error(replicates, rounding)
-    if resphere and k > 1:
+    # `image` is Q* A mu_j and `coimage` is Q* A* mu_j. The first is computed from k x k
+    # matrices, without another product of tall blocks.
+    image = loo.basis.factor - dot(h, loo.x)
+    read = h, image, coimage, remainders
+    error = loo.error(samples, rounding, jackknife.xtrace_replicates, *read)
+    if loo.resphere and k > 1:
         missed = _missed(loo, over(sketch - dot(images, loo.x), scale), remainders)
         real = not jnp.iscomplexobj(sketch)
         error = jackknife.no_less_than_theory(error, missed, real=real)
-    value = mean(samples) if weights is None else summed(times(weights, samples))
-    return times(scale, value), scale * error
+    if weights is None:
+        return times(scale, mean(samples)), scale * error
+    error = jackknife.root_design_effect(weights) * error
+    return times(scale, summed(times(weights, samples))), scale * error
 
 
-def _missed(
-    loo: LeaveOneOut, products: Block, remainders: Inexact[Array, " k"]
-) -> OfProbes:
+def _missed(loo: LeaveOneOut, products: Block, remainders: Array) -> OfProbes:
     """Return c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with r_i = (I - P_i) A mu_i.
 
     This is the squared length of the part of r_i across mu_i, times c_i^2. The columns of

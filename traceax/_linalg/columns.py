@@ -11,7 +11,6 @@ these sums are, without cancellation (Chan, Golub and LeVeque 1983, for means),
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial, reduce
 
 import equinox as eqx
@@ -190,51 +189,43 @@ class Moments(eqx.Module):
     P and r are divided by `scale`, so that their squares do not overflow.
     """
 
-    numerator: Inexact[Array, " n"]
-    size: Float[Array, " n"]
-    mixed: Inexact[Array, " n"]
-    squares: Float[Array, " n"]
-    weight: Float[Array, " n"]
-    weight_squares: Float[Array, " n"]
+    numerator: Inexact[Array, "*n"]
+    size: Float[Array, "*n"]
+    mixed: Inexact[Array, "*n"]
+    squares: Float[Array, "*n"]
+    weight: Float[Array, "*n"]
+    weight_squares: Float[Array, "*n"]
     scale: Number
 
-    def value(self) -> Inexact[Array, " n"]:
+    def value(self) -> Inexact[Array, "*n"]:
         """Return the estimate v, divided by `scale`; zero if no sample has a weight."""
-        return over(self.numerator, jnp.where(self.weight > 0, self.weight, 1))
+        return _ratio(self.numerator, self.weight)
 
     def merged(self, other: Moments) -> Moments:
         """Return the sums over the samples of both."""
-        scale = jnp.maximum(self.scale, other.scale)
-        parts = self._in_units_of(scale), other._in_units_of(scale)
-        value = jax.tree.map(jnp.add, *parts).value()
-        sums = jax.tree.map(jnp.add, *(part._about(value) for part in parts))
-        return replace(sums, scale=scale)
+        return jax.tree.map(lambda *x: jnp.stack(x, axis=-1), self, other)._summed()
 
-    def _about(self, value: Inexact[Array, " n"]) -> Moments:
-        """Move the sums from the own estimate v' to another one (module docstring)."""
-        moved = self.value() - value
-        cross = 2 * (moved.conj() * self.mixed).real
-        squares = self.squares + cross + squared_modulus(moved) * self.weight_squares
-        mixed = self.mixed + times(moved, self.weight_squares)
-        return replace(self, mixed=mixed, squares=jnp.maximum(squares, 0))
+    def _summed(self) -> Moments:
+        """Sum over the last axis, about the estimate v of all (module docstring)."""
+        scale, weight, squares = jnp.max(self.scale), self.weight, self.weight_squares
+        factor = jnp.broadcast_to(self.scale / scale, weight.shape)
+        p, size, mixed = (times(x, factor) for x in (self.numerator, self.size, self.mixed))
+        value = _ratio(jnp.sum(p, axis=-1), jnp.sum(weight, axis=-1))
+        moved = _ratio(p, weight) - value[..., None]
+        moved_squares = squared_modulus(moved) * squares + 2 * (moved.conj() * mixed).real
+        whole = jnp.maximum(self.squares * factor**2 + moved_squares, 0)
+        parts = p, size, mixed + times(moved, squares), whole, weight, squares
+        return Moments(*jax.tree.map(partial(jnp.sum, axis=-1), parts), scale=scale)
 
-    def _in_units_of(self, scale: Number) -> Moments:
-        factor = self.scale / scale
-        linear = (self.numerator, self.size, self.mixed)
-        numerator, size, mixed = (times(x, factor) for x in linear)
-        squares = self.squares * factor**2
-        return replace(self, numerator=numerator, size=size, mixed=mixed, squares=squares)
+
+def _ratio(numerator: Array, weight: Array) -> Array:
+    return over(numerator, jnp.where(weight > 0, weight, 1))
 
 
 def moments(numerators: Inexact[Array, "n s"], weights: Float[Array, "n s"]) -> Moments:
     """Sum over the samples of one batch, [entry, sample]."""
     scale = largest_modulus(numerators)
-    numerators = over(numerators, scale)
-    numerator, weight = jnp.sum(numerators, axis=1), jnp.sum(weights, axis=1)
-    value = over(numerator, jnp.where(weight > 0, weight, 1))
-    residuals = numerators - times(value[:, None], weights)
-    size = jnp.sum(jnp.abs(numerators), axis=1)
-    mixed = jnp.sum(times(residuals, weights), axis=1)
-    squares = row_norms_squared(residuals)
-    weight_squares = jnp.sum(weights**2, axis=1)
-    return Moments(numerator, size, mixed, squares, weight, weight_squares, scale)
+    p, none = over(numerators, scale), jnp.zeros_like(weights)
+    # Each sample is its own estimate, without a residual.
+    parts = p, jnp.abs(p), jnp.zeros_like(p), none, weights, weights**2
+    return Moments(*parts, scale)._summed()

@@ -301,18 +301,15 @@ class Solve(eqx.Module):
     max_steps: int = eqx.field(static=True)
 
     def __call__(self, apply: Matvecs, y: Sides) -> Sides:
+        how = {"rtol": self.rtol, "max_steps": self.max_steps}
+
         def on_parts(parts: Parts) -> Parts:
             return _as_parts(apply(_complex(parts)))
 
         def solve(on_parts: Callable[[Parts], Parts], parts: Parts) -> Parts:
-            def on_block(block: Sides) -> Sides:
-                return _complex(on_parts(_as_parts(block)))
-
-            block = _complex(parts)
-            solved = conjugate_gradients(
-                on_block, self.precondition, block, rtol=self.rtol, max_steps=self.max_steps
-            )
-            return _as_parts(solved.solution)
+            on_block = lambda block: _complex(on_parts(_as_parts(block)))  # noqa: E731
+            block, inverse = _complex(parts), self.precondition
+            return _as_parts(conjugate_gradients(on_block, inverse, block, **how).solution)
 
         rest = _as_parts(y - apply(self.solution))
         more = jax.lax.custom_linear_solve(on_parts, rest, solve, symmetric=True)

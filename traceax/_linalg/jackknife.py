@@ -39,7 +39,9 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._linalg.columns import (
+    Block,
     Square,
+    column_norms_squared,
     diagonal_of,
     dot,
     largest_modulus,
@@ -64,7 +66,7 @@ def standard_error(samples: ByProbe, rounding: Errors) -> Errors:
 
     It is infinite for a single sample.
     """
-    return _error_of_mean(samples - mean(samples)[..., None], samples.shape[-1], rounding)
+    return standard_error_of_parts(samples[..., None], rounding)
 
 
 def standard_error_of_parts(
@@ -75,15 +77,11 @@ def standard_error_of_parts(
     Each part has its own mean, so its own spread, of k - 1 degrees of freedom. The error is
     infinite for k = 1. (As samples of one part, diagonals would take a third longer.)
     """
-    deviations = samples - mean(jnp.moveaxis(samples, -2, -1))[..., None, :]
-    deviations = deviations.reshape(*rounding.shape, -1)
-    return _error_of_mean(deviations, samples.shape[-2], rounding)
-
-
-def _error_of_mean(deviations: ByProbe, count: int, rounding: Errors) -> Errors:
-    """Return the error of the mean of `count` samples with these deviations from it."""
+    count = samples.shape[-2]
     if count == 1:
         return jnp.full_like(rounding, jnp.inf)
+    deviations = samples - mean(jnp.moveaxis(samples, -2, -1))[..., None, :]
+    deviations = deviations.reshape(*rounding.shape, -1)
     return length(deviations / (count * (count - 1)) ** 0.5, rounding)
 
 
@@ -277,39 +275,20 @@ def no_less_than_theory(error: Errors, variances: ByProbe, *, real: bool) -> Err
     return jnp.maximum(error, jnp.sqrt((2 if real else 1) * mean(variances) / k))
 
 
-def no_less_than_coupling(error: Errors, norms: ByProbe) -> Errors:
-    """Return the larger of an error from the spread of 2 to 4 quadratic forms of signs w,
-    and of a quarter of the mean of `norms`, |A w - w (w* A w)/n|_4 for each probe.
-
-    The forms of A = c (e_1 e_2* + e_2 e_1*) are 2 c w_1 w_2. With probability 2^(1 - k) the
-    product w_1 w_2 = s is the same in all k probes: then there is no spread, the error is
-    2 |c|, and each A w is that of a diagonal operator, c s (e_1 e_1* + e_2 e_2*), for which
-    an honest bar cannot be zero either. The norm is at least |c| (1 - 2/n), and an interval
-    for 95 % has 12.7 bars to each side for k = 4, 44 for k = 3: a quarter is enough. The
-    power 4 makes it about the largest entry: pairs that agree in all probes are few.
-    """
-    return jnp.maximum(error, mean(norms) / 4)
-
-
 # What XTrace and row norms need of each pair [i, j], as in (2) to (6): S, L = `overlap`,
 # 1/a^2 = `inverse`, a u* w_j = `tests` and c_ij = `resphering`.
 EveryPair = tuple[Square, ...]
 
 
-def pairs_of_probes(
-    s: Square, w: Square, lengths: Float[Array, " k"], residual_rank: int | None
-) -> EveryPair:
-    """Return what the replicates need of all pairs of probes.
-
-    `w` is Q* Omega, and `lengths` are |mu_j|^2. `residual_rank` is n - k + 2, or None if
-    the probes are not resphered.
-    """
+def pairs_of_probes(s: Square, w: Square, mu: Block, resphere: bool) -> EveryPair:
+    """Return what the replicates need of all pairs of probes. `w` is Q* Omega."""
     overlap = dot(s.conj().T, s)
     inverse = 1 / one_minus_squared_modulus(overlap)
     tests = _dots_with_u(overlap, dot(s.conj().T, w))
     resphering = jnp.ones_like(inverse)
-    if residual_rank is not None:
-        resphering = residual_rank / (lengths[None, :] + squared_modulus(tests) * inverse)
+    if resphere:
+        (n, k), lengths = mu.shape, column_norms_squared(mu)[None, :]
+        resphering = (n - k + 2) / (lengths + squared_modulus(tests) * inverse)
     return s, overlap, inverse, tests, resphering
 
 
@@ -318,46 +297,30 @@ def _dots_with_u(overlap: Square, products: Square) -> Square:
     return products - overlap * diagonal_of(products)[None, :]
 
 
-def one_sided_replicates(
-    pairs: EveryPair, h: Square, sketch: Square, remainders: OfProbes
-) -> OfProbes:
-    """Return the T_i of the samples e_j = tr(P_j A) + mu_j* y_j, with y_j = A w_j.
-
-    By (3), mu_ij* y_j = mu_j* y_j + conj(c) (Q u)* y_j. `sketch` is Q* Y, and `remainders`
-    are mu_j* y_j.
-    """
-    s, overlap, inverse, tests, _ = pairs
-    own, uhu = _removed(pairs, h)
-    cross = times(tests, inverse).conj() * _dots_with_u(overlap, dot(s.conj().T, sketch))
-    return mean_of_others(trace_of(h) - own[None, :] - uhu + remainders[None, :] + cross)
-
-
-def _removed(pairs: EveryPair, h: Square) -> tuple[Inexact[Array, " k"], Square]:
-    """Return s_j* H s_j and u* H u, for (4)."""
-    s, overlap, inverse, _, _ = pairs
-    shs = dot(s.conj().T, h, s)
-    own = diagonal_of(shs)
-    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
-    return own, times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
-
-
 def xtrace_replicates(
-    pairs: EveryPair, h: Square, image: Square, coimage: Square, remainders: OfProbes
+    pairs: EveryPair, h: Square, image: Square, coimage: Square | None, remainders: OfProbes
 ) -> OfProbes:
     """Return XTrace's T_i, by (1) to (6).
 
     `image` and `coimage` are Q* A mu_j and Q* A* mu_j, `remainders` are mu_j* A mu_j.
+    Without `coimage` they are the T_i of the one-sided samples e_j = tr(P_j A) + mu_j* y_j
+    with y_j = A w_j. Then `image` is Q* Y, and `remainders` are mu_j* y_j. By (3),
+    mu_ij* y_j = mu_j* y_j + conj(c) (Q u)* y_j.
     """
     s, overlap, inverse, tests, resphering = pairs
-    s_adjoint = s.conj().T
-    own, uhu = _removed(pairs, h)
+    shs = dot(s.conj().T, h, s)
+    own = diagonal_of(shs)
+    uhu = own[:, None] - shs * overlap.T - overlap * shs.T
+    uhu = times(uhu + times(squared_modulus(overlap), own[None, :]), inverse)
     # The terms of (5): `a` cancels from c times (Q u)*.
     c = times(tests, inverse)
-    cross = c.conj() * _dots_with_u(overlap, dot(s_adjoint, image))
-    cross = cross + c * _dots_with_u(overlap, dot(s_adjoint, coimage)).conj()
-    second = times(squared_modulus(tests) * inverse, uhu)
-    products = times(resphering, remainders[None, :] + cross + second)
-    return mean_of_others(trace_of(h) - own[None, :] - uhu + products)
+    tested = remainders[None, :]
+    tested = tested + c.conj() * _dots_with_u(overlap, dot(s.conj().T, image))
+    if coimage is not None:
+        tested = tested + c * _dots_with_u(overlap, dot(s.conj().T, coimage)).conj()
+        tested = tested + times(squared_modulus(tests) * inverse, uhu)
+    tested = times(resphering, tested)
+    return mean_of_others(trace_of(h) - own[None, :] - uhu + tested)
 
 
 def row_norm_replicates(
