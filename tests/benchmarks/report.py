@@ -55,6 +55,7 @@ SECTIONS = (
     Section("Traces: error and coverage", "accuracy"),
     Section("Diagonals and norms: error and coverage", "diagonals"),
     Section("Sparse inverses: probes that know the graph", "probing"),
+    Section("Patterns that cover the operator, and that do not", "patterns"),
     Section("Functions of a matrix: error and coverage", "spectra --keys 100"),
     Section("Functions of a matrix in single precision", "spectra --single --keys 100"),
     Section("Log-determinants of kernels, and their gradients", "functions logdet"),
