@@ -20,7 +20,7 @@ import lineax as lx
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jaxtyping import Array, ArrayLike, PyTree
+from jaxtyping import Array, ArrayLike, PyTree, Real
 
 from traceax._core.operator import Operator, canonicalise, is_negative, is_semidefinite
 from traceax._core.questions import class_name
@@ -246,7 +246,7 @@ def check_trace(name: str, argument: str, trace: Any, dtype: Any) -> Array:
     return jnp.asarray(trace, dtype)
 
 
-Shift = ArrayLike | lx.DiagonalLinearOperator
+Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
 
 def check_shift(

@@ -13,10 +13,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree, Real
+from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_shift, check_vector, invalid
+from traceax._core.checks import Shift, check_shift, check_vector, invalid
 from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
 from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
 from traceax._estimators.call import begin
@@ -32,8 +32,6 @@ from traceax._linalg.krylov import block_krylov
 from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.dense import decompose
-
-Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
 
 class White(NamedTuple):

@@ -21,12 +21,12 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import check_positive, check_samples, check_shift
+from traceax._core.checks import Shift, check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, gram, stores_matrix, working_dtype
 from traceax._core.rule import with_own_jvp
 from traceax._estimators.call import SMALL, Call, begin
-from traceax._functions.equations import Shift, whitened
+from traceax._functions.equations import whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
     EIGENVALUES,

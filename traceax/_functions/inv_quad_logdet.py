@@ -33,12 +33,12 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.checks import check_rtol, check_shift
+from traceax._core.checks import Shift, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import LinearMap, Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._estimators.call import Call, begin
-from traceax._functions.equations import Shift, guessed, right_hand_sides, whitened
+from traceax._functions.equations import guessed, right_hand_sides, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
     asymmetry_error,

@@ -263,7 +263,6 @@ def _(operator: FunctionOfOperator) -> FunctionOfOperator:
     return FunctionOfOperator(lx.conj(operator.operator), operator.fn, operator.num_steps)
 
 
-lx.linearise.register(FunctionOfOperator, lambda operator: operator)
 answer(
     FunctionOfOperator,
     lambda f: (lx.symmetric_tag,) if working_dtype(f.operator).kind == "f" else (),
