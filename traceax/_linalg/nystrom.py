@@ -101,8 +101,8 @@ def fit_to_cores(
     widens no error bar, because the estimate is unbiased whatever the shift is.
 
     The shift of I has the same ratio to I as that of A has to A, so that estimates are
-    exact for multiples of I. Noise may make the trace of the core negative. No shift of I
-    is a bias.
+    exact for multiples of I. Noise may make the trace of the core negative, and without a
+    shift of I the estimate would be biased.
 
     The result is NaN if the lowest eigenvalue is too deep for noise: then the tag is wrong.
     The noise of a matvec may lie in one direction u (of the largest logit, in a softmax
