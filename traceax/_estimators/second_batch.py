@@ -107,7 +107,7 @@ from traceax._linalg.columns import (
 )
 from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import draw, for_sketch
-from traceax._probes.samplers import rademacher
+from traceax._probes.samplers import BLOCKS, keys_of, rademacher
 
 # With fewer probes the shares t_i are too noisy to tell a flat spectrum from a decaying
 # one. Then samples take the place of a sketch only if they are clearly better.
@@ -136,7 +136,7 @@ def xdiag_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
 def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Estimate:
     """Draw the probes of both batches and u, and run the algorithm."""
     k = call.num_matvecs // 2
-    sketch_key, fresh_key, uniform_key = jax.random.split(call.key, 3)
+    sketch_key, fresh_key, uniform_key = keys_of(call.key, 3, BLOCKS)
     first = draw(call.name, call.source, sketch_key, call.operator, k)
     fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
     probes = first, fresh, jax.random.uniform(uniform_key, (), first.real.dtype)
