@@ -35,13 +35,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import traceax as tx
-from traceax._core.operator import LinearMap
 from traceax._estimators.call import begin
+from traceax._functions.arguments import subject_of
 from traceax._functions.function_trace import block_trace
-from traceax._functions.slq import node_for, zero_if_positive
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.dense import FunctionOfOperator
-from traceax._quadrature.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.scalar import scalar_function
 
 N = 600
 STEPS = (8, 15, 30)
@@ -148,8 +147,7 @@ def tortures() -> dict[str, Case]:
 def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
     converted, structure = scalar_function("function_trace", fn, jnp.dtype(float))
     call = begin("function_trace", operator, key, shape.num_matvecs)
-    bound, node = zero_if_positive(call.operator), node_for(call.operator, converted)
-    subject = MatrixFunction(LinearMap(call.operator), converted, bound=bound, node=node)
+    subject = subject_of(call.operator, converted)
     return block_trace(call, subject, structure, shape)
 
 

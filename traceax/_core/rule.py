@@ -32,6 +32,8 @@ reverse mode the rule costs one vector-Jacobian product of the matvec for each m
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -46,7 +48,12 @@ from traceax._core.operator import LinearMap
 Values = Inexact[Array, "*values"]
 Readout = Callable[[Any], Values]
 Subject = eqx.Module  # that a readout reads: an operator, or a function of one
-Algorithm = Callable[[Any, PyTree], "Outcome"]
+Stage = Callable[[Any, PyTree], Any]
+Algorithm = Stage | tuple[Stage, ...]
+"""A function `(subject, probes) -> Outcome`, or stages that are programs of their own
+outside of `jax.jit`. Each stage takes what the one before has made. The first one, the
+third one and so on apply the operator. The others take the subject `at_rest`, which depends
+on the space of the operator alone. So the next operator on the same space shares them."""
 
 
 class Outcome(eqx.Module):
@@ -61,14 +68,22 @@ class Outcome(eqx.Module):
 
 @eqx.filter_custom_jvp
 def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
-    return compiled(_outcome, algorithm, subject, probes)
+    stages, made = algorithm if isinstance(algorithm, tuple) else (algorithm,), probes
+    for place, stage in enumerate(stages):
+        stage = partial(_outcome, stage) if stage is stages[-1] else stage
+        known: Any = subject
+        made = compiled(stage, known.at_rest if place % 2 else known, made)
+    return made
 
 
-def _outcome(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
-    """Run an algorithm. If a value is NaN, so is its error."""
-    outcome = algorithm(subject, probes)
-    error = jnp.where(jnp.isnan(outcome.value), jnp.nan, outcome.standard_error)
-    return eqx.tree_at(lambda o: o.standard_error, outcome, error)
+def _outcome(last: Stage, subject: Subject, made: PyTree) -> Outcome:
+    """Run the last stage. The value is real if the operator is Hermitian. If a value is
+    NaN, so is its error."""
+    outcome = last(subject, made)
+    is_real = isinstance(subject, LinearMap) and subject.is_read_real
+    value = outcome.value.real if is_real else outcome.value
+    error = jnp.where(jnp.isnan(value), jnp.nan, outcome.standard_error)
+    return replace(outcome, value=value, standard_error=error)
 
 
 @_evaluate.def_jvp
@@ -122,10 +137,6 @@ def _with_own_jvp_jvp(
 
 
 def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
-    """Run an algorithm under the rule. The value is real if the operator is Hermitian.
-
-    The subject must be canonical already, as the operator of a `Call` is."""
-    outcome = _evaluate(subject, algorithm, probes)
-    if isinstance(subject, LinearMap) and subject.is_read_real:
-        return eqx.tree_at(lambda o: o.value, outcome, replace_fn=jnp.real)
-    return outcome
+    """Run an algorithm under the rule. The subject must be canonical already, as the
+    operator of a `Call` is."""
+    return _evaluate(subject, algorithm, probes)

@@ -20,7 +20,7 @@ from traceax._core.checks import Shift, check_shift, check_vector, invalid
 from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
 from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
 from traceax._estimators.call import begin
-from traceax._functions.slq import real_dtype
+from traceax._functions.arguments import real_dtype
 from traceax._linalg.columns import Block, Number
 from traceax._linalg.conjugate_gradients import (
     Preconditioner,

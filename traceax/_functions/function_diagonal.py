@@ -57,14 +57,8 @@ from traceax._core.vectors import as_result
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_ratio
 from traceax._estimators.readouts import TwoSided, leave_one_out, two_sided
+from traceax._functions.arguments import Function, checked_run, real_dtype, subject_of
 from traceax._functions.exact_functions import asymmetry_error, entries, exact_estimate
-from traceax._functions.slq import (
-    Function,
-    checked_run,
-    node_for,
-    real_dtype,
-    zero_if_positive,
-)
 from traceax._linalg.columns import (
     Block,
     Number,
@@ -78,13 +72,15 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.jackknife import bracket_error, quadrature_error, shared_error
-from traceax._linalg.krylov import Complements, block_krylov
+from traceax._linalg.krylov import Complements
 from traceax._probes.draw import draw
 from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
+    Run,
     Shape,
     Spectrum,
+    krylov_run,
     levels_and_complements,
     shape_for,
     spectrum_of,
@@ -184,12 +180,13 @@ def function_diagonal(
         return exact_estimate(value, known.spent, error if known.array.ndim > 1 else None)
     if colours > 1:
         return _probed(call, converted, shape)
-    bound, node = zero_if_positive(operator), node_for(operator, converted)
-    subject = MatrixFunction(LinearMap(operator), converted, bound=bound, node=node)
-    algorithm = partial(block_diagonal, depth=shape.depth, meter=call.meter)
+    subject = subject_of(operator, converted)
+    first = partial(krylov_run, depth=shape.depth, meter=call.meter)
     (probes,), space = call.draw(shape.width), operator.in_structure()
-    cost: dict[str, Any] = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
-    return call.finish(algorithm, probes, structure=space, subject=subject, **cost)
+    how: dict[str, Any] = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
+    return call.finish(
+        (first, block_diagonal), probes, structure=space, subject=subject, **how
+    )
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
@@ -246,12 +243,9 @@ def _exact_diagonal(
     return jnp.diagonal(columns(fn, array, eigen, count=len(array))[0]).real
 
 
-def block_diagonal(
-    subject: MatrixFunction, probes: Block, *, depth: int, meter: Any = None
-) -> Outcome:
-    """Estimate the diagonal of f(A) by a block Krylov run of `depth` blocks."""
-    how = {"meter": meter, "extend": subject.node is not None}
-    space = block_krylov(subject.linear_map, probes, depth, **how)
+def block_diagonal(subject: MatrixFunction, made: Run) -> Outcome:
+    """Estimate the diagonal of f(A) from a block Krylov run."""
+    (space, probes), depth = made, made.space.depth
     levels, spaces = levels_and_complements(space, subject=subject)
     spectrum = spectrum_of(space, levels, subject)
     eigen, noise, (sizes, slopes, _) = spectrum.eigen, spectrum.noise, spectrum.bounds

@@ -26,6 +26,14 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, gram, stores_matrix, working_dtype
 from traceax._core.rule import with_own_jvp
 from traceax._estimators.call import SMALL, Call, begin
+from traceax._functions.arguments import (
+    Function,
+    Real,
+    checked_run,
+    logarithm_of,
+    real_dtype,
+    subject_of,
+)
 from traceax._functions.equations import whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
@@ -39,15 +47,7 @@ from traceax._functions.exact_functions import (
     is_cheap,
     power,
 )
-from traceax._functions.slq import (
-    Function,
-    Real,
-    checked_run,
-    node_for,
-    quadratures,
-    real_dtype,
-    zero_if_positive,
-)
+from traceax._functions.slq import quadratures
 from traceax._linalg import lapack
 from traceax._linalg.columns import Matrix, Number, dot, largest_modulus, over, times
 from traceax._linalg.conjugate_gradients import Sides
@@ -60,7 +60,7 @@ from traceax._quadrature.block_arnoldi import (
     block_arnoldi,
     coloured_arnoldi,
 )
-from traceax._quadrature.block_quadrature import Shape, block_quadrature
+from traceax._quadrature.block_quadrature import Shape, block_quadrature, krylov_run
 from traceax._quadrature.scalar import MatrixFunction, combination, scalar_function
 
 
@@ -162,8 +162,7 @@ def function_trace(
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if is_cheap(call.operator, budget):
         return exact_function_trace(call, fn, structure, combined)
-    bound, node = zero_if_positive(call.operator), node_for(call.operator, fn)
-    subject = MatrixFunction(LinearMap(call.operator), fn, combined, bound, node)
+    subject = subject_of(call.operator, fn, combined)
     return block_trace(call, subject, structure, shape, pattern)
 
 
@@ -184,10 +183,10 @@ def block_trace(
     if coloured is not None:
         return quadratures(call.using(coloured), subject, structure, shape)
     call, degrees = call.using(sphere), shared_degrees_of_freedom(shape.width)
-    algorithm = partial(block_quadrature, depth=shape.depth, meter=call.meter)
+    first = partial(krylov_run, depth=shape.depth, meter=call.meter)
     (probes,) = call.draw(shape.width)
-    cost = {"spent": shape.num_matvecs, "degrees": degrees}
-    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
+    how = {"spent": shape.num_matvecs, "degrees": degrees, "structure": structure}
+    return call.finish((first, block_quadrature), probes, subject=subject, **how)
 
 
 def logdet(
@@ -263,7 +262,6 @@ def logdet(
     call = begin(name, operator, key, num_matvecs, least=6)
     call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
-    # Without a shift, the logarithm is infinite at the bound of the spectrum.
     is_zero = isinstance(shift, int | float) and shift == 0
     operator, shift, _, rest = whitened(call.operator, shift)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
@@ -272,10 +270,7 @@ def logdet(
         logs_of = Partial(_logs, jax.lax.stop_gradient(shift))
         error = error + asymmetry_error(known.array, logs, logs_of)
         return exact_estimate(logs + rest, known.spent, error)
-    fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
-    bound = -jax.lax.stop_gradient(jnp.min(shift))
-    node = None if is_zero else node_for(operator, fn, assumed=True)
-    subject = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
+    subject, structure = logarithm_of(name, operator, shift, is_zero=is_zero)
     estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
@@ -435,8 +430,7 @@ def schatten_norm(
         exponent = jnp.asarray(p, real_dtype(target))
         traced, cost = exact_power_sum(call.on(scaled), exponent), 1
     else:
-        bound, node = zero_if_positive(target), node_for(target, fn)
-        subject = MatrixFunction(LinearMap(target), fn, bound=bound, node=node)
+        subject = subject_of(target, fn)
         traced = block_trace(call.on(target), subject, structure, shape)
     unit = unit.astype(traced.value.dtype)
     total = jax.lax.stop_gradient(traced.value)
@@ -571,14 +565,14 @@ def arnoldi_trace(
         return _coloured_trace(call, subject, structure, budgets, real=is_real)
     call = call.using(rademacher)
     resphered = call.resphere or call.sampler is rademacher
-    how = {"resphered": resphered, "real": is_real}
-    algorithm = partial(block_arnoldi, depth=shape.depth, **how)
+    first = partial(krylov_run, depth=shape.depth, hermitian=False)
+    second = partial(block_arnoldi, resphered=resphered, real=is_real)
     (probes,) = call.draw(shape.width)
     # These samples are less skewed than samples of plain quadrature, of which only a third
     # count.
     degrees = shared_degrees_of_freedom(shape.width)
-    cost = {"spent": shape.num_matvecs, "degrees": degrees}
-    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
+    how = {"spent": shape.num_matvecs, "degrees": degrees, "structure": structure}
+    return call.finish((first, second), probes, subject=subject, **how)
 
 
 # So many colours have a second probe, for the error bar of a single repeat.

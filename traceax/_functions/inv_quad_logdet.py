@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -35,9 +36,10 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTre
 
 from traceax._core.checks import Shift, check_rtol, check_shift
 from traceax._core.estimate import Estimate, exportable
-from traceax._core.operator import LinearMap, Operator, frozen
+from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._estimators.call import Call, begin
+from traceax._functions.arguments import logarithm_of
 from traceax._functions.equations import guessed, right_hand_sides, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
@@ -46,17 +48,20 @@ from traceax._functions.exact_functions import (
     exact_estimate,
 )
 from traceax._functions.function_trace import factorised
-from traceax._functions.slq import node_for
 from traceax._linalg.columns import (
     Block,
     Matrix,
     Number,
+    OfProbes,
     column_dots,
     column_norms_squared,
     column_scales,
     over,
+    times,
 )
 from traceax._linalg.conjugate_gradients import (
+    Preconditioner,
+    Projection,
     Sides,
     Solve,
     conjugate_gradients,
@@ -65,17 +70,16 @@ from traceax._linalg.conjugate_gradients import (
     projected,
 )
 from traceax._linalg.jackknife import shared_degrees_of_freedom
-from traceax._linalg.krylov import block_krylov
+from traceax._linalg.krylov import BlockKrylov, block_krylov
 from traceax._probes.samplers import sphere
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
-    Shape,
     levels_and_complements,
     shape_for,
     spectrum_of,
     trace_from_spectrum,
 )
-from traceax._quadrature.scalar import MatrixFunction, scalar_function
+from traceax._quadrature.scalar import MatrixFunction
 
 
 class InvQuadLogdet(eqx.Module):
@@ -201,10 +205,7 @@ def inv_quad_logdet(
         form = exact_estimate(values[0], known.spent, errors[0])
         logdet = exact_estimate(values[1] + rest, known.spent, errors[1])
     else:
-        fn, _ = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
-        bound = -jax.lax.stop_gradient(shift)
-        node = None if is_zero else node_for(operator, fn, assumed=True)
-        function = MatrixFunction(LinearMap(operator), fn, bound=bound, node=node)
+        function, _ = logarithm_of(name, operator, shift, is_zero=is_zero)
         subject = Likelihood(function, columns, shift)
         start = None if start is None else start / scale
         call = call.on(operator)
@@ -248,9 +249,12 @@ def _estimated(
     kept = t if 4 * t <= shape.width else 0
     width = shape.width - kept
     (probes,) = call.using(sphere).draw(width)
-    how = {"rtol": rtol, "max_steps": 10 * call.num_matvecs}
-    algorithm = partial(likelihood, shape=shape, kept=kept, meter=call.meter, **how)
-    outcome = run(algorithm, subject, (probes, start))
+    stages = (
+        partial(likelihood_run, depth=shape.depth, kept=kept, meter=call.meter),
+        partial(likelihood_prepared, kept=kept),
+        partial(likelihood_solved, rtol=rtol, max_steps=10 * call.num_matvecs),
+    )
+    outcome = run(stages, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
     spent, report = shape.num_matvecs, outcome.report
     degrees, method = shared_degrees_of_freedom(width), call.name
@@ -273,6 +277,17 @@ class Likelihood(eqx.Module):
     vectors: Sides
     shift: Number
 
+    @property
+    def at_rest(self) -> Likelihood:
+        """The same with a function of the identity."""
+        return replace(self, function=self.function.at_rest)
+
+    @property
+    def scaled(self) -> tuple[Sides, OfProbes]:
+        """The right-hand sides in units of their largest entries, and these units."""
+        sizes = column_scales(self.vectors)
+        return over(self.vectors, sizes[None, :]), sizes
+
     def __call__(self, block: Block) -> Block:
         """Return B block."""
         return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
@@ -291,38 +306,61 @@ class Report(eqx.Module):
         return with_own_jvp(self.solve.solution, self, subject)
 
 
-def likelihood(
+def likelihood_run(
     subject: Likelihood,
     probes: tuple[Block, Sides | None],
     *,
-    shape: Shape,
+    depth: int,
     kept: int,
     meter: ProgressMeter,
-    rtol: float,
-    max_steps: int,
-) -> Outcome:
-    """Estimate the log-determinant and the quadratic form, in this order.
+) -> tuple[BlockKrylov, Sides, Sides]:
+    """Return a block Krylov space with its next block, what a guess leaves of the
+    right-hand sides, and the guess.
 
     `probes` are a block of probes, and the guess or None. The first `kept` right-hand sides
     are in the run, or their residuals if there is a guess.
     """
-    block, guess = probes
-    sizes = column_scales(subject.vectors)
-    units = sizes[None, :].astype(subject.vectors.dtype)
-    y = subject.vectors / units
-    guess = jnp.zeros_like(y) if guess is None else guess / units
-    left = y if probes[1] is None else y - subject(guess)
+    (block, guess), (y, sizes) = probes, subject.scaled
+    if guess is None:
+        left, guess = y, jnp.zeros_like(y)
+    else:
+        guess = over(guess, sizes[None, :])
+        left = y - subject(guess)
     in_run = over(left, column_scales(left)[None, :])[:, :kept]
     block = jnp.concatenate([in_run, block], axis=1)
     how = {"meter": meter, "extend": True}
-    space = block_krylov(subject.function.linear_map, block, shape.depth, **how)
-    levels, spaces = levels_and_complements(space, kept=kept, subject=subject.function)
-    spectrum = spectrum_of(space, levels, subject.function)
-    traced = trace_from_spectrum(space, spectrum, spaces, subject.function)
+    return block_krylov(subject.function.linear_map, block, depth, **how), left, guess
+
+
+class Prepared(NamedTuple):
+    """The log-determinant, and what conjugate gradients need: the projection of B and its
+    preconditioner, and the first solution and what it leaves."""
+
+    traced: Outcome
+    known: Projection
+    inverse: Preconditioner
+    start: Sides
+    residual: Sides
+
+
+def likelihood_prepared(
+    subject: Likelihood, made: tuple[BlockKrylov, Sides, Sides], *, kept: int
+) -> Prepared:
+    """Estimate the log-determinant, and prepare the solve, from a run."""
+    (space, left, guess), function = made, subject.function
+    levels, spaces = levels_and_complements(space, kept=kept, subject=function)
+    spectrum = spectrum_of(space, levels, function)
+    traced = trace_from_spectrum(space, spectrum, spaces, function)
     known = projected(space, subject.shift, spectrum.theta[0], spectrum.eigen.vectors[0])
-    inverse = preconditioner_of(known)
     start, residual = galerkin(known, left)
-    start = guess + start
+    return Prepared(traced, known, preconditioner_of(known), guess + start, residual)
+
+
+def likelihood_solved(
+    subject: Likelihood, made: Prepared, *, rtol: float, max_steps: int
+) -> Outcome:
+    """Estimate the log-determinant and the quadratic form, in this order."""
+    (traced, known, inverse, start, residual), (y, sizes) = made, subject.scaled
     energy = column_dots(start, y - residual).real
     how = {"rtol": rtol, "max_steps": max_steps}
     rest = conjugate_gradients(subject, inverse, residual, energy, **how)
@@ -337,7 +375,8 @@ def likelihood(
     noise = jnp.hypot(rounding, 4 * known.form_noise(solution))
     errors = jnp.maximum(bounds, 0) + noise
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
-    solve = Solve(units * solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
+    solution = times(sizes[None, :], solution)
+    solve = Solve(solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
     report = Report(solve, rest.num_steps)
     assert traced.quadrature_error is not None
     gap = jnp.append(traced.quadrature_error, 0)

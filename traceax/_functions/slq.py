@@ -1,8 +1,7 @@
 """Stochastic Lanczos quadrature: tr f(A) = E[v* f(A) v], each form by Gauss quadrature.
 
 `slq_trace` estimates a trace. `spectral_density` is the trace of a Gaussian about each
-point of a grid. `checked_run` turns a budget into probes and steps for all functions of
-this package that make a block Krylov run.
+point of a grid.
 """
 
 from __future__ import annotations
@@ -21,18 +20,22 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core import checks
-from traceax._core.canonical import compiled, is_concrete
+from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     LinearMap,
     Operator,
     frozen,
-    is_negative,
-    is_positive,
-    working_dtype,
 )
 from traceax._core.rule import Outcome, Readout
 from traceax._estimators.call import Call, begin
+from traceax._functions.arguments import (
+    Function,
+    Real,
+    checked_run,
+    real_dtype,
+    subject_of,
+)
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
 from traceax._linalg.columns import einsum, largest_modulus, promoted
@@ -40,7 +43,7 @@ from traceax._linalg.krylov import Krylov, by_sizes, lanczos
 from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
-from traceax._quadrature.block_quadrature import Shape, shape_for
+from traceax._quadrature.block_quadrature import Shape
 from traceax._quadrature.dense import Eigen, decompose, decompose_above
 from traceax._quadrature.nodes import (
     Nodes,
@@ -54,16 +57,11 @@ from traceax._quadrature.nodes import (
 )
 from traceax._quadrature.scalar import (
     MatrixFunction,
-    ScalarFunction,
     Traces,
     combination,
     scalar_function,
     traces_outcome,
 )
-
-Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
-"""The type of f in f(A): a function of a scalar."""
-Real = float | Float[Array, ""]
 
 
 def slq_trace(
@@ -149,42 +147,8 @@ def slq_trace(
     together, structure = combination(name, combine, fn, structure)
     if call.num_matvecs >= call.operator.in_size() ** 2:
         return exact_function_trace(call, fn, structure, together)
-    bound, node = zero_if_positive(call.operator), node_for(call.operator, fn)
-    subject = MatrixFunction(LinearMap(call.operator), fn, together, bound, node)
+    subject = subject_of(call.operator, fn, together)
     return quadratures(call, subject, structure, shape, reorthogonalise=reorthogonalise)
-
-
-def checked_run(
-    name: str,
-    num_matvecs: int,
-    num_probes: int | None,
-    num_steps: int | None,
-    choose: Callable[[int], Shape] = shape_for,
-    tests: int = 0,
-) -> tuple[Shape, int]:
-    """Return the shape of the block Krylov run that the user asks for, and its budget.
-
-    If the budget reaches n, the whole matrix costs no more than the run. `choose` makes a
-    shape from a budget if the user gives neither `num_probes` nor `num_steps`. If the user
-    gives one of them, the budget also pays for the matvecs of `tests` more probes.
-    """
-    why, num_matvecs = "the fewest that can be used", int(num_matvecs)
-    if num_probes is not None:
-        num_probes = checks.check_count(name, "num_probes", num_probes, 1, why)
-    if num_steps is not None:
-        num_steps = checks.check_count(name, "num_steps", num_steps, 1, why)
-    if num_probes is None and num_steps is None:
-        return choose(num_matvecs), num_matvecs
-    if num_probes is not None and num_steps is not None:
-        return Shape(num_probes, num_steps), num_probes * num_steps
-    count = num_steps if num_probes is None else num_probes
-    argument = "num_steps" if num_probes is None else "num_probes"
-    assert count is not None
-    least = count + tests if num_steps is None else count * (1 + tests)
-    checks.check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
-    if num_steps is None:
-        return Shape(count, num_matvecs // (count + tests)), num_matvecs
-    return Shape(num_matvecs // count - tests, count), num_matvecs
 
 
 def quadratures(
@@ -231,36 +195,6 @@ class Run(eqx.Module):
     probes: Stream | Krylov
     near: Neighbourhood | None
     design: SamplingDesign = eqx.field(static=True)
-
-
-def zero_if_positive(operator: Operator) -> Float[Array, ""] | None:
-    """Return 0 as a lower bound of the spectrum, if a tag says that it is one.
-
-    The tag is the one for positive semidefinite operators. Without it, return None.
-    """
-    return jnp.zeros((), real_dtype(operator)) if is_positive(operator) else None
-
-
-def node_for(
-    operator: Operator, fn: ScalarFunction, *, assumed: bool = False
-) -> Float[Array, ""] | None:
-    """Return 0 as a bound of the spectrum on either side, if f can be evaluated there.
-
-    Without a tag that says so, 0 is no bound, unless it is `assumed` to be one. A run that
-    finds an eigenvalue on the other side drops it."""
-    if not (assumed or is_positive(operator) or is_negative(operator)):
-        return None
-    dtype = real_dtype(operator)
-    if is_concrete(fn):
-        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            if not np.all(np.isfinite(fn(jnp.zeros((), dtype)))):
-                return None
-    return jnp.zeros((), dtype)
-
-
-def real_dtype(operator: Operator) -> jnp.dtype:
-    """Return the dtype of the real numbers that go with the operator's working dtype."""
-    return jnp.finfo(working_dtype(operator)).dtype
 
 
 def _slq(

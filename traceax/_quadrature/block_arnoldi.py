@@ -70,6 +70,7 @@ from traceax._linalg.columns import (
 )
 from traceax._linalg.krylov import Complements, block_krylov, truncated
 from traceax._quadrature.block_quadrature import (
+    Run,
     Shape,
     both_sides,
     forms_on_complements,
@@ -99,19 +100,14 @@ class Modes(NamedTuple):
 
 
 def block_arnoldi(
-    subject: MatrixFunction,
-    probes: Inexact[Array, "n k"],
-    *,
-    depth: int,
-    resphered: bool,
-    real: bool,
+    subject: MatrixFunction, run: Run, *, resphered: bool, real: bool
 ) -> Outcome:
-    """Estimate tr f(A) by a block Krylov run of `depth` blocks. If it is `resphered`, the
-    c_i are not 1. If `real`, the operator is real and the value should be.
+    """Estimate tr f(A) from a block Krylov run by Arnoldi's process. If it is `resphered`,
+    the c_i are not 1. If `real`, the operator is real and the value should be.
 
     A leading axis of two entries belongs to the p_i and to the e_i, in this order."""
-    # The run, and what it leaves out.
-    space = block_krylov(subject.linear_map, probes, depth, hermitian=False)
+    # What the run leaves out.
+    space = run.space
     levels, spaces = levels_and_complements(space, subject=subject)
     spaces = spaces.resphered() if resphered else spaces
     k, rank = spaces.remainders.shape

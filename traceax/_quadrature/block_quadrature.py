@@ -136,12 +136,30 @@ def shape_for(num_matvecs: int) -> Shape:
     return Shape(num_matvecs // depth, depth)
 
 
-def block_quadrature(
-    subject: MatrixFunction, probes: Inexact[Array, "n k"], *, depth: int, meter: Any = None
-) -> Outcome:
-    """Estimate tr f(A) by a block Krylov run of `depth` blocks, which a meter shows."""
-    how = {"meter": meter, "extend": subject.node is not None}
-    space = block_krylov(subject.linear_map, probes, depth, **how)
+class Run(NamedTuple):
+    """A block Krylov space, and the probes that it begins with."""
+
+    space: BlockKrylov
+    probes: Inexact[Array, "n k"]
+
+
+def krylov_run(
+    subject: MatrixFunction,
+    probes: Inexact[Array, "n k"],
+    *,
+    depth: int,
+    hermitian: bool = True,
+    meter: Any = None,
+) -> Run:
+    """Make a block Krylov space of `depth` blocks, which a meter shows. It has the next
+    block, too, if the subject has a node."""
+    how = {"hermitian": hermitian, "meter": meter, "extend": subject.node is not None}
+    return Run(block_krylov(subject.linear_map, probes, depth, **how), probes)
+
+
+def block_quadrature(subject: MatrixFunction, run: Run) -> Outcome:
+    """Estimate tr f(A) from a block Krylov run."""
+    space = run.space
     levels, spaces = levels_and_complements(space, subject=subject)
     return trace_from_spectrum(space, spectrum_of(space, levels, subject), spaces, subject)
 

@@ -23,18 +23,20 @@ covariance of t and dt. For logarithms and ratios these two nearly cancel.)
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from traceax._core.canonical import canonical
 from traceax._core.checks import check_callable, check_returned, invalid
-from traceax._core.operator import LinearMap, is_negative
+from traceax._core.operator import LinearMap
 from traceax._core.rule import Outcome, Readout, Values
 from traceax._core.vectors import Structure, as_result, flatten
 from traceax._linalg.columns import dot, mean, over, promoted
@@ -90,19 +92,21 @@ class MatrixFunction(eqx.Module):
     """The subject of the derivative rule: the operator A, the function f, the combination
     of the traces of f(A), and a lower bound of the spectrum if one is known. The `node` is
     a bound at which f is defined, an upper one if the operator is tagged negative
-    semidefinite. With a node, values and slopes are those of the mixture of Gauss's rule
-    and Radau's."""
+    semidefinite. The spectrum lies on one `side` of it: 1 is above, -1 below. With a node,
+    values and slopes are those of the mixture of Gauss's rule and Radau's."""
 
     linear_map: LinearMap
     fn: Flat
     combine: ScalarFunction | None = None
     bound: Float[Array, ""] | None = None
     node: Float[Array, ""] | None = None
+    side: int = eqx.field(static=True, default=1)
 
     @property
-    def side(self) -> int:
-        """The side of the node on which the spectrum lies: 1 if above, -1 if below."""
-        return -1 if is_negative(self.linear_map.operator) else 1
+    def at_rest(self) -> MatrixFunction:
+        """The same function of the identity, for what depends on the space of A alone."""
+        space = lx.IdentityLinearOperator(self.linear_map.operator.in_structure())
+        return replace(self, linear_map=LinearMap(space))
 
 
 class Jacobian(eqx.Module):

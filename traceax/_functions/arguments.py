@@ -1,0 +1,108 @@
+"""The arguments that functions of an operator share: f, and probes and steps.
+
+`subject_of` says what the tags of an operator tell about its spectrum, and `checked_run`
+turns a budget into the shape of a Krylov run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Inexact, PyTree
+
+from traceax._core import checks
+from traceax._core.canonical import is_concrete
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    is_negative,
+    is_positive,
+    working_dtype,
+)
+from traceax._quadrature.block_quadrature import Shape, shape_for
+from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
+
+Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
+"""The type of f in f(A): a function of a scalar."""
+Real = float | Float[Array, ""]
+
+
+def real_dtype(operator: Operator) -> jnp.dtype:
+    """Return the dtype of the real numbers that go with the operator's working dtype."""
+    return jnp.finfo(working_dtype(operator)).dtype
+
+
+def subject_of(
+    operator: Operator, fn: ScalarFunction, combine: ScalarFunction | None = None
+) -> MatrixFunction:
+    """Return f of a Hermitian operator as the subject of the derivative rule.
+
+    If a tag says so, 0 bounds the spectrum. It is the node, too, if f can be evaluated
+    there.
+    """
+    zero, negative = jnp.zeros((), real_dtype(operator)), is_negative(operator)
+    bound = zero if is_positive(operator) else None
+    node = _if_defined(fn, zero) if bound is not None or negative else None
+    side = -1 if negative else 1
+    return MatrixFunction(LinearMap(operator), fn, combine, bound, node, side)
+
+
+def logarithm_of(
+    name: str, operator: Operator, shift: Float[Array, "*shifts"], *, is_zero: bool
+) -> tuple[MatrixFunction, PyTree]:
+    """Return log(A + shift I) as the subject of the derivative rule, and the structure of
+    its traces.
+
+    0 is taken for a bound of the spectrum without a tag: a run that finds an eigenvalue on
+    the other side drops it. If the shift is zero, the logarithm is infinite there.
+    """
+    fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
+    zero = jnp.zeros((), real_dtype(operator))
+    node = None if is_zero else _if_defined(fn, zero)
+    bound = -jax.lax.stop_gradient(jnp.min(shift))
+    return MatrixFunction(LinearMap(operator), fn, bound=bound, node=node), structure
+
+
+def _if_defined(fn: ScalarFunction, point: Float[Array, ""]) -> Float[Array, ""] | None:
+    """Return a point, or None if f is known not to be finite there."""
+    if is_concrete(fn):
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+            if not np.all(np.isfinite(fn(point))):
+                return None
+    return point
+
+
+def checked_run(
+    name: str,
+    num_matvecs: int,
+    num_probes: int | None,
+    num_steps: int | None,
+    choose: Callable[[int], Shape] = shape_for,
+    tests: int = 0,
+) -> tuple[Shape, int]:
+    """Return the shape of the block Krylov run that the user asks for, and its budget.
+
+    If the budget reaches n, the whole matrix costs no more than the run. `choose` makes a
+    shape from a budget if the user gives neither `num_probes` nor `num_steps`. If the user
+    gives one of them, the budget also pays for the matvecs of `tests` more probes.
+    """
+    why, num_matvecs = "the fewest that can be used", int(num_matvecs)
+    if num_probes is not None:
+        num_probes = checks.check_count(name, "num_probes", num_probes, 1, why)
+    if num_steps is not None:
+        num_steps = checks.check_count(name, "num_steps", num_steps, 1, why)
+    if num_probes is None and num_steps is None:
+        return choose(num_matvecs), num_matvecs
+    if num_probes is not None and num_steps is not None:
+        return Shape(num_probes, num_steps), num_probes * num_steps
+    count = num_steps if num_probes is None else num_probes
+    argument = "num_steps" if num_probes is None else "num_probes"
+    assert count is not None
+    least = count + tests if num_steps is None else count * (1 + tests)
+    checks.check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
+    if num_steps is None:
+        return Shape(count, num_matvecs // (count + tests)), num_matvecs
+    return Shape(num_matvecs // count - tests, count), num_matvecs
