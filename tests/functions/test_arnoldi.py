@@ -15,6 +15,7 @@ from tests.matrices import general, hermitian, numbers, remainder
 from tests.wrappers import function
 from traceax._core.operator import LinearMap
 from traceax._quadrature.block_arnoldi import block_arnoldi
+from traceax._quadrature.block_quadrature import krylov_run
 from traceax._quadrature.nodes import Nodes
 from traceax._quadrature.scalar import MatrixFunction
 
@@ -187,7 +188,8 @@ def test_readings_against_explicit_projectors(dtype: Any, resphered: bool) -> No
     def read() -> Any:
         subject = MatrixFunction(LinearMap(function(matrix)), lambda x: cubic(x)[None])
         kind = {"resphered": resphered, "real": dtype is float}
-        readout = block_arnoldi(subject, probes, depth=DEPTH, **kind).readout
+        run = krylov_run(subject, probes, depth=DEPTH, hermitian=False)
+        readout = block_arnoldi(subject, run, **kind).readout
         assert isinstance(readout, Nodes)
         pairs: Any = readout.pairs
         return pairs.basis, readout.nodes, readout.weights[0], pairs.matrices[0]

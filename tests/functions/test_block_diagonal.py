@@ -1,6 +1,5 @@
 """Diagonals of functions by Krylov spaces that leave one probe out."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from tests.matrices import hermitian, krylov_basis
 from tests.wrappers import function
 from traceax._core.operator import LinearMap
 from traceax._functions.function_diagonal import block_diagonal
-from traceax._quadrature.block_quadrature import Shape
+from traceax._quadrature.block_quadrature import Shape, krylov_run
 from traceax._quadrature.dense import FunctionOfOperator
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
@@ -53,7 +52,8 @@ def subject_of(matrix: Any, fn: Any) -> MatrixFunction:
     return MatrixFunction(LinearMap(function(matrix)), converted)
 
 
-run_block = partial(block_diagonal, depth=SHAPE.depth)
+def run_block(subject: MatrixFunction, probes: Any) -> Any:
+    return block_diagonal(subject, krylov_run(subject, probes, depth=SHAPE.depth))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.wrappers import function, matrix_free
 from traceax._core.operator import LinearMap
 from traceax._estimators.call import begin
 from traceax._functions.function_trace import block_trace
-from traceax._quadrature.block_quadrature import Shape, block_quadrature
+from traceax._quadrature.block_quadrature import Shape, block_quadrature, krylov_run
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
 KEY = jax.random.key(2)
@@ -40,7 +40,9 @@ def test_polynomials_are_as_defined(dtype: Any) -> None:
 
     def algorithm(matrix: Any, block: Any) -> Any:
         subject = MatrixFunction(LinearMap(function(matrix)), converted)
-        return block_quadrature(subject, block, depth=SHAPE.depth).value
+        return block_quadrature(
+            subject, krylov_run(subject, block, depth=SHAPE.depth)
+        ).value
 
     value = jax.jit(algorithm)(matrix, probes(dtype))
     assert 2 * (SHAPE.depth - SHAPE.inner) + 1 == 5
@@ -68,7 +70,11 @@ def test_error_bars_are_as_defined(largest: int, dtype: Any, theta: Any, seed: i
     matrix, block = hermitian(theta, dtype, seed), np.asarray(probes(dtype))
     k, everyone, f, depth = SHAPE.width, range(SHAPE.width), np.asarray(matrix), SHAPE.inner
     subject = MatrixFunction(LinearMap(function(matrix)), lambda x: x[None])
-    run = jax.jit(lambda block: block_quadrature(subject, block, depth=SHAPE.depth))
+    run = jax.jit(
+        lambda block: block_quadrature(
+            subject, krylov_run(subject, block, depth=SHAPE.depth)
+        )
+    )
 
     samples = [sample(f, block, depth, f, i, i).real for i in everyone]
     pairs = [remainder(f, block, depth, i, i) for i in everyone]

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -38,7 +39,7 @@ from traceax._functions.arguments import (
 )
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
-from traceax._linalg.columns import einsum, largest_modulus, promoted
+from traceax._linalg.columns import Block, einsum, largest_modulus, promoted
 from traceax._linalg.krylov import Krylov, by_sizes, lanczos
 from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
@@ -165,74 +166,79 @@ def quadratures(
     `shape` has the number of probes and of steps. If `krylov`, a run made earlier, is
     given, no probes are drawn.
     """
-    num_steps = min(shape.depth, call.operator.in_size())
-    algorithm = partial(
-        _slq, num_steps=num_steps, reorthogonalise=reorthogonalise, meter=call.meter
-    )
+    steps = min(shape.depth, call.operator.in_size()), reorthogonalise
     if krylov is None:
         streamed = replace(call, num_matvecs=shape.width).stream()
-        design, probes, near = streamed.design, streamed.probes, streamed.neighbourhood
-        near, spent = near if design.num_samples == 1 else None, streamed.num_matvecs
+        design, spent, probes = streamed.design, streamed.num_matvecs, streamed.probes
+        near = streamed.neighbourhood if design.num_samples == 1 else None
+        algorithm = partial(_slq_in_batches, design=design, steps=steps, meter=call.meter)
+        if probes.shown(call.meter).is_whole:
+            algorithm = partial(_spaces, steps=steps), partial(_slq, design=design)
+            probes = probes.source, near
     else:
-        design, probes = SamplingDesign(shape.width, shape.width, 1.0), krylov
-        near, spent = None, shape.width
-    return call.finish(
-        algorithm,
-        Run(probes, near, design),
-        spent=spent * num_steps,
-        degrees=design.degrees(near is not None),
-        structure=structure,
-        subject=subject,
-    )
+        near, spent, probes = None, shape.width, Spaces(krylov)
+        design = SamplingDesign(spent, spent, 1.0)
+        algorithm = partial(_slq, design=design)
+    cost = {"spent": spent * steps[0], "degrees": design.degrees(near is not None)}
+    return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
 
 
-class Run(eqx.Module):
-    """The probes, or the Krylov spaces that were made from them earlier.
-
-    `near` is the neighbourhood of the colours if there is a single repeat of `probing`.
-    """
-
-    probes: Stream | Krylov
-    near: Neighbourhood | None
-    design: SamplingDesign = eqx.field(static=True)
+Steps = tuple[int, bool]
+"""The number of Lanczos steps, and whether each is made orthogonal to all earlier ones."""
 
 
-def _slq(
+class Spaces(NamedTuple):
+    """The Krylov spaces of some probes. If these are a single repeat of `probing`, they are
+    kept, and `near` is the neighbourhood of their colours."""
+
+    krylov: Krylov
+    probes: Inexact[Array, "n b"] | None = None
+    near: Neighbourhood | None = None
+
+
+def _spaces(subject: MatrixFunction, made: tuple[Block, Any], *, steps: Steps) -> Spaces:
+    """Run Lanczos' process from each probe, and from the test probe if there is one."""
+    z, near = made
+    block, (num_steps, again) = z if near is None else near.with_test(z), steps
+    krylov = lanczos(subject.linear_map, block.T, num_steps, reorthogonalise=again)
+    return Spaces(krylov) if near is None else Spaces(krylov, z, near)
+
+
+def _slq(subject: MatrixFunction, spaces: Spaces, *, design: SamplingDesign) -> Outcome:
+    """Estimate the traces from the Krylov spaces of all probes."""
+    samples, readout = sample(subject, spaces, design.num_probes)
+    return samples.outcome(subject, design, readout)
+
+
+def _slq_in_batches(
     subject: MatrixFunction,
-    run: Run,
+    probes: Stream,
     *,
-    num_steps: int,
-    reorthogonalise: bool,
-    meter: ProgressMeter,
+    design: SamplingDesign,
+    steps: Steps,
+    meter: Any,
 ) -> Outcome:
-    """Run stochastic Lanczos quadrature, with all probes at once or in batches.
+    """Estimate the traces from one batch of probes after the other."""
+    how = Static((design.num_probes, steps))
+    samples = probes.shown(meter).collect(lambda z: _of_batch(subject, how, z)[0], meter)
+    return samples.outcome(subject, design, Partial(_read_batches, probes, how))
 
-    If all probes are in one batch, the derivative uses the Krylov spaces of this run.
-    Batches do not keep their spaces, so the derivative makes them again.
-    """
-    how, probes = (run.design.num_probes, num_steps, reorthogonalise), run.probes
-    probes = probes if isinstance(probes, Krylov) else probes.shown(meter)
-    if isinstance(probes, Krylov) or probes.is_whole:
-        block = probes if isinstance(probes, Krylov) else probes.source
-        samples, readout = sample(subject, block, *how, run.near)
-    else:
-        samples = probes.collect(lambda z: sample(subject, z, *how)[0], meter)
-        readout = Partial(_read_batches, probes, Static(how))
-    return samples.outcome(subject, run.design, num_steps, readout)
+
+def _of_batch(subject: MatrixFunction, how: Static, z: Block) -> tuple[Sampled, Nodes]:
+    num_probes, steps = how.value
+    return sample(subject, _spaces(subject, (z, None), steps=steps), num_probes)
 
 
 def _read_batches(
     probes: Stream, how: Static, subject: MatrixFunction
 ) -> Inexact[Array, " p"]:
-    """Read the traces by quadratures that are made again, one batch at a time.
+    """Read the traces by quadratures that are made again, one batch at a time, because the
+    batches do not keep their Krylov spaces.
 
     The nodes are constants here: the Krylov run is computed on a frozen subject.
     """
-
-    def read_batch(z: Inexact[Array, "n b"]) -> Inexact[Array, " p"]:
-        return sample(frozen(subject), z, *how.value)[1](subject)
-
-    return probes.reduce(read_batch)
+    held = frozen(subject)
+    return probes.reduce(lambda z: _of_batch(held, how, z)[1](subject))
 
 
 class Sampled(eqx.Module):
@@ -242,7 +248,8 @@ class Sampled(eqx.Module):
     fewer steps. `sizes` and `slopes` are the same terms of |f| and of |f'|, and `moved` is
     the distance by which noise may have moved a node. `indicator`, if it is known, has the
     errors of the entries of the diagonal, which all probes together show by neighbour
-    residuals.
+    residuals. The quadrature error of a single step is unknown, unless n = 1: it is
+    `unresolved`.
     """
 
     levels: Inexact[Array, "levels rules p N"]
@@ -250,20 +257,13 @@ class Sampled(eqx.Module):
     slopes: Float[Array, "p N"]
     moved: Float[Array, " N"]
     indicator: Float[Array, "p n"] | None
+    unresolved: bool = eqx.field(static=True)
 
     def outcome(
-        self,
-        subject: MatrixFunction,
-        design: SamplingDesign,
-        num_steps: int,
-        readout: Readout,
+        self, subject: MatrixFunction, design: SamplingDesign, readout: Readout
     ) -> Outcome:
-        """Return the value, its standard error, and the readout for the derivative.
-
-        The quadrature error of a single step is unknown, unless n = 1.
-        """
+        """Return the value, its standard error, and the readout for the derivative."""
         terms = mixture(self.levels)[0]
-        unresolved = num_steps == 1 and subject.linear_map.operator.in_size() > 1
         eps = float(jnp.finfo(self.moved.dtype).eps)
         total = jnp.sum(terms, axis=1)
         samples = design.totals(terms * design.num_samples)
@@ -289,29 +289,22 @@ class Sampled(eqx.Module):
                 error = design.mean_and_error(terms * design.num_probes, rounding)[1]
             else:
                 error = jackknife.length(indicator, rounding)
-            how = {"rounding": rounding, "unresolved": unresolved}
+            how = {"rounding": rounding, "unresolved": self.unresolved}
             return error, jackknife.error_of_rules(totals, share, **how)
 
         return traces_outcome(subject, traces, error_of)
 
 
 def sample(
-    subject: MatrixFunction,
-    probes: Inexact[Array, "n b"] | Krylov,
-    num_probes: int,
-    num_steps: int,
-    reorthogonalise: bool,
-    near: Neighbourhood | None = None,
+    subject: MatrixFunction, spaces: Spaces, num_probes: int
 ) -> tuple[Sampled, Nodes]:
     """Return v* f(A) v / num_probes for each of some probes v, by quadrature.
 
     `num_probes` counts the probes of all batches. The second result has the nodes and
     weights of the quadratures, from which the derivative is read.
     """
-    krylov, how = probes, {"reorthogonalise": reorthogonalise}
-    if not isinstance(krylov, Krylov):
-        block = krylov if near is None else near.with_test(krylov)
-        krylov = lanczos(subject.linear_map, block.T, num_steps, **how)
+    krylov, probes, near = spaces
+    num_steps = krylov.projection.shape[1]
     sizes = _sizes(num_steps, mixed=subject.node is not None)
     found, grain = decompose_above(by_sizes(krylov.projection, sizes), subject.bound)
     # Eigenvalues at the level of rounding become zero, as in `decompose`.
@@ -336,7 +329,7 @@ def sample(
     rows = weights.reshape(*weights.shape[:2], 1, -1)
     split = SplitRule(basis, whole, coefficients, num_steps, rules, rows)
     indicator = None
-    if near is not None and not isinstance(probes, Krylov):
+    if probes is not None and near is not None:
         values = jnp.swapaxes(values[0], -1, -2)
         indicator = _indicator(probes, krylov, whole, values, near)
     first = weights[0, 0, :, None]
@@ -346,7 +339,9 @@ def sample(
         weighted_sum(first, slopes),
     )
     levels, sizes, slopes = (jnp.moveaxis(x, -1, -2)[..., :num_probes] for x in terms)
-    return Sampled(levels, sizes, slopes, moved[:num_probes], indicator), split.nodes()
+    unresolved = num_steps == 1 and krylov.basis.shape[-1] > 1
+    parts = levels, sizes, slopes, moved[:num_probes], indicator, unresolved
+    return Sampled(*parts), split.nodes()
 
 
 def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
