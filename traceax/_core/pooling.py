@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.canonical import compiled
+from traceax._core.canonical import Canonical, canonical, compiled
 from traceax._core.checks import (
     check_callable,
     check_key,
@@ -242,13 +242,24 @@ def unbiased_square(
     cure = "Pass lambda key: traceax.trace(operator, key), for example."
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
     check_key("unbiased_square", key)
-    # A leaf that is not an array, for example a number of matvecs, gets no batch axis.
-    twice = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))
-    both = twice(jax.random.split(key))
+    rest = []
+
+    def arrays(key: PRNGKeyArray) -> Any:
+        found, other = eqx.partition(estimate_fn(key), eqx.is_array)
+        rest.append(other)  # the same for both keys, for example a number of matvecs
+        return found
+
+    code = canonical(arrays, key)
+    both = eqx.combine(compiled(_twice, code, key), rest[-1])
     if isinstance(both, Estimate):
         return _square(both)  # pyright: ignore[reportReturnType]
     check_returned("unbiased_square", "estimate_fn", both, "numbers", "an Estimate, or ")
     return jax.tree.map(_product, both)
+
+
+def _twice(code: Canonical, key: PRNGKeyArray) -> Any:
+    """Evaluate a function of a key for two keys, in one batch."""
+    return jax.vmap(code)(jax.random.split(key))
 
 
 def _product(pair: Array) -> Array:

@@ -61,8 +61,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Algorithm, Outcome
@@ -106,7 +107,7 @@ from traceax._linalg.columns import (
     summed,
 )
 from traceax._linalg.nystrom import Fit
-from traceax._probes.draw import draw, for_sketch
+from traceax._probes.draw import Draws, for_sketch
 from traceax._probes.samplers import BLOCKS, keys_of, rademacher
 
 # With fewer probes the shares t_i are too noisy to tell a flat spectrum from a decaying
@@ -135,15 +136,21 @@ def xdiag_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
 
 def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Estimate:
     """Draw the probes of both batches and u, and run the algorithm."""
-    k = call.num_matvecs // 2
-    sketch_key, fresh_key, uniform_key = keys_of(call.key, 3, BLOCKS)
-    first = draw(call.name, call.source, sketch_key, call.operator, k)
-    fresh = draw(call.name, rademacher, fresh_key, call.operator, k)
-    probes = first, fresh, jax.random.uniform(uniform_key, (), first.real.dtype)
-    space = reduce.structure
+    k, space = call.num_matvecs // 2, reduce.structure
+    draws = (
+        Draws(call.name, sampler, call.operator.in_structure(), k)
+        for sampler in (call.source, rademacher)
+    )
+    probes = compiled(_both_batches, *draws, call.key)
     return call.finish(
         algorithm, probes, method=method, spent=2 * k, degrees=k - 1, structure=space
     )
+
+
+def _both_batches(first: Draws, fresh: Draws, key: PRNGKeyArray) -> BothBatches:
+    sketch_key, fresh_key, uniform_key = keys_of(key, 3, BLOCKS)
+    blocks = first.one(sketch_key), fresh.one(fresh_key)
+    return *blocks, jax.random.uniform(uniform_key, (), blocks[0].real.dtype)
 
 
 def sketched_or_sampled_trace(
