@@ -101,8 +101,7 @@ def test_block_krylov_projects(dtype: Any, spectrum: str) -> None:
     live = np.asarray(space.filled)
     assert live.sum() == {"many": 12, "few": 9}.get(spectrum, 3)
     close(space.basis.conj().T @ space.basis, np.diag(live), 1e3 * eps, 1)
-    assert space.more is not None
-    new, factor = space.more.basis[:, -3:], space.more.tall[-3:, -3:]
+    new, factor = space.extended[:, -3:], space.tall[-3:, -3:]
     rest = matrix @ space.basis - space.basis @ space.projection
     # Where a column was left out, sqrt(eps) of the product may go with it.
     tolerance = 1e3 * eps if spectrum == "many" else eps**0.5

@@ -142,8 +142,7 @@ def projected(
 ) -> Projection:
     """Project A + shift I on a Krylov space that has its next block, given the eigenvalues
     and eigenvectors of T."""
-    assert space.more is not None
-    basis, tall = space.more
+    basis, tall = space.extended, space.tall
     scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
     tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
     return Projection(basis, tall, over(theta, scale), vectors, shift / scale, scale)

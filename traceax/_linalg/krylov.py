@@ -256,29 +256,29 @@ class Residual(NamedTuple):
     noise: Float[Array, " b"]
 
 
-class Extended(NamedTuple):
-    """A block Krylov space and one block more: A Z = Z' T', where `basis` is Z', `tall` is
-    T', and T is the square above the last rows of T'."""
-
-    basis: Inexact[Array, "n s"]
-    tall: Inexact[Array, "s r"]
-
-
 class BlockKrylov(NamedTuple):
     """A block Krylov space K(A, block), spanned by the orthonormal columns Z of `basis`.
 
-    T = Z* A Z is the projection. `asymmetry` is the Frobenius norm of (T - T*)/2. It comes
-    from noise alone, and is None after Arnoldi's process. Columns that breakdown leaves
-    empty are zero, and not `filled`. The block itself is `starts` in the first columns of
-    Z. If the next block was asked for, `more` has it.
+    T = Z* A Z is the projection. If the next block was asked for, `extended` is Z' = [Z,
+    Z_next], else it is Z itself. `tall` is T' with A Z = Z' T', or T. `asymmetry` is the
+    Frobenius norm of (T - T*)/2. It comes from noise alone, and is None after Arnoldi's
+    process. Columns that breakdown leaves empty are zero, and not `filled`. The block
+    itself is `starts` in the first columns of Z.
     """
 
-    basis: Inexact[Array, "n r"]
-    projection: OnSpace
+    extended: Inexact[Array, "n s"]
+    tall: Inexact[Array, "s r"]
     asymmetry: Number | None
     filled: Filled
     starts: Inexact[Array, "b b"]
-    more: Extended | None = None
+
+    @property
+    def basis(self) -> Inexact[Array, "n r"]:
+        return self.extended[:, : self.filled.size]
+
+    @property
+    def projection(self) -> OnSpace:
+        return self.tall[: self.filled.size]
 
     @property
     def width(self) -> int:
@@ -376,11 +376,10 @@ def block_krylov(
         skew, size = map(jnp.sum, parts)
         square = jnp.where(skew > ASYMMETRY**2 * size, jnp.nan, square)
         asymmetry = largest * jnp.sqrt(skew) / 2
-    more = Extended(basis, jnp.concatenate([square, projection[rank:]])) if extend else None
+    tall = jnp.concatenate([square, projection[rank:]]) if extend else square
     starts = dot(basis.conj().T, block)[:width]
-    basis = basis[:, :rank]
-    filled = column_norms_squared(basis) > 0
-    return BlockKrylov(basis, square, asymmetry, filled, starts, more)
+    filled = column_norms_squared(basis[:, :rank]) > 0
+    return BlockKrylov(basis, tall, asymmetry, filled, starts)
 
 
 def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel, Array]:
@@ -492,21 +491,35 @@ def eigenframe(
 class Complements(NamedTuple):
     """The complements of the spaces S_i, for every probe i, in the coordinates of Z.
 
-    `vectors` are N_i, in which columns that are not needed are zero. `remainders` are
-    r_i = N_i N_i* w_i, the part of w_i outside S_i. `dimensions` are n - dim S_i. `inside`
-    says which coordinates of Z are in K; it is the same for all i.
+    `sides` are [N_i, r_i], in which columns of N_i that are not needed are zero, and
+    r_i = N_i N_i* w_i is the part of w_i outside S_i. `dimensions` are n - dim S_i.
+    `inside` says which coordinates of Z are in K; it is the same for all i.
     """
 
-    vectors: Inexact[Array, "k r p"]
-    remainders: Inexact[Array, "k r"]
+    sides: Inexact[Array, "k r s"]
     dimensions: OfProbes
     inside: Filled
 
+    @property
+    def vectors(self) -> Inexact[Array, "k r p"]:
+        return self.sides[..., :-1]
+
+    @property
+    def remainders(self) -> Inexact[Array, "k r"]:
+        return self.sides[..., -1]
+
+    @property
+    def signs(self) -> Float[Array, " s"]:
+        """The signs of the outer products of the sides in J - N_i N_i* + r_i r_i*."""
+        signs = np.append(-np.ones(self.sides.shape[2] - 1), 1)
+        return jnp.asarray(signs, self.dimensions.dtype)
+
     def resphered(self) -> Complements:
-        """Multiply the remainders by sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
+        """Multiply the r_i by sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
         squares = summed(squared_modulus(self.remainders))
         factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
-        return self._replace(remainders=times(factor[:, None], self.remainders))
+        factors = jnp.where(self.signs > 0, factor[:, None], 1)
+        return self._replace(sides=times(factors[:, None], self.sides))
 
 
 def complements(
@@ -569,11 +582,12 @@ def complements(
     unknown = jnp.full(twins, jnp.inf, dtype)
     carry = extended, zero, others, jnp.zeros((), dtype), unknown
     (extended, count, _, limit, _), _ = jax.lax.scan(step, carry, blocks)
-    vectors = frame.back(extended[twins:, :, :capacity])
-    remainders = _along(vectors, starts.T[kept:])
+    vectors = frame.back(extended[twins:, :, : capacity + 1])  # the last column is zero
+    remainders = _along(vectors, starts.T[kept:])[..., None]
+    sides = jnp.where(np.arange(capacity + 1) < capacity, vectors, remainders)
     inside = filled & (np.repeat(numbers, k) < limit)
     dimensions = n - summed(inside.astype(dtype)) + count[twins:]
-    return Complements(vectors, remainders, dimensions, inside)
+    return Complements(sides, dimensions, inside)
 
 
 def _along(

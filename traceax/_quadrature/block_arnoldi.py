@@ -72,7 +72,6 @@ from traceax._linalg.krylov import Complements, block_krylov, truncated
 from traceax._quadrature.block_quadrature import (
     Run,
     Shape,
-    both_sides,
     forms_on_complements,
     levels_and_complements,
     quadrature_matrix,
@@ -110,17 +109,15 @@ def block_arnoldi(
     space = run.space
     levels, spaces = levels_and_complements(space, subject=subject)
     spaces = spaces.resphered() if resphered else spaces
-    k, rank = spaces.remainders.shape
+    k, rank, _ = spaces.sides.shape
 
     # The matrices M, and nodes and weights of all levels.
     starts = jnp.pad(space.starts.T, ((0, 0), (0, rank - k)))
     plain = dot(starts.T, starts.conj()) / k
     matrices = jnp.stack([plain, quadrature_matrix(spaces)])
     modes = _modes(levels, rank)
-    vectors, remainders, starts = (
-        x.astype(modes.nodes.dtype) for x in (spaces.vectors, spaces.remainders, starts)
-    )
-    spaces = Complements(vectors, remainders, spaces.dimensions, spaces.inside)
+    sides, starts = (x.astype(modes.nodes.dtype) for x in (spaces.sides, starts))
+    spaces = spaces._replace(sides=sides)
     each = jax.vmap(partial(_mode_weights, spaces, starts), out_axes=(1, 0, 0))
     weights, before, after = each(modes)
     # LAPACK may return finite eigenvectors for NaN input.
@@ -190,11 +187,12 @@ def _mode_weights(
     diagonal of the inverse times M_i times the eigenvectors V; [N_i, r_i]* V; and the
     transpose of V^{-1} [N_i, r_i]."""
     left, right = modes.inverse, modes.vectors[: modes.inverse.shape[1]]
-    both, signs = both_sides(spaces)
-    after = einsum("mr,krp->kpm", left, both)
-    before = einsum("krp,rm->kpm", both.conj(), right)
+    after = einsum("mr,krp->kpm", left, spaces.sides)
+    before = einsum("krp,rm->kpm", spaces.sides.conj(), right)
     total = jnp.sum(left.T * jnp.where(spaces.inside[:, None], right, 0), axis=0)
-    inside = total[None, :] + jnp.sum(times(signs[None, :, None], after * before), axis=1)
+    inside = total[None, :] + jnp.sum(
+        times(spaces.signs[None, :, None], after * before), axis=1
+    )
     plain = dot(left, starts.T).T * dot(starts.conj(), right)
     return jnp.stack([plain, inside]), before, after
 

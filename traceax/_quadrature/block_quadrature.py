@@ -170,12 +170,8 @@ def trace_from_spectrum(
     """Estimate tr f(A) from a space, and the spectrum and the complements made of it."""
     rule = quadrature(spectrum, spaces.resphered())
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
-    basis = space.basis
-    if spectrum.rules.radau is not None:
-        assert space.more is not None
-        basis = space.more[0]
     split = SplitRule(
-        basis.T[None],
+        space.extended.T[None],
         whole,
         rule.matrix[None],
         max(5 * space.depth, 40),
@@ -203,7 +199,7 @@ def levels_and_complements(
         frame = plain_frame(first)
     else:
         frame = eigenframe(first, space.asymmetry, filled, bound)
-    spaces = complements(frame, filled, space.starts, len(space.basis), kept)
+    spaces = complements(frame, filled, space.starts, len(space.extended), kept)
     sizes = [space.width * depth for depth in shape.levels(mixed=subject.node is not None)]
     return truncated(space.completed(), sizes), spaces
 
@@ -280,8 +276,7 @@ def spectrum_of(
     bounds = jnp.abs(values[0]), slopes.T, bends.T
     rules = Rules(nodes[:, None, None], values[:, None, None])
     if subject.node is not None:
-        assert space.more is not None
-        tall, k = space.more[1], space.width
+        tall, k = space.tall, space.width
         ends = k * np.array(Shape(k, space.depth).levels(mixed=True))
         below = jnp.stack([tall[end : end + k] for end in ends])
         below = jnp.where(np.arange(tall.shape[1]) < ends[:, None, None], below, 0)
@@ -472,25 +467,15 @@ def _weights(
 ) -> tuple[Float[Array, "k m"], Inexact[Array, "k s m"]]:
     """Return the diagonal of V* M_i V and [N_i, r_i]* V for every i, where V has the
     eigenvectors of one level, and `vectors` are their first coordinates."""
-    both, signs = both_sides(spaces)
-    sides = einsum("krp,rm->kpm", both.conj(), vectors)
+    sides = einsum("krp,rm->kpm", spaces.sides.conj(), vectors)
     squares = squared_modulus(vectors)
     whole = jnp.sum(jnp.where(spaces.inside[:, None], squares, 0), axis=0)
-    changed = jnp.sum(signs[None, :, None] * squared_modulus(sides), axis=1)
+    changed = jnp.sum(spaces.signs[None, :, None] * squared_modulus(sides), axis=1)
     return jnp.maximum(whole[None] + changed, 0), sides
 
 
 def quadrature_matrix(spaces: Complements) -> Inexact[Array, "r r"]:
     """Return M, given the c_i in the `spaces`."""
-    both, signs = both_sides(spaces)
-    changed = einsum("krp,ksp->rs", times(both, signs[None, None] / len(both)), both.conj())
+    both, rates = spaces.sides, spaces.signs / len(spaces.sides)
+    changed = einsum("krp,ksp->rs", times(both, rates[None, None]), both.conj())
     return jnp.diag(spaces.inside.astype(changed.dtype)) + changed
-
-
-def both_sides(
-    spaces: Complements,
-) -> tuple[Inexact[Array, "k r s"], Float[Array, " s"]]:
-    """Return [N_i, r_i], and the signs of their outer products in M."""
-    both = jnp.concatenate([spaces.vectors, spaces.remainders[..., None]], axis=2)
-    signs = np.append(-np.ones(both.shape[2] - 1), 1)
-    return both, jnp.asarray(signs, both.real.dtype)
