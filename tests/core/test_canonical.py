@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
+import scipy.sparse
 
 import traceax as tx
 from tests.calls import CALLS, MATRIX, WAYS
@@ -20,7 +22,7 @@ from tests.wrappers import PSD, function, matrix_free
 from traceax._core.canonical import compiled
 from traceax._core.operator import application, by_application, layout_tag
 
-N, KEY = 70, jax.random.key(0)
+N, LARGE, KEY = 70, 100, jax.random.key(0)
 SPACE = jax.ShapeDtypeStruct((N,), float)
 FIVE = jax.ShapeDtypeStruct((5,), float)
 MATRICES = [jnp.eye(5) * (i + 1.0) for i in range(2)]
@@ -173,6 +175,85 @@ def test_a_second_norm_of_an_operator_without_tags_compiles_nothing(fn: Any) -> 
     with compilations() as seen:
         fn(other, key, 12)
     assert not seen
+
+
+def well(x: Any, _: Any) -> Any:
+    return jnp.sum(jnp.tanh(x) ** 2)
+
+
+def curvature(x: Any) -> Callable[[], Any]:
+    outputs = lambda x, _: jnp.tanh(x)  # noqa: E731
+    return lambda: tx.trace(tx.gauss_newton(outputs, well, x), KEY, 40)
+
+
+def composition(x: Any) -> Callable[[], Any]:
+    shift = lx.FunctionLinearOperator(lambda v: jnp.roll(v, 1) + v, jax.typeof(x))
+    operator = shift @ shift.T + 2 * shift
+    return lambda: tx.trace(operator, KEY, 40)
+
+
+def square(x: Any) -> Callable[[], Any]:
+    return lambda: tx.unbiased_square(lambda key: tx.laplacian(well, x, key, 1), KEY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prepare", "most"),
+    [
+        (curvature, 8),
+        (lambda x: lambda: tx.hessian_diagonal(well, x, KEY, 40), 5),
+        (composition, 5),
+        (square, 20),
+    ],
+)
+def test_first_calls_compile_few_programs(prepare: Any, most: int) -> None:
+    """Not one for each operation, as eager code does."""
+    call = prepare(jnp.linspace(0.0, 1.0, LARGE))
+    jax.clear_caches()
+    with compilations() as seen:
+        call()
+    assert 0 < len(seen) <= most
+
+
+STAGED: dict[str, Callable[[Any], Any]] = {
+    "logdet": lambda a: tx.logdet(a, KEY, 36),
+    "function_trace": lambda a: tx.function_trace(a, jnp.exp, KEY, 36),
+    "function_diagonal": lambda a: tx.function_diagonal(a, jnp.exp, KEY, 36),
+    "inv_quad_logdet": lambda a: tx.inv_quad_logdet(a, jnp.ones(LARGE), KEY, 36),
+    "arnoldi_trace": lambda a: tx.arnoldi_trace(a, jnp.exp, KEY, 36),
+    "slq_trace": lambda a: tx.slq_trace(a, jnp.exp, KEY, num_probes=6, num_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", cases(STAGED, "logdet"))
+def test_a_second_operator_of_the_same_shape_compiles_half_as_long(name: str) -> None:
+    """What does not apply the operator is a program of its own."""
+    scale = jnp.linspace(1.0, 2.0, LARGE)
+    jax.clear_caches()
+    with compilations() as first:
+        STAGED[name](tx.as_operator(lambda v: scale * v, LARGE))
+    with compilations() as second:
+        STAGED[name](tx.as_operator(lambda v: scale * v + jnp.sum(v) / LARGE, LARGE))
+    assert 0 < sum(second) < sum(first) / 2
+
+
+@pytest.mark.slow
+def test_what_depends_on_arrays_of_the_user_alone_is_not_folded() -> None:
+    """Without care XLA takes seconds for the largest entry of a constant matrix."""
+    n = 900
+    matrix = scipy.sparse.diags_array([-1.0, 3.0, -1.0], offsets=[-1, 0, 1], shape=(n, n))
+    matrix = matrix.astype(np.float32)
+    operator = tx.as_operator(matrix, tags=lx.positive_semidefinite_tag)
+    data, rest = eqx.partition(operator, eqx.is_array)
+    seconds = []
+    for run, args in (
+        (lambda data, key: tx.logdet(eqx.combine(data, rest), key).value, (data, KEY)),
+        (lambda key: tx.logdet(operator, key).value, (KEY,)),
+    ):
+        with compilations() as seen:
+            jax.jit(run).lower(*args).compile()
+        seconds.append(sum(seen))
+    assert seconds[1] < 2 * seconds[0]
 
 
 # What is kept, hashed and copied.

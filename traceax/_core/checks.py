@@ -119,7 +119,7 @@ def check_key(name: str, key: Any, subject: PyTree = None) -> None:
     must = "be a JAX random key, because there is no default one"
     cure = "Pass jax.random.key(0), for example."
     require_type(is_key, name, "key", must, type(key).__name__, cure)
-    raw = jax.eval_shape(jax.random.key_data, jax.random.key(0)).shape
+    raw = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
     must, cure = f"be one key, a raw one of shape {raw}", "Use jax.vmap for several."
     require(shape == (() if typed else raw), name, "key", must, f"shape {shape}", cure)
     if not isinstance(key, Tracer) and any(map(_is_spread, jax.tree.leaves(subject))):

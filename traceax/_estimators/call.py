@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact, PRNGKeyArray
 
 from traceax._core import checks
+from traceax._core.canonical import hidden
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
     DOUBLE,
@@ -267,6 +268,7 @@ def begin(
     """
     operator = checks.check_operator(name, operator, square=square)
     checks.check_key(name, key, operator)
+    operator = hidden(operator, key)
     made = None if sampler is None else as_sampler(name, sampler)
     if made is not None:
         check_dependence(name, made, takes)
