@@ -43,9 +43,9 @@ def subject_of(
     If a tag says so, 0 bounds the spectrum. It is the node, too, if f can be evaluated
     there.
     """
-    zero, negative = jnp.zeros((), real_dtype(operator)), is_negative(operator)
-    bound = zero if is_positive(operator) else None
-    node = _if_defined(fn, zero) if bound is not None or negative else None
+    dtype, negative = real_dtype(operator), is_negative(operator)
+    bound = jnp.zeros((), dtype) if is_positive(operator) else None
+    node = _zero_if_defined(fn, dtype) if bound is not None or negative else None
     side = -1 if negative else 1
     return MatrixFunction(LinearMap(operator), fn, combine, bound, node, side)
 
@@ -60,19 +60,18 @@ def logarithm_of(
     the other side drops it. If the shift is zero, the logarithm is infinite there.
     """
     fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
-    zero = jnp.zeros((), real_dtype(operator))
-    node = None if is_zero else _if_defined(fn, zero)
+    node = None if is_zero else _zero_if_defined(fn, real_dtype(operator))
     bound = -jax.lax.stop_gradient(jnp.min(shift))
     return MatrixFunction(LinearMap(operator), fn, bound=bound, node=node), structure
 
 
-def _if_defined(fn: ScalarFunction, point: Float[Array, ""]) -> Float[Array, ""] | None:
-    """Return a point, or None if f is known not to be finite there."""
+def _zero_if_defined(fn: ScalarFunction, dtype: jnp.dtype) -> Float[Array, ""] | None:
+    """Return zero, or None if f is known not to be finite there."""
     if is_concrete(fn):
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            if not np.all(np.isfinite(fn(point))):
+            if not np.all(np.isfinite(fn(jnp.zeros((), dtype)))):
                 return None
-    return point
+    return jnp.zeros((), dtype)
 
 
 def checked_run(

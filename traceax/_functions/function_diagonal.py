@@ -89,6 +89,8 @@ from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
 from traceax._quadrature.nodes import mixture
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
+OfNodes = Float[Array, " m"]
+
 # The number of probes that test the quadrature error if the estimate uses colours.
 _TESTS = 4
 
@@ -320,10 +322,7 @@ def _functions(
 
 
 def _function(
-    kept: Bool[Array, " m"],
-    nodes: Float[Array, " m"],
-    vectors: Inexact[Array, "m m"],
-    values: Float[Array, " m"],
+    kept: Bool[Array, " m"], nodes: OfNodes, vectors: Inexact[Array, "m m"], values: OfNodes
 ) -> Inexact[Array, "m m"]:
     """Return V diag(values) V* on the coordinates that are kept.
 

@@ -50,7 +50,7 @@ from traceax._quadrature.nodes import (
     Nodes,
     Rules,
     SplitRule,
-    at_nodes,
+    in_domain,
     mixture,
     node_weights,
     slopes_at,
@@ -310,19 +310,23 @@ def sample(
     # Eigenvalues at the level of rounding become zero, as in `decompose`.
     theta = jnp.where(jnp.abs(found.values) <= 4 * grain, 0, found.values)
     found = Eigen(theta, found.vectors)
-    nodes, moved = _in_domain(theta, subject, krylov)
+    eps, noise = float(jnp.finfo(theta.dtype).eps), jax.lax.stop_gradient(krylov.noise)
+    # How far noise may have moved the nodes of each probe.
+    moved = noise + 4 * eps * jnp.max(jnp.abs(theta[0]), axis=1)
+    near_zero = jnp.broadcast_to(noise[None, :, None], theta.shape)
+    may_move = (theta < 0) & (theta >= -4 * near_zero)
+    nodes, values, _ = in_domain(subject.fn, theta, near_zero, may_move)
     # A test probe, which comes after all others, is no part of the value.
     counted = jnp.asarray(np.arange(len(krylov.length)) < num_probes, krylov.length.dtype)
     coefficients = (krylov.length**2 * (counted / num_probes))[:, None, None]
     whole, basis = Eigen(nodes[0], found.vectors[0]), krylov.basis
-    values = jnp.swapaxes(at_nodes(subject.fn, nodes), -1, -2)
+    values = jnp.swapaxes(values, -1, -2)
     rules = Rules(nodes[:, None], values[:, None])
     slopes = jnp.swapaxes(slopes_at(subject.fn, nodes[0], moved[:, None]), -1, -2)
     each = jax.vmap(partial(node_weights, coefficients))
     if subject.node is not None:
-        noise = 4 * grain + jax.lax.stop_gradient(krylov.noise)[None, :, None]
-        below = _below(krylov, sizes)
-        rules = rules.with_node(subject, found, below, noise, moved[:, None])
+        below, blur = _below(krylov, sizes), 4 * grain + near_zero
+        rules = rules.with_node(subject, found, below, blur, moved[:, None])
         basis = jnp.concatenate([basis, krylov.new[:, None]], axis=1)
         slopes = jnp.pad(slopes, ((0, 0), (0, 0), (0, 1)))
     weights = rules.weights(each(found.vectors), each)
@@ -363,22 +367,6 @@ def _below(krylov: Krylov, sizes: list[int]) -> Inexact[Array, "levels N 1 m"]:
     padded = padded.at[:, m, m - 1].set(krylov.below)
     rows = [jnp.where(np.arange(m) < s, padded[:, s, :], 0)[:, None] for s in sizes]
     return jnp.stack(rows)
-
-
-def _in_domain(
-    nodes: Float[Array, "levels N m"], subject: MatrixFunction, krylov: Krylov
-) -> tuple[Float[Array, "levels N m"], Float[Array, " N"]]:
-    """Return the nodes in the domain of f, and how far noise may have moved them.
-
-    There is one such distance for each probe. If noise has moved a node below zero and f is
-    undefined there, the node moves back to the size of this noise.
-    """
-    eps, noise = float(jnp.finfo(nodes.dtype).eps), jax.lax.stop_gradient(krylov.noise)
-    moved = noise + 4 * eps * jnp.max(jnp.abs(nodes[0]), axis=1)
-    values = at_nodes(subject.fn, nodes)
-    undefined = jnp.any(~jnp.isfinite(values), axis=-1)
-    near = noise[None, :, None]
-    return jnp.where(undefined & (nodes < 0) & (nodes >= -4 * near), near, nodes), moved
 
 
 def _indicator(

@@ -59,6 +59,8 @@ ByProbe = Inexact[Array, "*values k"]
 OfProbes = Inexact[Array, " k"]
 OfRows = Inexact[Array, "p k"]
 Errors = Float[Array, "*values"]
+Totals = Inexact[Array, "levels ..."]  # of a quadrature of all steps, and of fewer
+Sizes = Float[Array, "..."]
 
 
 def standard_error(samples: ByProbe, rounding: Errors) -> Errors:
@@ -140,11 +142,7 @@ def root_design_effect(weights: Float[Array, " k"]) -> Float[Array, ""]:
 
 
 def error_of_rules(
-    totals: Inexact[Array, "levels rules p"],
-    share: Float[Array, "..."],
-    *,
-    rounding: Float[Array, "..."] | float,
-    unresolved: bool = True,
+    totals: Totals, share: Sizes, *, rounding: Sizes, unresolved: bool = True
 ) -> Errors:
     """Return the error of the mixture, or of Gauss's rule if that is the only one.
 
@@ -156,11 +154,11 @@ def error_of_rules(
 
 
 def bracket_error(
-    totals: Inexact[Array, "levels 2 p"],
-    share: Float[Array, "..."],
+    totals: Totals,
+    share: Sizes,
     *,
-    rounding: Float[Array, "..."] | float = 0.0,
-    whole: Inexact[Array, "levels 2 1"] | None = None,
+    rounding: Sizes | float = 0.0,
+    whole: Totals | None = None,
 ) -> Errors:
     """Return the error of the mixture of Gauss's rule and Radau's.
 
@@ -208,11 +206,7 @@ def bracket_error(
 
 
 def quadrature_error(
-    totals: Inexact[Array, "levels ..."],
-    *,
-    unresolved: bool,
-    rounding: Float[Array, "..."] | float = 0.0,
-    together: bool = False,
+    totals: Totals, *, unresolved: bool, rounding: Sizes | float = 0, together: bool = False
 ) -> Errors:
     """Return the error of a quadrature, from how much its last refinements changed it.
 

@@ -85,6 +85,7 @@ from traceax._quadrature.nodes import (
     Rules,
     SplitRule,
     at_nodes,
+    in_domain,
     mixture,
     slopes_at,
     weighted_sum,
@@ -250,11 +251,8 @@ def spectrum_of(
     reach = 4 * jnp.maximum(own.size**0.5 * eps, own) * largest
     zero = 0 if eps < FINE else eps * largest
     near_edge = edge + jnp.where(space.is_exhausted, zero, own * largest)
-    here, there = at_nodes(fn, jnp.stack([eigen.values, near_edge]))
-    undefined = jnp.any(~jnp.isfinite(here), axis=-1)
-    moved = undefined & (jnp.abs(eigen.values - edge) <= reach)
-    nodes = jnp.where(moved, near_edge, eigen.values)
-    values = jnp.where(moved[..., None], there, here)
+    may_move = jnp.abs(eigen.values - edge) <= reach
+    nodes, values, moved = in_domain(fn, eigen.values, near_edge, may_move)
     first = nodes[0]
     step = own[0] * largest[0]
     around = jnp.stack([first + step, first - step, edge + eps * (first - edge)])

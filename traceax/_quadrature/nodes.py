@@ -44,7 +44,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.operator import LinearMap, frozen
 from traceax._core.rule import Values, with_own_jvp
@@ -98,6 +98,9 @@ class Direction(eqx.Module):
 
 SlopePairs = Callable[[MatrixFunction, Direction], Values]
 """The sum over all pairs of l^T dA r, for each of the p values of f."""
+
+
+EveryNode = Float[Array, "*N m"]
 
 
 class Nodes(eqx.Module):
@@ -259,6 +262,18 @@ def at_nodes(fn: Flat, nodes: Inexact[Array, "*N m"]) -> Inexact[Array, "*N m p"
     """Return all values of f at each node of any number of quadratures."""
     values = jax.vmap(fn)(jnp.ravel(nodes))
     return values.reshape(*nodes.shape, *values.shape[1:])
+
+
+def in_domain(
+    fn: Flat, nodes: EveryNode, near: EveryNode, may_move: Bool[Array, "*N m"]
+) -> tuple[EveryNode, Inexact[Array, "*N m p"], Bool[Array, "*N m"]]:
+    """Return the nodes, f at them, and which nodes have moved.
+
+    Rounding may move a node to where f is undefined. If it `may_move`, such a node moves to
+    what is `near`."""
+    here, there = at_nodes(fn, jnp.stack([nodes, near]))
+    moved = may_move & jnp.any(~jnp.isfinite(here), axis=-1)
+    return jnp.where(moved, near, nodes), jnp.where(moved[..., None], there, here), moved
 
 
 def slopes_at(
