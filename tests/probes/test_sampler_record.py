@@ -14,6 +14,7 @@ import traceax as tx
 from tests.helpers import cases, close, given, refused, slow
 from tests.matrices import general, hermitian
 from tests.wrappers import PSD, function
+from traceax._probes.samplers import keys_of
 
 KEY = jax.random.key(6)
 N = 80
@@ -90,7 +91,7 @@ def test_probes_do_not_depend_on_how_many_there_are_in_a_batch(
     """Each has a key of its own."""
     structure = jax.ShapeDtypeStruct((50,), dtype)
     whole = sampler(KEY, structure, 6)
-    each = [sampler(key, structure, 1)[0] for key in jax.random.split(KEY, 6)]
+    each = [sampler(key, structure, 1)[0] for key in keys_of(KEY, 6)]
     close(whole, jnp.stack(each), 1e-6 if dtype is jnp.float32 else 1e-12)
 
 
