@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -219,11 +218,6 @@ def check_rtol(name: str, rtol: Any) -> None:
     require(0 < rtol < 1, name, "rtol", must, repr(rtol), cure)
 
 
-def check_jac(name: str, jac: Any) -> None:
-    must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
-    require(jac in (None, "fwd", "bwd"), name, "jac", must, repr(jac), cure)
-
-
 def check_grid(name: str, grid: ArrayLike) -> None:
     is_line = jnp.ndim(grid) == 1 and not jnp.iscomplexobj(grid)
     must = "be a vector of real numbers, because the eigenvalues lie on a line"
@@ -276,15 +270,11 @@ def check_shift(
     require(fits, name, "shift", must, f"shapes {shapes}", cure)
 
 
-def check_vector(
-    name: str, operator: Operator, vector: PyTree[ArrayLike], argument: str
-) -> bool:
+def check_vector(name: str, operator: Operator, vector: PyTree, argument: str) -> bool:
     """Whether there are several vectors, along a first axis of every leaf."""
     expected = operator.in_structure()
-    shapes = jax.tree.map(jnp.shape, vector)
-    one = jax.tree.map(lambda leaf: leaf.shape, expected)
-    leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)}
-    axis = next(iter(leading)) if len(leading) == 1 else ()
+    shapes, one = (jax.tree.map(jnp.shape, x) for x in (vector, expected))
+    axis = next((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)), ())
     many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
     fits = shapes == one or (shapes == many and 0 not in axis)
     must = f"be of the operator's space, {show(expected)}, or several along a first axis"
@@ -300,9 +290,7 @@ def check_vector(
 # States of `deltashift`.
 
 
-def check_tracked(
-    name: str, state: Any, kind: type, arrays: list[jax.Array], program: jax.Array
-) -> None:
+def check_tracked(name: str, state: Any, kind: type, arrays: list, program: Array) -> None:
     """A state, and the arrays and the hash of the code of the operator it has to match."""
     must, cure = "be a state of init or update", "Call update(operator, state, key)."
     require_type(isinstance(state, kind), name, "state", must, type(state).__name__, cure)
@@ -363,8 +351,10 @@ def check_callable(
         raise invalid(TypeError, name, argument, must, str(signature), cure) from None
 
 
-def check_field(name: str, fn: object, x: object) -> None:
-    """A function `fn(x, args)`, and a point at which its derivatives are taken."""
+def check_point(name: str, fn: object, x: object, jac: str | None) -> None:
+    """A function `fn(x, args)`, a point, and how derivatives are taken there."""
+    must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
+    require(jac in (None, "fwd", "bwd"), name, "jac", must, repr(jac), cure)
     cure = "Pass lambda x, args: ..., where args is None if you pass none."
     check_callable(name, "fn", fn, "fn(x, args)", cure, 2)
     cure = (
@@ -408,10 +398,3 @@ def check_scalar(name: str, argument: str, structure: object) -> None:
     must, cure = "return one real number", "Sum or average it to shape ()."
     fits = is_one_real_number(structure)
     require_type(fits, name, argument, must, written(structure), cure)
-
-
-def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
-    """The loss of a model's outputs."""
-    cure = "Pass lambda outputs, args: ..., of what fn returns."
-    check_callable(name, "loss", loss, "loss(outputs, args)", cure, 2)
-    check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))

@@ -66,9 +66,7 @@ def is_silent(node: Any) -> bool:
     return is_own(node) and bool(missing(node))
 
 
-def jacobian_operator(
-    fn: Any, x: Any, args: Any, tags: Any = (), jac: Any = None
-) -> Operator:
+def jacobian(fn: Any, x: Any, args: Any, tags: Any = (), jac: Any = None) -> Operator:
     """Return the Jacobian of `fn(x, args)` in x. It is not closure-converted by lineax,
     which inside `jax.shard_map` cannot convert every `fn`."""
     code = canonical(fn, x, args)

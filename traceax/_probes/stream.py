@@ -161,12 +161,6 @@ class Stream(eqx.Module):
         return jax.lax.dynamic_slice_in_dim(self.source, start, width, axis=1)
 
 
-def all_at_once(block: Columns, group: int = 1) -> Stream:
-    """Make a stream of one batch from a block of all probes."""
-    count = block.shape[1] // group
-    return Stream(block, None, count, group, count)
-
-
 def unit_vectors(n: int, dtype: Any, batch: int) -> Stream:
     """Make a stream of all n unit vectors, as probes that are not random."""
     return Stream(jnp.arange(n), _Units(n, dtype), n, 1, min(batch, n))
