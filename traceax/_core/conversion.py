@@ -76,7 +76,10 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
     **See also**: `Layout`, and `check_operator` in `traceax.testing`.
     """
-    tags = _several(tags)
+    tags = frozenset(tags if isinstance(tags, list | tuple | set | frozenset) else [tags])
+    has_text = any(isinstance(tag, str) for tag in tags)
+    must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
+    require_type(not has_text, NAME, "tags", must, f"a string in {set(tags)}", cure)
     if isinstance(matrix, Operator):
         return lx.TaggedLinearOperator(matrix, tags) if tags else matrix
     library = type(matrix).__module__.split(".")[0]
@@ -90,18 +93,9 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     must = "be an array, a sparse matrix, a function v -> A v, or an operator"
     cure = _CURES.get(library, "Pass a function, and its structure.")
     require_type(is_array, NAME, "matrix", must, type(matrix).__name__, cure)
-    known = isinstance(matrix, jax.Array)
-    array = matrix if known else check_array(NAME, "matrix", matrix)
+    array = matrix if isinstance(matrix, jax.Array) else check_array(NAME, "matrix", matrix)
     _check_square(array.shape)
     return lx.MatrixLinearOperator(_as_inexact(array), tags)
-
-
-def _several(tags: Any) -> frozenset[object]:
-    tags = frozenset(tags if isinstance(tags, list | tuple | set | frozenset) else [tags])
-    has_text = any(isinstance(tag, str) for tag in tags)
-    must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
-    require_type(not has_text, NAME, "tags", must, f"a string in {set(tags)}", cure)
-    return tags
 
 
 def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:

@@ -152,9 +152,8 @@ class Estimate(eqx.Module):
         must = "be a number or an array, because it is a probability"
         require_type(is_number, name, "level", must, written(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
-        fits = all(0 < number < 1 for number in known)
         must = "be strictly between 0 and 1, because it is a probability"
-        require(fits, name, "level", must, written(level), cure)
+        require(all(0 < p < 1 for p in known), name, "level", must, written(level), cure)
         is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(self.value)))
         must, got = "be asked of a real value, as these have an order", "a complex one"
         cure = "Use `value` and `standard_error`, or the operator's Hermitian part."

@@ -110,9 +110,7 @@ def with_own_jvp(
 
 
 @with_own_jvp.def_jvp
-def _with_own_jvp_jvp(
-    primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[PyTree, PyTree]:
+def _with_own_jvp_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     value, function, subject, *held = primals
     if not jax.tree.leaves(tangents[2]):
         return value, jax.tree.map(lambda _: None, value)
