@@ -154,20 +154,18 @@ def check_count(
     return int(count)
 
 
-def check_samples(
-    name: str, count: int, probes_per_sample: int, argument: str = "num_matvecs"
-) -> None:
+def check_samples(name: str, count: int, group: int, argument: str = "num_matvecs") -> None:
     why = "one for each colour of its probing sampler"
     cure = "Raise it, or use fewer colours: those of traceax.colouring with a lower power."
-    check_count(name, argument, count, probes_per_sample, why, cure)
+    check_count(name, argument, count, group, why, cure)
 
 
-def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> int | None:
+def check_batch_size(name: str, batch_size: object, group: int) -> int | None:
     if batch_size is None:
         return None
     why = "because a batch holds whole samples of so many probes"
     cure = "Raise it, or pass None for all probes at once."
-    return check_count(name, "batch_size", batch_size, probes_per_sample, why, cure)
+    return check_count(name, "batch_size", batch_size, group, why, cure)
 
 
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
@@ -190,25 +188,23 @@ def _is_real(number: Any) -> bool:
     return (is_number or is_array) and not jnp.iscomplexobj(number)
 
 
-def _check_number(
-    name: str, argument: str, x: Any, holds: Callable[[float], bool], must: str, cure: str
-) -> None:
-    """One real number x, of which `holds` is true if x is known."""
-    real = "be a real number, or an array of shape ()"
-    require_type(_is_real(x), name, argument, real, written(x), cure)
-    require(not jnp.ndim(x), name, argument, real, f"shape {jnp.shape(x)}", cure)
-    fits = isinstance(x, Tracer) or holds(float(x))
-    require(fits, name, argument, must, written(x), cure)
+def _check_number(name: str, argument: str, x: Any, cure: str) -> None:
+    must = "be a real number, or an array of shape ()"
+    require_type(_is_real(x), name, argument, must, written(x), cure)
+    require(not jnp.ndim(x), name, argument, must, f"shape {jnp.shape(x)}", cure)
 
 
 def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
-    must = "be positive and finite"
-    _check_number(name, argument, number, lambda x: 0 < x < math.inf, must, cure)
+    _check_number(name, argument, number, cure)
+    fits = isinstance(number, Tracer) or 0 < float(number) < math.inf
+    require(fits, name, argument, "be positive and finite", written(number), cure)
 
 
 def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
     cure = "Pass 0 for the most accurate answer that max_matvecs allows."
-    _check_number(name, argument, tolerance, lambda x: x >= 0, "be at least 0", cure)
+    _check_number(name, argument, tolerance, cure)
+    fits = isinstance(tolerance, Tracer) or float(tolerance) >= 0
+    require(fits, name, argument, "be at least 0", written(tolerance), cure)
 
 
 def check_rtol(name: str, rtol: Any) -> None:
@@ -243,9 +239,7 @@ def check_trace(name: str, argument: str, trace: Any, dtype: Any) -> Array:
 Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
 
-def check_shift(
-    name: str, operator: Operator, shift: Shift, *, several: bool = True
-) -> None:
+def check_shift(name: str, operator: Operator, shift: Shift, several: bool = True) -> None:
     """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
     must = "not be tagged negative semidefinite, because log det A would not be real"
     got, cure = f"a {class_name(operator)} that is", "Negate it, and estimate log det(-A)."

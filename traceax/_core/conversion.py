@@ -106,14 +106,14 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     """
     _check_square(matrix.shape)
     dtype = jax.dtypes.canonicalize_dtype(_inexact(np.dtype(matrix.dtype)))
+    space = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
 
     def called(of_block: Any) -> Any:
         def host(v: Any) -> np.ndarray:
             block = np.asarray(v).reshape(-1, v.shape[-1]).T
             return np.asarray(of_block(block), dtype).T.reshape(v.shape)
 
-        shape = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
-        return lambda _, v: jax.pure_callback(host, shape, v, vmap_method="broadcast_all")
+        return lambda _, v: jax.pure_callback(host, space, v, vmap_method="broadcast_all")
 
     def transposed(block: np.ndarray) -> np.ndarray:
         try:
@@ -129,7 +129,6 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     def mv(v: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         return jax.lax.custom_linear_solve(lambda x: x, v, *solves)
 
-    space = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
     return lx.FunctionLinearOperator(mv, space, tags)
 
 
@@ -166,8 +165,7 @@ def _inexact(dtype: Any) -> Any:
     name = "complex128" if jnp.issubdtype(dtype, jnp.complexfloating) else "float64"
     fits = np.dtype(dtype).itemsize <= np.dtype(name).itemsize
     must = "have numbers of at most double precision, which are the longest of JAX"
-    cure = f"Pass a.astype(numpy.{name})."
-    require_type(fits, NAME, "matrix", must, str(dtype), cure)
+    require_type(fits, NAME, "matrix", must, str(dtype), f"Pass a.astype(numpy.{name}).")
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
 
 

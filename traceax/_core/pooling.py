@@ -243,8 +243,7 @@ def unbiased_square(
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
     check_key("unbiased_square", key)
     # A leaf that is not an array, for example a number of matvecs, gets no batch axis.
-    twice = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))
-    both = twice(jax.random.split(key))
+    both = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))(jax.random.split(key))
     if isinstance(both, Estimate):
         return _square(both)  # pyright: ignore[reportReturnType]
     check_returned("unbiased_square", "estimate_fn", both, "numbers", "an Estimate, or ")

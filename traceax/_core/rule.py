@@ -72,9 +72,7 @@ def _outcome(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
 
 
 @_evaluate.def_jvp
-def _evaluate_jvp(
-    primals: tuple[Subject, Algorithm, PyTree], tangents: tuple[Any, Any, Any]
-) -> tuple[Outcome, Outcome]:
+def _evaluate_jvp(primals: Any, tangents: Any) -> tuple[Outcome, Outcome]:
     subject, tangent = primals[0], tangents[0]
     # A call of `_evaluate`, so that the rule holds for second derivatives, too.
     outcome = _evaluate(*primals)
