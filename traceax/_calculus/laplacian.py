@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -66,7 +66,7 @@ from traceax._core.checks import (
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, jacobian, working_dtype
 from traceax._core.rule import Outcome
-from traceax._core.vectors import common_dtype, flatten, unflatten
+from traceax._core.vectors import common_dtype, flatten, unflatten_rows
 from traceax._estimators.automatic import choose_diagonal
 from traceax._estimators.call import Blocks, Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
@@ -88,7 +88,7 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
-from traceax._probes.stream import ProgressMeter, Stream
+from traceax._probes.stream import ProgressMeter, Stream, Units
 
 # From this budget on, a sketch makes the error at most 1.4 times larger if the spectrum is
 # flat (networks before training), and smaller by factors if it is not (after training).
@@ -321,8 +321,7 @@ def _sketched(subject: Curvature, probes: Blocks) -> Outcome:
     # Both variances, but for a factor. The finite-population correction is for a frame,
     # whose forms are exact for multiples of I: only parts across mu_i count.
     correction = 1 - rest / (n - width)
-    shown = column_dots(loo.directions, loo.inside)
-    across = 1 - shown**2 / column_norms_squared(loo.mu)
+    across = 1 - column_dots(loo.directions, loo.inside) ** 2 / column_norms_squared(loo.mu)
     sketched = mean(loo.distances**2 * across) * correction / rest
     sampled = off_diagonal(omega, over(images, loo.basis.scale)) / count
     # The distances show what `width - 1` columns leave. If eigenvalues fall as 1/i, all
@@ -494,8 +493,7 @@ class FourthDerivatives(AlongProbes):
 
     def along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
         """Return D4 fn[v, v, w, w]."""
-        pair = unflatten(column, self.space.in_structure())
-        v, w = jax.tree.map(lambda leaf: leaf[None], pair)
+        v, w = unflatten_rows(column[None], self.space.in_structure())
 
         def along_w(x: PyTree[Array]) -> PyTree[Array]:
             return second_derivatives_sum(lambda x: self.fn(x, self.args), x, w)
@@ -504,11 +502,8 @@ class FourthDerivatives(AlongProbes):
         return flatten(second, common_dtype(second))
 
 
-class _UnitPairs(NamedTuple):
+class _UnitPairs(Units):
     """A function that makes columns of two unit vectors each from the indices of pairs."""
-
-    n: int
-    dtype: Any
 
     def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2*{self.n} b"]:
         """Return the columns (sqrt(2) e_i, e_j) for i < j, and (e_i, e_i).
@@ -518,5 +513,5 @@ class _UnitPairs(NamedTuple):
         first, second = jnp.triu_indices(self.n)
         i, j = first[indices], second[indices]
         scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)
-        v = jax.nn.one_hot(i, self.n, axis=0, dtype=self.dtype) * scale[None, :]
-        return jnp.concatenate([v, jax.nn.one_hot(j, self.n, axis=0, dtype=self.dtype)])
+        unit = super().__call__
+        return jnp.concatenate([unit(i) * scale[None, :], unit(j)])

@@ -8,6 +8,7 @@ mean over probes, and `hessian` is the Hessian as an operator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import equinox as eqx
@@ -38,8 +39,9 @@ Field = Callable[[Any, Any], Any]
 def checked_point(name: str, fn: Any, x: Any, *others: Any, jac: Any = None) -> Point:
     """Check a function and a point x, and return x as strongly typed arrays of floats.
 
-    `name` is the public function that errors name. Inside `jax.shard_map` x has the types
-    of that mesh, even if it is closed over, and varies wherever `others` do.
+    `name` is the public function that errors name, and `jac` says how it differentiates.
+    Inside `jax.shard_map` x has the types of that mesh, even if it is closed over, and
+    varies wherever `others` do.
     """
     check_point(name, fn, x, jac)
     axes = varying_axes(x, others)
@@ -65,11 +67,10 @@ def hessian(fn: Field, x: Point, args: PyTree, jac: str | None = None) -> Operat
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
     """Return whether reverse mode works. It does not through a `jax.lax.while_loop`."""
-    try:
+    with suppress(TypeError, ValueError, NotImplementedError):
         eqx.filter_eval_shape(jax.grad(fn), x, args)
-    except (TypeError, ValueError, NotImplementedError):
-        return False
-    return True
+        return True
+    return False
 
 
 class AlongProbes(eqx.Module):
