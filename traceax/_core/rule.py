@@ -84,8 +84,7 @@ def _evaluate_jvp(primals: Any, tangents: Any) -> tuple[Outcome, Outcome]:
     _, read = eqx.filter_jvp(outcome.readout, (subject,), (tangent,))
     if read is None:
         return outcome, unperturbed
-    if not jnp.iscomplexobj(outcome.value):
-        read = read.real
+    read = read if jnp.iscomplexobj(outcome.value) else read.real
     read = read.astype(outcome.value.dtype)
     errors = outcome.standard_error, outcome.quadrature_error
     error, gap = jax.tree.map(lambda e: error_tangent(e, read.real), errors)
