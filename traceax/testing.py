@@ -18,7 +18,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from traceax._core import checks, questions
 from traceax._core import operator as ops
-from traceax._core.checks import invalid
+from traceax._core.checks import require
 from traceax._core.estimate import Estimate
 from traceax._core.vectors import as_columns, common_dtype, flatten, unflatten
 from traceax._linalg.columns import over, promoted, times
@@ -228,10 +228,9 @@ def check_sampler(
 
     **See also**: `Sampler`, `check_estimator`.
     """
-    sampler = as_sampler("testing.check_sampler", sampler)
-    why = "because one probe cannot show independence"
-    named = "testing.check_sampler", "num_probes"
-    num_probes = checks.check_count(*named, num_probes, 2, why)
+    name, why = "testing.check_sampler", "because one probe cannot show independence"
+    sampler = as_sampler(name, sampler)
+    num_probes = checks.check_count(name, "num_probes", num_probes, 2, why)
     facts = partial(_sampler_facts, sampler, num_probes, independent, same_for_any_cut)
     _list_faults("check_sampler", sampler, facts("float32"), facts("complex64"))
 
@@ -334,11 +333,10 @@ def _of_this_process(leaf: Any) -> Any:
     """Return the array, or the copy of a replicated array that this process has."""
     if getattr(leaf, "is_fully_addressable", True):
         return leaf
-    if leaf.is_fully_replicated:
-        return leaf.addressable_data(0)
     must, got = "hold arrays of one process", f"shape {leaf.shape} spread over several"
     cure = "Gather it by process_allgather(array, tiled=True) of jax's multihost_utils."
-    raise invalid(ValueError, "testing.check_operator", "operator", must, got, cure)
+    require(leaf.is_fully_replicated, "testing.check_operator", "operator", must, got, cure)
+    return leaf.addressable_data(0)
 
 
 def _image(operator: Any, x: Any) -> Any:

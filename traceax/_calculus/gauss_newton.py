@@ -18,9 +18,9 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import PyTree
 
-from traceax._calculus.sampled import Field, GivenPoint, differentiable_point, hessian
-from traceax._core.checks import check_jac, check_loss, check_returned
-from traceax._core.operator import Operator, jacobian_operator
+from traceax._calculus.sampled import Field, GivenPoint, checked_point, hessian
+from traceax._core.checks import check_callable, check_returned, check_scalar
+from traceax._core.operator import Operator, jacobian
 
 
 def gauss_newton(
@@ -73,13 +73,13 @@ def gauss_newton(
 
     **See also**: `empirical_fisher`, `logdet`, `leaf_traces`.
     """
-    check_jac("gauss_newton", jac)
-    x = differentiable_point("gauss_newton", fn, x, args)
-    check_returned("gauss_newton", "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
-    outputs = fn(x, args)
-    check_loss("gauss_newton", loss, outputs, args)
-    jacobian = jacobian_operator(fn, x, args, jac=jac)
-    product = jacobian.T @ hessian(loss, outputs, args, jac) @ jacobian
+    name, x = "gauss_newton", checked_point("gauss_newton", fn, x, args, jac=jac)
+    check_returned(name, "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
+    outputs, cure = fn(x, args), "Pass lambda outputs, args: ..., of what fn returns."
+    check_callable(name, "loss", loss, "loss(outputs, args)", cure, 2)
+    check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))
+    j = jacobian(fn, x, args, jac=jac)
+    product = j.T @ hessian(loss, outputs, args, jac) @ j
     return lx.TaggedLinearOperator(product, lx.positive_semidefinite_tag)
 
 
@@ -122,9 +122,7 @@ def empirical_fisher(
 
     **See also**: `gauss_newton`, `leaf_traces`.
     """
-    check_jac("empirical_fisher", jac)
-    x = differentiable_point("empirical_fisher", fn, x, args)
-    result = eqx.filter_eval_shape(fn, x, args)
-    check_returned("empirical_fisher", "fn", result, "real numbers")
-    jacobian = jacobian_operator(fn, x, args, jac=jac)
-    return lx.TaggedLinearOperator(jacobian.T @ jacobian, lx.positive_semidefinite_tag)
+    name, x = "empirical_fisher", checked_point("empirical_fisher", fn, x, args, jac=jac)
+    check_returned(name, "fn", eqx.filter_eval_shape(fn, x, args), "real numbers")
+    j = jacobian(fn, x, args, jac=jac)
+    return lx.TaggedLinearOperator(j.T @ j, lx.positive_semidefinite_tag)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -48,7 +48,7 @@ from traceax._calculus.sampled import (
     Field,
     GivenPoint,
     Point,
-    differentiable_point,
+    checked_point,
     has_gradient,
     hessian,
     rounding,
@@ -58,18 +58,17 @@ from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import canonical, strongly_typed
 from traceax._core.checks import (
     check_callable,
-    check_jac,
     check_returned,
     check_same_structure,
     check_scalar,
     is_one_real_number,
 )
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, jacobian_operator, working_dtype
+from traceax._core.operator import LinearMap, Operator, jacobian, working_dtype
 from traceax._core.rule import Outcome
-from traceax._core.vectors import common_dtype, flatten, unflatten
+from traceax._core.vectors import common_dtype, flatten, unflatten_rows
 from traceax._estimators.automatic import choose_diagonal
-from traceax._estimators.call import Call, begin
+from traceax._estimators.call import Blocks, Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
 from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out, outside
@@ -89,7 +88,7 @@ from traceax._linalg.jackknife import (
 )
 from traceax._probes.draw import for_mean
 from traceax._probes.samplers import SamplerLike, normal, rademacher
-from traceax._probes.stream import ProgressMeter, Stream, all_at_once
+from traceax._probes.stream import ProgressMeter, Stream, Units
 
 # From this budget on, a sketch makes the error at most 1.4 times larger if the spectrum is
 # flat (networks before training), and smaller by factors if it is not (after training).
@@ -162,8 +161,8 @@ def divergence(
 
     **See also**: `laplacian`, `trace`, `hutchinson_trace`.
     """
-    name, x = "divergence", differentiable_point("divergence", fn, x, key, args)
-    operator = jacobian_operator(fn, x, args)
+    name, x = "divergence", checked_point("divergence", fn, x, key, args)
+    operator = jacobian(fn, x, args)
     check_same_structure(name, operator.in_structure(), operator.out_structure())
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
@@ -259,7 +258,7 @@ def laplacian(
 
     **See also**: `hessian_diagonal`, `biharmonic`, `divergence`, `unbiased_square`.
     """
-    x = differentiable_point("laplacian", fn, x, key, args)
+    x = checked_point("laplacian", fn, x, key, args)
     if diffusion is not None:
         fn, x = _diffused(fn, x, diffusion)
     result = eqx.filter_eval_shape(fn, x, args)
@@ -274,9 +273,7 @@ def laplacian(
     return sampled_mean(call, subject)
 
 
-def _diffused(
-    fn: Field, x: Point, diffusion: Callable[[Any], Any] | Operator
-) -> tuple[Field, Point]:
+def _diffused(fn: Field, x: Point, diffusion: Any) -> tuple[Field, Point]:
     """Return the function z -> fn(x + S z), and zero, the point at which to take it.
 
     Its Laplacian there is tr(S* H S). The errors name `diffusion`.
@@ -287,8 +284,7 @@ def _diffused(
     cure = "Pass lambda v: S @ v, or traceax.as_operator(S) of an array S."
     check_callable("laplacian", "diffusion", apply, "v -> S v, or an operator", cure)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), space)
-    moved = eqx.filter_eval_shape(apply, zero)
-    check_same_structure("laplacian", x, moved, "diffusion")
+    check_same_structure("laplacian", x, eqx.filter_eval_shape(apply, zero), "diffusion")
     add = partial(jax.tree.map, jnp.add)
     return lambda z, args: fn(add(x, apply(z)), args), zero
 
@@ -303,15 +299,11 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
     width = max(2, call.num_matvecs // 4)
     spent, rest = call.num_matvecs, call.num_matvecs - 2 * width
     probes = call.using(normal).draw(width, width + rest)
-    degrees, space = independent_degrees_of_freedom(rest), subject.result
-    return call.finish(
-        _sketched, probes, spent=spent, degrees=degrees, structure=space, subject=subject
-    )
+    how = {"spent": spent, "degrees": independent_degrees_of_freedom(rest)}
+    return call.finish(_sketched, probes, structure=subject.result, subject=subject, **how)
 
 
-def _sketched(
-    subject: Curvature, probes: tuple[Inexact[Array, "n k"], Inexact[Array, "n r"]]
-) -> Outcome:
+def _sketched(subject: Curvature, probes: Blocks) -> Outcome:
     """Run Hutch++ of the Hessian, or take signs if their variance is smaller.
 
     The first block of probes is Omega, which decides. The columns of the second block, made
@@ -329,8 +321,7 @@ def _sketched(
     # Both variances, but for a factor. The finite-population correction is for a frame,
     # whose forms are exact for multiples of I: only parts across mu_i count.
     correction = 1 - rest / (n - width)
-    shown = column_dots(loo.directions, loo.inside)
-    across = 1 - shown**2 / column_norms_squared(loo.mu)
+    across = 1 - column_dots(loo.directions, loo.inside) ** 2 / column_norms_squared(loo.mu)
     sketched = mean(loo.distances**2 * across) * correction / rest
     sampled = off_diagonal(omega, over(images, loo.basis.scale)) / count
     # The distances show what `width - 1` columns leave. If eigenvalues fall as 1/i, all
@@ -338,7 +329,8 @@ def _sketched(
     takes_signs, signs = sampled < (1 - 1 / width) * sketched, jnp.sign(others)
     sketch = jnp.hstack([q, frame / rest**0.5])
     directions = jnp.where(takes_signs, signs / count**0.5, sketch)
-    readout = Batches(all_at_once(directions), jnp.ones((), directions.dtype))
+    whole = Stream(directions, None, count, 1, count)
+    readout = Batches(whole, jnp.ones((), directions.dtype))
     value = readout(subject)
     samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
     # Columns of Q that are nearly dependent have lengths off by some units of roundoff.
@@ -409,8 +401,7 @@ def hessian_diagonal(
     **See also**: `laplacian`, `diagonal`, `hutchinson_diagonal`, `unbiased_square`.
     """
     name = "hessian_diagonal"
-    check_jac(name, jac)
-    x = differentiable_point(name, fn, x, key, args)
+    x = checked_point(name, fn, x, key, args, jac=jac)
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
     operator = hessian(fn, x, args, jac)
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
@@ -475,19 +466,18 @@ def biharmonic(
 
     **See also**: `laplacian`, `unbiased_square`.
     """
-    x = differentiable_point("biharmonic", fn, x, key, args)
+    x = checked_point("biharmonic", fn, x, key, args)
     result = eqx.filter_eval_shape(fn, x, args)
     check_returned("biharmonic", "fn", result, "real or complex numbers")
     subject = FourthDerivatives(canonical(fn, x, args), *strongly_typed((x, args)))
-    call = begin("biharmonic", subject.space, key, num_matvecs)
+    call = begin("biharmonic", subject.space, key, num_matvecs).using(rademacher)
     call = call.in_batches(batch_size, progress_meter)
     n, dtype = call.operator.in_size() // 2, working_dtype(call.operator)
     # All pairs of unit vectors whose first index is at most the second.
     count = n * (n + 1) // 2
     batch = min(call.batch_size or count, count)
     pairs = Stream(jnp.arange(count), _UnitPairs(n, dtype), count, 1, batch)
-    degrees = fourth_order_degrees_of_freedom
-    return sampled_mean(call.using(rademacher), subject, pairs, degrees)
+    return sampled_mean(call, subject, pairs, fourth_order_degrees_of_freedom)
 
 
 class FourthDerivatives(AlongProbes):
@@ -503,8 +493,7 @@ class FourthDerivatives(AlongProbes):
 
     def along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
         """Return D4 fn[v, v, w, w]."""
-        pair = unflatten(column, self.space.in_structure())
-        v, w = jax.tree.map(lambda leaf: leaf[None], pair)
+        v, w = unflatten_rows(column[None], self.space.in_structure())
 
         def along_w(x: PyTree[Array]) -> PyTree[Array]:
             return second_derivatives_sum(lambda x: self.fn(x, self.args), x, w)
@@ -513,11 +502,8 @@ class FourthDerivatives(AlongProbes):
         return flatten(second, common_dtype(second))
 
 
-class _UnitPairs(NamedTuple):
+class _UnitPairs(Units):
     """A function that makes columns of two unit vectors each from the indices of pairs."""
-
-    n: int
-    dtype: Any
 
     def __call__(self, indices: Int[Array, " b"]) -> Inexact[Array, "2*{self.n} b"]:
         """Return the columns (sqrt(2) e_i, e_j) for i < j, and (e_i, e_i).
@@ -527,5 +513,5 @@ class _UnitPairs(NamedTuple):
         first, second = jnp.triu_indices(self.n)
         i, j = first[indices], second[indices]
         scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)
-        v = jax.nn.one_hot(i, self.n, axis=0, dtype=self.dtype) * scale[None, :]
-        return jnp.concatenate([v, jax.nn.one_hot(j, self.n, axis=0, dtype=self.dtype)])
+        unit = super().__call__
+        return jnp.concatenate([unit(i) * scale[None, :], unit(j)])

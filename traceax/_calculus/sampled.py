@@ -7,8 +7,8 @@ mean over probes, and `hessian` is the Hessian as an operator.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import equinox as eqx
@@ -19,9 +19,9 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from traceax._calculus.taylor import second_derivatives_sum
 from traceax._core.canonical import varying, varying_axes
-from traceax._core.checks import check_field
+from traceax._core.checks import check_point
 from traceax._core.estimate import Estimate
-from traceax._core.operator import Operator, jacobian_operator
+from traceax._core.operator import Operator, jacobian
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, common_dtype, flatten, unflatten_rows
 from traceax._estimators.call import Call, Streamed
@@ -36,13 +36,14 @@ Point = PyTree[Inexact[Array, "..."]]
 Field = Callable[[Any, Any], Any]
 
 
-def differentiable_point(name: str, fn: object, x: PyTree, *others: PyTree) -> Point:
+def checked_point(name: str, fn: Any, x: Any, *others: Any, jac: Any = None) -> Point:
     """Check a function and a point x, and return x as strongly typed arrays of floats.
 
-    `name` is the public function that errors name. Inside `jax.shard_map` x has the types
-    of that mesh, even if it is closed over, and varies wherever `others` do.
+    `name` is the public function that errors name, and `jac` says how it differentiates.
+    Inside `jax.shard_map` x has the types of that mesh, even if it is closed over, and
+    varies wherever `others` do.
     """
-    check_field(name, fn, x)
+    check_point(name, fn, x, jac)
     axes = varying_axes(x, others)
     inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -61,22 +62,22 @@ def hessian(fn: Field, x: Point, args: PyTree, jac: str | None = None) -> Operat
     All matvecs share one backward pass.
     """
 
-    return jacobian_operator(jax.grad(fn), x, args, lx.symmetric_tag, jac)
+    return jacobian(jax.grad(fn), x, args, lx.symmetric_tag, jac)
 
 
 def has_gradient(fn: Field, x: Point, args: PyTree) -> bool:
     """Return whether reverse mode works. It does not through a `jax.lax.while_loop`."""
-    try:
+    with suppress(TypeError, ValueError, NotImplementedError):
         eqx.filter_eval_shape(jax.grad(fn), x, args)
-    except (TypeError, ValueError, NotImplementedError):
-        return False
-    return True
+        return True
+    return False
 
 
 class AlongProbes(eqx.Module):
     """A function `fn(x, args)` of p numbers at a point x, and derivatives along probes.
 
-    It is a subject of the derivative rule, under which the mean of these derivatives over
+    A subclass says how to compute their sum (`__call__`) or each of them (`along_one`). It
+    is a subject of the derivative rule, under which the mean of these derivatives over
     probes is estimated.
     """
 
@@ -101,9 +102,9 @@ class AlongProbes(eqx.Module):
         """Return the derivative along each column."""
         return jax.vmap(self.along_one, 1, 1)(block)
 
-    @abc.abstractmethod
     def along_one(self, column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
         """Return the derivative along one probe."""
+        return self(column[:, None])
 
 
 def sampled_mean(
@@ -154,6 +155,3 @@ class Curvature(AlongProbes):
         rows = unflatten_rows(block.T, self.space.in_structure())
         total = second_derivatives_sum(lambda x: self.fn(x, self.args), self.x, rows)
         return flatten(total, common_dtype(total))
-
-    def along_one(self, column: Inexact[Array, " n"]) -> Inexact[Array, " p"]:
-        return self(column[:, None])

@@ -23,7 +23,8 @@ Reference: Li et al. (2023), arXiv:2307.08214; Dangel et al. (2025), arXiv:2505.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,12 +71,7 @@ class _Jet(NamedTuple):
     second: Any = None
 
 
-_Push = Callable[[Along, list[_Jet]], Coefficients]
-
-
-def second_derivatives_sum(
-    fn: Callable[..., PyTree[Array]], x: PyTree[Array], directions: PyTree[Array]
-) -> PyTree[Array]:
+def second_derivatives_sum(fn: Callable, x: PyTree, directions: PyTree) -> PyTree[Array]:
     """Return the sum over i of d2/dt2 fn(x + t v_i) at t = 0.
 
     The v_i are `directions`, along a leading axis of every leaf.
@@ -83,13 +79,12 @@ def second_derivatives_sum(
     axes = varying_axes(x)
     directions = jax.tree.map(lambda leaf: varying(leaf, axes), directions)
     program, structure = jax.make_jaxpr(fn, return_shape=True)(x)
-    leaves = zip(jax.tree.leaves(x), jax.tree.leaves(directions), strict=True)
-    outputs = _run_jets(program, [_Jet(leaf, first) for leaf, first in leaves])
+    outputs = _run_jets(program, map(_Jet, jax.tree.leaves(x), jax.tree.leaves(directions)))
     seconds = [jnp.zeros_like(j.value) if j.second is None else j.second for j in outputs]
     return jax.tree.unflatten(jax.tree.structure(structure), seconds)
 
 
-def _run_jets(program: ClosedJaxpr, inputs: Sequence[_Jet]) -> list[_Jet]:
+def _run_jets(program: ClosedJaxpr, inputs: Iterable[_Jet]) -> list[_Jet]:
     """Pass all coefficients through a program, one operation after the other."""
     jaxpr = program.jaxpr
     jets = dict(zip(jaxpr.constvars, map(_Jet, program.consts), strict=True))
@@ -116,9 +111,8 @@ def _program_inside(equation: JaxprEqn) -> ClosedJaxpr | None:
         case "pad" if isinstance(equation.invars[1], Var):
             fill = partial(_fill, config=equation.params["padding_config"])
             types: list[Any] = [atom.aval for atom in equation.invars]
-            like = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-            inexact = jnp.issubdtype(like[0].dtype, jnp.inexact)
-            return jax.make_jaxpr(fill)(*like) if inexact else None
+            inexact = jnp.issubdtype(types[0].dtype, jnp.inexact)
+            return jax.make_jaxpr(fill)(*types) if inexact else None
     return None
 
 
@@ -158,15 +152,14 @@ def _step(jaxpr: Jaxpr, equation: JaxprEqn, look_up: Callable[[Any], _Jet]) -> l
     return outputs
 
 
-def _choose(equation: JaxprEqn, moves: list[bool]) -> _Push:
+def _choose(equation: JaxprEqn, moves: list[bool]) -> Callable[..., Coefficients]:
     """Choose how coefficients pass through an operation, some of whose inputs move."""
     name = equation.primitive.name
     linear = name in _LINEAR or (name in _MULTILINEAR and sum(moves) == 1)
     if linear or (name == "div" and not moves[1]):
         return _push_linear
-    inputs: list[Any] = [atom.aval for atom in equation.invars]
-    types = [aval for aval, moved in zip(inputs, moves, strict=True) if moved]
-    types += [variable.aval for variable in equation.outvars]
+    atoms = [*itertools.compress(equation.invars, moves), *equation.outvars]
+    types: list[Any] = [atom.aval for atom in atoms]
     alone = sum(moves) == 1 and all(aval.shape == types[0].shape for aval in types)
     # Not every entrywise operation on complex numbers has a derivative in one direction.
     alone = alone and jnp.issubdtype(types[0].dtype, jnp.floating)

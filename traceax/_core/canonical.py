@@ -54,12 +54,9 @@ def strongly_typed(tree: PyTree) -> PyTree:
     Under an eager `jax.grad(f)(1.3)` a derivative rule would get the bare Python float, and
     a closure-converted operator cannot be applied with it."""
 
-    def strong(leaf: Any) -> Any:
-        if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return jax.lax.convert_element_type(leaf, leaf.dtype)
-        return leaf
-
-    return jax.tree.map(strong, tree)
+    inexact, rest = eqx.partition(tree, eqx.is_inexact_array)
+    strong = jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), inexact)
+    return eqx.combine(strong, rest)
 
 
 def varying_axes(*trees: PyTree) -> frozenset[str]:

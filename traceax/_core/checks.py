@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -155,20 +154,18 @@ def check_count(
     return int(count)
 
 
-def check_samples(
-    name: str, count: int, probes_per_sample: int, argument: str = "num_matvecs"
-) -> None:
+def check_samples(name: str, count: int, group: int, argument: str = "num_matvecs") -> None:
     why = "one for each colour of its probing sampler"
     cure = "Raise it, or use fewer colours: those of traceax.colouring with a lower power."
-    check_count(name, argument, count, probes_per_sample, why, cure)
+    check_count(name, argument, count, group, why, cure)
 
 
-def check_batch_size(name: str, batch_size: object, probes_per_sample: int) -> int | None:
+def check_batch_size(name: str, batch_size: object, group: int) -> int | None:
     if batch_size is None:
         return None
     why = "because a batch holds whole samples of so many probes"
     cure = "Raise it, or pass None for all probes at once."
-    return check_count(name, "batch_size", batch_size, probes_per_sample, why, cure)
+    return check_count(name, "batch_size", batch_size, group, why, cure)
 
 
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
@@ -191,25 +188,23 @@ def _is_real(number: Any) -> bool:
     return (is_number or is_array) and not jnp.iscomplexobj(number)
 
 
-def _check_number(
-    name: str, argument: str, x: Any, holds: Callable[[float], bool], must: str, cure: str
-) -> None:
-    """One real number x, of which `holds` is true if x is known."""
-    real = "be a real number, or an array of shape ()"
-    require_type(_is_real(x), name, argument, real, written(x), cure)
-    require(not jnp.ndim(x), name, argument, real, f"shape {jnp.shape(x)}", cure)
-    fits = isinstance(x, Tracer) or holds(float(x))
-    require(fits, name, argument, must, written(x), cure)
+def _check_number(name: str, argument: str, x: Any, cure: str) -> None:
+    must = "be a real number, or an array of shape ()"
+    require_type(_is_real(x), name, argument, must, written(x), cure)
+    require(not jnp.ndim(x), name, argument, must, f"shape {jnp.shape(x)}", cure)
 
 
 def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
-    must = "be positive and finite"
-    _check_number(name, argument, number, lambda x: 0 < x < math.inf, must, cure)
+    _check_number(name, argument, number, cure)
+    fits = isinstance(number, Tracer) or 0 < float(number) < math.inf
+    require(fits, name, argument, "be positive and finite", written(number), cure)
 
 
 def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
     cure = "Pass 0 for the most accurate answer that max_matvecs allows."
-    _check_number(name, argument, tolerance, lambda x: x >= 0, "be at least 0", cure)
+    _check_number(name, argument, tolerance, cure)
+    fits = isinstance(tolerance, Tracer) or float(tolerance) >= 0
+    require(fits, name, argument, "be at least 0", written(tolerance), cure)
 
 
 def check_rtol(name: str, rtol: Any) -> None:
@@ -217,11 +212,6 @@ def check_rtol(name: str, rtol: Any) -> None:
     must, cure = "be a Python float between 0 and 1", "Pass 1e-6, for example."
     require_type(is_float, name, "rtol", must, repr(rtol), cure)
     require(0 < rtol < 1, name, "rtol", must, repr(rtol), cure)
-
-
-def check_jac(name: str, jac: Any) -> None:
-    must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
-    require(jac in (None, "fwd", "bwd"), name, "jac", must, repr(jac), cure)
 
 
 def check_grid(name: str, grid: ArrayLike) -> None:
@@ -249,9 +239,7 @@ def check_trace(name: str, argument: str, trace: Any, dtype: Any) -> Array:
 Shift = Real[ArrayLike, "*shifts"] | lx.DiagonalLinearOperator
 
 
-def check_shift(
-    name: str, operator: Operator, shift: Shift, *, several: bool = True
-) -> None:
+def check_shift(name: str, operator: Operator, shift: Shift, several: bool = True) -> None:
     """The shift of log det(A + shift I), and that A is not tagged negative semidefinite."""
     must = "not be tagged negative semidefinite, because log det A would not be real"
     got, cure = f"a {class_name(operator)} that is", "Negate it, and estimate log det(-A)."
@@ -276,15 +264,11 @@ def check_shift(
     require(fits, name, "shift", must, f"shapes {shapes}", cure)
 
 
-def check_vector(
-    name: str, operator: Operator, vector: PyTree[ArrayLike], argument: str
-) -> bool:
+def check_vector(name: str, operator: Operator, vector: PyTree, argument: str) -> bool:
     """Whether there are several vectors, along a first axis of every leaf."""
     expected = operator.in_structure()
-    shapes = jax.tree.map(jnp.shape, vector)
-    one = jax.tree.map(lambda leaf: leaf.shape, expected)
-    leading = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)}
-    axis = next(iter(leading)) if len(leading) == 1 else ()
+    shapes, one = (jax.tree.map(jnp.shape, x) for x in (vector, expected))
+    axis = next((jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(vector)), ())
     many = jax.tree.map(lambda leaf: axis + leaf.shape, expected)
     fits = shapes == one or (shapes == many and 0 not in axis)
     must = f"be of the operator's space, {show(expected)}, or several along a first axis"
@@ -300,9 +284,7 @@ def check_vector(
 # States of `deltashift`.
 
 
-def check_tracked(
-    name: str, state: Any, kind: type, arrays: list[jax.Array], program: jax.Array
-) -> None:
+def check_tracked(name: str, state: Any, kind: type, arrays: list, program: Array) -> None:
     """A state, and the arrays and the hash of the code of the operator it has to match."""
     must, cure = "be a state of init or update", "Call update(operator, state, key)."
     require_type(isinstance(state, kind), name, "state", must, type(state).__name__, cure)
@@ -363,8 +345,10 @@ def check_callable(
         raise invalid(TypeError, name, argument, must, str(signature), cure) from None
 
 
-def check_field(name: str, fn: object, x: object) -> None:
-    """A function `fn(x, args)`, and a point at which its derivatives are taken."""
+def check_point(name: str, fn: object, x: object, jac: str | None) -> None:
+    """A function `fn(x, args)`, a point, and how derivatives are taken there."""
+    must, cure = "be None, 'fwd' or 'bwd', as in lineax", "Pass 'bwd', for example."
+    require(jac in (None, "fwd", "bwd"), name, "jac", must, repr(jac), cure)
     cure = "Pass lambda x, args: ..., where args is None if you pass none."
     check_callable(name, "fn", fn, "fn(x, args)", cure, 2)
     cure = (
@@ -408,10 +392,3 @@ def check_scalar(name: str, argument: str, structure: object) -> None:
     must, cure = "return one real number", "Sum or average it to shape ()."
     fits = is_one_real_number(structure)
     require_type(fits, name, argument, must, written(structure), cure)
-
-
-def check_loss(name: str, loss: Any, outputs: object, args: object) -> None:
-    """The loss of a model's outputs."""
-    cure = "Pass lambda outputs, args: ..., of what fn returns."
-    check_callable(name, "loss", loss, "loss(outputs, args)", cure, 2)
-    check_scalar(name, "loss", eqx.filter_eval_shape(loss, outputs, args))

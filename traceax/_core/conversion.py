@@ -76,7 +76,10 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
 
     **See also**: `Layout`, and `check_operator` in `traceax.testing`.
     """
-    tags = _several(tags)
+    tags = frozenset(tags if isinstance(tags, list | tuple | set | frozenset) else [tags])
+    has_text = any(isinstance(tag, str) for tag in tags)
+    must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
+    require_type(not has_text, NAME, "tags", must, f"a string in {set(tags)}", cure)
     if isinstance(matrix, Operator):
         return lx.TaggedLinearOperator(matrix, tags) if tags else matrix
     library = type(matrix).__module__.split(".")[0]
@@ -90,18 +93,9 @@ def as_operator(matrix: Any, structure: Any = None, *, tags: Any = ()) -> Operat
     must = "be an array, a sparse matrix, a function v -> A v, or an operator"
     cure = _CURES.get(library, "Pass a function, and its structure.")
     require_type(is_array, NAME, "matrix", must, type(matrix).__name__, cure)
-    known = isinstance(matrix, jax.Array)
-    array = matrix if known else check_array(NAME, "matrix", matrix)
+    array = matrix if isinstance(matrix, jax.Array) else check_array(NAME, "matrix", matrix)
     _check_square(array.shape)
     return lx.MatrixLinearOperator(_as_inexact(array), tags)
-
-
-def _several(tags: Any) -> frozenset[object]:
-    tags = frozenset(tags if isinstance(tags, list | tuple | set | frozenset) else [tags])
-    has_text = any(isinstance(tag, str) for tag in tags)
-    must, cure = "be a tag of lineax", "Pass lx.positive_semidefinite_tag, for example."
-    require_type(not has_text, NAME, "tags", must, f"a string in {set(tags)}", cure)
-    return tags
 
 
 def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
@@ -112,14 +106,14 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     """
     _check_square(matrix.shape)
     dtype = jax.dtypes.canonicalize_dtype(_inexact(np.dtype(matrix.dtype)))
+    space = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
 
     def called(of_block: Any) -> Any:
         def host(v: Any) -> np.ndarray:
             block = np.asarray(v).reshape(-1, v.shape[-1]).T
             return np.asarray(of_block(block), dtype).T.reshape(v.shape)
 
-        shape = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
-        return lambda _, v: jax.pure_callback(host, shape, v, vmap_method="broadcast_all")
+        return lambda _, v: jax.pure_callback(host, space, v, vmap_method="broadcast_all")
 
     def transposed(block: np.ndarray) -> np.ndarray:
         try:
@@ -135,7 +129,6 @@ def _on_host(matrix: Any, tags: frozenset[object]) -> Operator:
     def mv(v: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         return jax.lax.custom_linear_solve(lambda x: x, v, *solves)
 
-    space = jax.ShapeDtypeStruct(matrix.shape[:1], dtype)
     return lx.FunctionLinearOperator(mv, space, tags)
 
 
@@ -172,8 +165,7 @@ def _inexact(dtype: Any) -> Any:
     name = "complex128" if jnp.issubdtype(dtype, jnp.complexfloating) else "float64"
     fits = np.dtype(dtype).itemsize <= np.dtype(name).itemsize
     must = "have numbers of at most double precision, which are the longest of JAX"
-    cure = f"Pass a.astype(numpy.{name})."
-    require_type(fits, NAME, "matrix", must, str(dtype), cure)
+    require_type(fits, NAME, "matrix", must, str(dtype), f"Pass a.astype(numpy.{name}).")
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
 
 

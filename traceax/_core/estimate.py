@@ -20,7 +20,7 @@ import numpy as np
 from jax import export
 from jax.core import Tracer
 from jax.scipy.special import betainc
-from jaxtyping import Array, Bool, Float, Inexact, Int, PyTree, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree, Real
 
 from traceax._core.canonical import compiled
 from traceax._core.checks import require, require_type, written
@@ -152,9 +152,8 @@ class Estimate(eqx.Module):
         must = "be a number or an array, because it is a probability"
         require_type(is_number, name, "level", must, written(level), cure)
         known = [] if isinstance(level, Tracer) else np.ravel(level)
-        fits = all(0 < number < 1 for number in known)
         must = "be strictly between 0 and 1, because it is a probability"
-        require(fits, name, "level", must, written(level), cure)
+        require(all(0 < p < 1 for p in known), name, "level", must, written(level), cure)
         is_real = not any(map(jnp.iscomplexobj, jax.tree.leaves(self.value)))
         must, got = "be asked of a real value, as these have an order", "a complex one"
         cure = "Use `value` and `standard_error`, or the operator's Hermitian part."
@@ -185,11 +184,7 @@ def exportable(example: eqx.Module) -> None:
 exportable(Estimate(None, None, 0))
 
 
-def exact_estimate(
-    value: PyTree[Inexact[Array, "..."]],
-    spent: int,
-    error: PyTree[Float[Array, "..."]] = None,
-) -> Estimate:
+def exact_estimate(value: PyTree[Array], spent: int, error: PyTree = None) -> Estimate:
     """Wrap an exact value. Its error is 0 or, if it is known only as far as the operator is
     Hermitian, the given one. If it is NaN, so is its error."""
 
@@ -224,9 +219,8 @@ def error_tangent(error: Array, tangent: Array) -> Array:
     (NaN would stop `jax_debug_nans`.) The condition always holds, but the compiler does not
     know it. So it keeps the dependence, and with it the error of reverse mode.
     """
-    unknown = jnp.where(error > -1, jnp.inf, tangent)
     return eqxi.nondifferentiable_backward(
-        unknown,
+        jnp.where(error > -1, jnp.inf, tangent),
         msg="traceax: `standard_error` of an Estimate must not be differentiated, because "
         "the derivative rule freezes what it is made of, but got a cotangent for it. Wrap "
         "it in jax.lax.stop_gradient.",
@@ -234,9 +228,7 @@ def error_tangent(error: Array, tangent: Array) -> Array:
     )
 
 
-def student_quantile(
-    level: float | Float[Array, ""], degrees: Real[Array, "*shape"]
-) -> Real[Array, "*shape"]:
+def student_quantile(level: ArrayLike, degrees: Real[Array, "*n"]) -> Real[Array, "*n"]:
     """Return the t with P(|T| > t) = 1 - level, T having Student's distribution.
 
     The probability is I_u(degrees/2, 1/2), the regularised incomplete beta function, with

@@ -100,8 +100,7 @@ def through(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:
 
 def through_matrix(apply: ApplyOne, block: Block, layout: Layout | None) -> Images:
     """Do so for a stored matrix. The barriers keep the compiler from transposing it."""
-    many = block.shape[1] >= MANY_COLUMNS
-    layout = layout or (Layout.ROWS if many else Layout.COLUMNS)
+    layout = layout or (Layout.ROWS if block.shape[1] >= MANY_COLUMNS else Layout.COLUMNS)
     kept = jax.lax.optimization_barrier
     if layout is Layout.ROWS:
         return kept(jax.vmap(apply)(kept(block.T))).T

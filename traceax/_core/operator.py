@@ -20,7 +20,7 @@ from traceax._core.canonical import (
     varying,
     varying_axes,
 )
-from traceax._core.layout import Layout, through, through_matrix
+from traceax._core.layout import Block, Images, Layout, through, through_matrix
 from traceax._core.questions import TAGS, Answering, is_own, missing
 from traceax._core.sparse import SparseOperator, own_pattern
 from traceax._core.vectors import common_dtype, flatten, in_rows, unflatten
@@ -54,11 +54,8 @@ def canonicalise(module: Module) -> Module:
 
     with_function = partial(eqx.tree_at, lambda op: op.fn)
     kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
-    return jax.tree.map(
-        with_canonical_function,
-        strongly_typed(module),
-        is_leaf=lambda node: isinstance(node, (*kinds, Answering)) or is_silent(node),
-    )
+    is_leaf = lambda node: isinstance(node, (*kinds, Answering)) or is_silent(node)  # noqa: E731
+    return jax.tree.map(with_canonical_function, strongly_typed(module), is_leaf=is_leaf)
 
 
 def is_silent(node: Any) -> bool:
@@ -66,9 +63,7 @@ def is_silent(node: Any) -> bool:
     return is_own(node) and bool(missing(node))
 
 
-def jacobian_operator(
-    fn: Any, x: Any, args: Any, tags: Any = (), jac: Any = None
-) -> Operator:
+def jacobian(fn: Any, x: Any, args: Any, tags: Any = (), jac: Any = None) -> Operator:
     """Return the Jacobian of `fn(x, args)` in x. It is not closure-converted by lineax,
     which inside `jax.shard_map` cannot convert every `fn`."""
     code = canonical(fn, x, args)
@@ -116,9 +111,7 @@ class LinearMap(eqx.Module):
         """The rounding error of a matvec, as its dtype shows it."""
         return unit_roundoff(self.operator)
 
-    def eps_of(
-        self, probes: Inexact[Array, "n k"], images: Inexact[Array, "p k"]
-    ) -> Float[Array, ""]:
+    def eps_of(self, probes: Block, images: Images) -> Float[Array, ""]:
         """Return the relative error of a form w* A w, which is at least rounding.
 
         `images` are A Omega. The asymmetry of Omega* A Omega shows the noise of a Hermitian
@@ -283,7 +276,6 @@ _STORED = (
 def _stores_diagonal(part: Any) -> bool:
     """Return whether lineax knows the diagonal without a matvec: it is stored, or a class
     from outside lineax has registered it."""
-    part = part.operator if isinstance(part, Answering) else part
     return isinstance(part, _STORED) or (is_own(part) and lx.diagonal not in missing(part))
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Inexact
 
-from traceax._core.vectors import Structure, common_dtype
+from traceax._core.vectors import common_dtype
 
 TAGS: dict[Any, object] = {
     lx.is_symmetric: lx.symmetric_tag,
@@ -58,33 +58,21 @@ def class_name(operator: lx.AbstractLinearOperator) -> str:
     return type(operator.operator if isinstance(operator, Answering) else operator).__name__
 
 
-class Answering(lx.AbstractLinearOperator):
-    """An operator of a class that has not registered all functions of lineax."""
+class Answering(lx.TaggedLinearOperator):
+    """An operator of a class that has not registered all functions of lineax.
 
-    operator: lx.AbstractLinearOperator
+    It is tagged with the answers that the class gives.
+    """
 
-    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        return self.operator.mv(vector)
-
-    def as_matrix(self) -> Inexact[Array, "p n"]:
-        return self.operator.as_matrix()
+    def __init__(self, operator: lx.AbstractLinearOperator) -> None:
+        given = TAGS.keys() - missing(operator)
+        super().__init__(operator, [TAGS[asked] for asked in given if asked(operator)])
 
     def transpose(self) -> Answering:
         return Answering(self.operator.transpose())
 
-    def in_structure(self) -> Structure:
-        return self.operator.in_structure()
 
-    def out_structure(self) -> Structure:
-        return self.operator.out_structure()
-
-
-def _tags(wrapped: Answering) -> list[object]:
-    given = TAGS.keys() - missing(wrapped.operator)
-    return [TAGS[question] for question in given if question(wrapped.operator)]
-
-
-answer(Answering, _tags)
+answer(Answering, lambda wrapped: wrapped.tags)
 
 
 @lx.conj.register(Answering)

@@ -87,9 +87,7 @@ def _outcome(last: Stage, subject: Subject, made: PyTree) -> Outcome:
 
 
 @_evaluate.def_jvp
-def _evaluate_jvp(
-    primals: tuple[Subject, Algorithm, PyTree], tangents: tuple[Any, Any, Any]
-) -> tuple[Outcome, Outcome]:
+def _evaluate_jvp(primals: Any, tangents: Any) -> tuple[Outcome, Outcome]:
     subject, tangent = primals[0], tangents[0]
     # A call of `_evaluate`, so that the rule holds for second derivatives, too.
     outcome = _evaluate(*primals)
@@ -101,8 +99,7 @@ def _evaluate_jvp(
     _, read = eqx.filter_jvp(outcome.readout, (subject,), (tangent,))
     if read is None:
         return outcome, unperturbed
-    if not jnp.iscomplexobj(outcome.value):
-        read = read.real
+    read = read if jnp.iscomplexobj(outcome.value) else read.real
     read = read.astype(outcome.value.dtype)
     errors = outcome.standard_error, outcome.quadrature_error
     error, gap = jax.tree.map(lambda e: error_tangent(e, read.real), errors)
@@ -125,9 +122,7 @@ def with_own_jvp(
 
 
 @with_own_jvp.def_jvp
-def _with_own_jvp_jvp(
-    primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[PyTree, PyTree]:
+def _with_own_jvp_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     value, function, subject, *held = primals
     if not jax.tree.leaves(tangents[2]):
         return value, jax.tree.map(lambda _: None, value)

@@ -95,8 +95,7 @@ def unflatten(column: Column, structure: Structure) -> PyTree[Array]:
     parts = [next(others if size % pieces else cut) for size in sizes]
 
     def leaf_of(part: Array, leaf: jax.ShapeDtypeStruct) -> Array:
-        is_real = not jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        part = part.real if is_real and jnp.iscomplexobj(part) else part
+        part = part if jnp.iscomplexobj(leaf) else part.real
         return part.astype(leaf.dtype).reshape(leaf.shape)
 
     return jax.tree.unflatten(treedef, map(leaf_of, parts, leaves))

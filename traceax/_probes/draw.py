@@ -41,7 +41,7 @@ from traceax._core.vectors import Structure, as_columns, common_dtype
 from traceax._linalg.columns import Block
 from traceax._probes.colouring import best_colouring, places, undirected
 from traceax._probes.probing import Probing, probing_of
-from traceax._probes.samplers import Sampler, hadamard, rademacher, sphere
+from traceax._probes.samplers import PlainSampler, Sampler, hadamard, rademacher, sphere
 
 Takes = Literal["independent", "dependent", "coloured", "any"]
 """The samplers that a function can use, by how their probes depend on each other."""
@@ -130,7 +130,8 @@ def draw(
     They are constants for derivatives.
     """
     draws = Draws(name, sampler, operator.in_structure(), num_probes)
-    drawn = draws.one(key) if sampler.is_plain else compiled(draws.one, key)
+    is_plain = isinstance(sampler, PlainSampler)
+    drawn = draws.one(key) if is_plain else compiled(draws.one, key)
     return jax.lax.stop_gradient(drawn.astype(working_dtype(operator)))
 
 
@@ -147,24 +148,16 @@ class Draws(eqx.Module):
 
     def one(self, key: PRNGKeyArray) -> Block:
         """Draw probes, and check that they have the operator's input structure."""
-        count, structure = self.num_probes, self.structure
+        count, structure, like = self.num_probes, self.structure, jax.ShapeDtypeStruct
         probes = self.sampler(key, structure, count)
-
-        def expected(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype)
-
-        def shaped(leaf: Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
-
-        got = jax.tree.map(shaped, probes)
-        fits = eqx.tree_equal(got, jax.tree.map(expected, structure)) is True
+        want = jax.tree.map(lambda x: like((count, *x.shape), x.dtype), structure)
+        got = jax.tree.map(lambda x: like(jnp.shape(x), jnp.result_type(x)), probes)
+        fits = eqx.tree_equal(got, want) is True
         must = f"return the operator's input structure with a leading axis of {count}"
         cure = "Draw every leaf as shape (num_probes, *leaf.shape), leaf.dtype."
         require(fits, self.name, "sampler", must, got, cure)
         return as_columns(probes, common_dtype(structure))
 
-    def __call__(
-        self, keys: Key[Array, " samples"] | UInt32[Array, "samples words"]
-    ) -> Block:
+    def __call__(self, keys: Key[Array, " s"] | UInt32[Array, "s words"]) -> Block:
         columns = jax.vmap(self.one, out_axes=1)(keys)
         return jax.lax.stop_gradient(columns.reshape(columns.shape[0], -1))

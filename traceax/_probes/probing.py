@@ -415,8 +415,7 @@ def probing(
     least: Any = flat.min() if flat.size else "none"
     must = "be integers of at least 0, because they number the probes"
     cure = "Number the colours from 0, as traceax.colouring does."
-    fits = flat.size and least >= 0
-    require(fits, "probing", "pattern_or_colours", must, least, cure)
+    require(flat.size and least >= 0, "probing", "pattern_or_colours", must, least, cure)
     return Probing(np.unique(flat, return_inverse=True)[1], None)
 
 
@@ -429,5 +428,4 @@ def probing_of(coloured: Coloured) -> Probing:
     beyond = _beyond(colours, step, coloured.power)
     in_test = colours == np.argmax(np.bincount(colours))
     rest = np.any(beyond, axis=1), _nearest(in_test, step), in_test
-    near = Neighbourhood(colours, _neighbours(step), beyond, *rest)
-    return Probing(colours, near)
+    return Probing(colours, Neighbourhood(colours, _neighbours(step), beyond, *rest))

@@ -97,7 +97,6 @@ class Sampler:
     independent: bool = False
     group: int = 1
     population: Callable[[int], int] | None = None
-    is_plain = False  # True for a user's own function, about which nothing is known
 
     def __post_init__(self) -> None:
         _check_draw("Sampler", "draw", self.draw)
@@ -131,6 +130,10 @@ class Sampler:
         return self.__name__
 
 
+class PlainSampler(Sampler):
+    """A sampler made of a user's own function, about which nothing is known."""
+
+
 # Odd numbers, by whose multiples the two words of the keys of samples, and of the keys of
 # blocks, differ.
 SAMPLES, BLOCKS = (0x9E3779B9, 0x85EBCA6B), (0xC2B2AE35, 0x27D4EB2F)
@@ -157,9 +160,8 @@ def keys_of(
 
 
 def _check_draw(name: str, argument: str, draw: object) -> None:
-    form = "(key, structure, num_probes) -> probes"
     cure = "Pass traceax.rademacher or traceax.probing(colours)."
-    check_callable(name, argument, draw, form, cure, 3)
+    check_callable(name, argument, draw, "(key, structure, num_probes) -> probes", cure, 3)
 
 
 def as_sampler(name: str, sampler: Any) -> Sampler:
@@ -170,19 +172,15 @@ def as_sampler(name: str, sampler: Any) -> Sampler:
     """
     if isinstance(sampler, Sampler):
         return sampler
-    if isinstance(sampler, functools.partial):
-        inner = as_sampler(name, sampler.func)
-        if not sampler.args and not sampler.keywords:
-            return inner
-        plain = inner.is_plain
-        kept: dict[str, Any] = {f.name: getattr(inner, f.name) for f in fields(Sampler)}
-        kept["draw"] = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
-        made = Sampler(**kept)
-    else:
+    if not isinstance(sampler, functools.partial):
         _check_draw(name, "sampler", sampler)
-        made, plain = Sampler(sampler), True
-    made.is_plain = plain
-    return made
+        return PlainSampler(sampler)
+    inner = as_sampler(name, sampler.func)
+    if not sampler.args and not sampler.keywords:
+        return inner
+    kept: dict[str, Any] = {f.name: getattr(inner, f.name) for f in fields(Sampler)}
+    kept["draw"] = functools.partial(inner.draw, *sampler.args, **sampler.keywords)
+    return PlainSampler(**kept) if isinstance(inner, PlainSampler) else Sampler(**kept)
 
 
 def hadamard_order(n: int) -> int:
@@ -403,10 +401,8 @@ def hadamard(key: PRNGKeyArray, structure: Structure, num_probes: int) -> PyTree
     rows = jax.random.permutation(rows_key, order)[:num_probes]
     common = rows[:, None] & jnp.arange(n)[None, :]
     signs = (1 - 2 * (jax.lax.population_count(common) & 1)).astype(dtype)
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    draw = _phases if is_complex else jax.random.rademacher
-    flips = draw(signs_key, (1, n), dtype)
-    return unflatten_rows(signs * flips, structure)
+    draw = _phases if jnp.issubdtype(dtype, jnp.complexfloating) else jax.random.rademacher
+    return unflatten_rows(signs * draw(signs_key, (1, n), dtype), structure)
 
 
 def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array, "k n"]:

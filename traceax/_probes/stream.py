@@ -96,9 +96,7 @@ class Stream(eqx.Module):
             return self
         return replace(self, batch=-(-self.num_samples // 20))
 
-    def _scan(
-        self, fn: Callable[[T, Columns], tuple[T, Any]], carry: T, meter: ProgressMeter
-    ) -> tuple[T, Any]:
+    def _scan(self, fn: Callable, carry: T, meter: ProgressMeter) -> tuple[T, Any]:
         """Run `carry, output = fn(carry, columns)` over all batches.
 
         Return the last carry, and the outputs, joined along their last axis, which is for
@@ -161,18 +159,12 @@ class Stream(eqx.Module):
         return jax.lax.dynamic_slice_in_dim(self.source, start, width, axis=1)
 
 
-def all_at_once(block: Columns, group: int = 1) -> Stream:
-    """Make a stream of one batch from a block of all probes."""
-    count = block.shape[1] // group
-    return Stream(block, None, count, group, count)
-
-
 def unit_vectors(n: int, dtype: Any, batch: int) -> Stream:
     """Make a stream of all n unit vectors, as probes that are not random."""
-    return Stream(jnp.arange(n), _Units(n, dtype), n, 1, min(batch, n))
+    return Stream(jnp.arange(n), Units(n, dtype), n, 1, min(batch, n))
 
 
-class _Units(NamedTuple):
+class Units(NamedTuple):
     """A function that makes unit vectors from their indices."""
 
     n: int
