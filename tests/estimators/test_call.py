@@ -24,12 +24,12 @@ KEY = jax.random.key(3)
 N, FIRST = 80, 26
 
 
-Estimator = Callable[[Call, Reduce], tx.Estimate]
+Estimator = Callable[[Call], tx.Estimate]
 
 
 def value_of(estimator: Estimator, matrix: Any, reduce: Callable[[Any], Reduce]) -> Any:
     call = begin("test", two_leaves(matrix), KEY, 20)
-    return flatten(estimator(call, reduce(call.operator)).value)
+    return flatten(estimator(call.reading(reduce(call.operator))).value)
 
 
 def slope(

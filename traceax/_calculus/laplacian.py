@@ -71,7 +71,7 @@ from traceax._estimators.automatic import choose_diagonal
 from traceax._estimators.call import Blocks, Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
-from traceax._estimators.readouts import TOTAL, Batches, by_row, leave_one_out, outside
+from traceax._estimators.readouts import Batches, by_row, leave_one_out, outside
 from traceax._estimators.second_batch import xtrace_or_hutchinson
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
@@ -167,7 +167,7 @@ def divergence(
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
     if call.is_exact:
-        return call.exact(TOTAL)
+        return call.exact()
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED_DIVERGENCE:
         return xtrace_or_hutchinson(call)
     call = call.using(for_mean(call.operator, num_matvecs))
@@ -405,9 +405,9 @@ def hessian_diagonal(
     check_scalar(name, "fn", eqx.filter_eval_shape(fn, x, args))
     operator = hessian(fn, x, args, jac)
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
-    call = call.in_batches(batch_size, progress_meter)
+    call = call.in_batches(batch_size, progress_meter).reading(by_row(call.operator))
     if call.is_exact:
-        return call.exact(by_row(call.operator))
+        return call.exact()
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED:
         return choose_diagonal(call)
     return estimate_by_ratio(call, method=name)

@@ -31,19 +31,25 @@ from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray
 from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import check_tolerance
 from traceax._core.estimate import Estimate, nondifferentiable
-from traceax._core.operator import LinearMap, Operator, frozen, is_negative, working_dtype
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    frozen,
+    is_negative,
+    is_semidefinite,
+    working_dtype,
+)
 from traceax._core.rule import Outcome, run
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
 from traceax._estimators.readouts import (
-    LeaveOneOut,
     Pairs,
     ValueAndError,
     leave_one_out,
 )
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
-from traceax._linalg.columns import Block, Number, OfProbes, column_dots, dot, times
+from traceax._linalg.columns import Block, Number, OfProbes, Square, column_dots, dot, times
 from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import SamplerLike
 from traceax._probes.stream import ProgressMeter
@@ -120,13 +126,10 @@ def adaptive_trace(
     call = call.in_batches(None, progress_meter).using(for_sketch(call.operator))
     check_tolerance(name, "rtol", rtol)
     check_tolerance(name, "atol", atol)
-    operator, n = call.operator, call.operator.in_size()
-    sign = -1 if is_negative(operator) else 1
-    growing = _Growing(call.is_semidefinite, sign, call.resphere)
-    sizes = _sizes(n, call.num_matvecs, growing.matvecs_a_probe)
+    cost = 1 if call.is_semidefinite else 2
     tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
-    search = _Search(call, growing, LinearMap(frozen(operator)), sizes, tolerances)
-    empty = jnp.zeros((n, 0), working_dtype(operator))
+    search = _Search(call, cost, _sizes(call, cost), *tolerances)
+    empty = jnp.zeros((call.operator.in_size(), 0), working_dtype(call.operator))
     start = _Sketch(empty, empty, None, empty)
     (value, error, *report), shown = search.from_level(0, start, call.meter.init())
     call.meter.close(shown)
@@ -138,20 +141,21 @@ def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:
     return reached
 
 
-def _sizes(n: int, max_matvecs: int, matvecs_a_probe: int) -> tuple[int, ...]:
-    """Return the numbers of probes to try on n dimensions. The size n is exact.
+def _sizes(call: Call, cost: int) -> tuple[int, ...]:
+    """Return the numbers of probes to try, of `cost` matvecs each. The size n is exact.
 
     It is tried if the budget pays for it and for at least one size before it. Small
     operators have only the exact size, if the budget pays for it. Without it, the last size
     is the largest that the budget pays for.
     """
+    n, max_matvecs = call.operator.in_size(), call.num_matvecs
     if n <= min(max_matvecs, SMALL):
         return (n,)
     doubled = [FIRST << j for j in range(max_matvecs.bit_length())]
-    useful = [k for k in doubled if k * matvecs_a_probe < n]
+    useful = [k for k in doubled if k * cost < n]
     if affordable := [k for k in useful if n + k <= max_matvecs]:
         return (*affordable, n)
-    largest = min(max_matvecs, n - 1) // matvecs_a_probe
+    largest = min(max_matvecs, n - 1) // cost
     return (*(k for k in useful if k < largest), largest)
 
 
@@ -161,36 +165,36 @@ Reached = tuple[tuple[Array, ...], Any]
 
 
 class _Search(NamedTuple):
-    """The search, level by level."""
+    """The search, level by level. Each probe costs `cost` matvecs."""
 
     call: Call
-    growing: _Growing
-    linear_map: LinearMap
+    cost: int
     sizes: tuple[int, ...]
-    tolerances: tuple[Number, Number]
+    rtol: Number
+    atol: Number
 
     def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
         """Search from this level on, given the sketch of the level below."""
-        call, growing, linear_map, sizes, (rtol, atol) = self
-        size, cost, n = sizes[level], growing.matvecs_a_probe, sketch.probes.shape[0]
+        call, cost, sizes, rtol, atol = self
+        linear_map = LinearMap(frozen(call.operator))
+        (n, known), size = sketch.probes.shape, sizes[level]
         if size == n:
-            value, spent = compiled(_Growing.complete, growing, linear_map, sketch)
+            value, spent = compiled(_complete, linear_map, sketch)
             error, converged = jnp.zeros_like(value.real), ~jnp.isnan(value)
-            spent, degrees = spent + cost * sketch.probes.shape[1], n
+            spent, degrees = spent + cost * known, n
         else:
             key = jax.random.fold_in(call.key, level)
-            count = size - sketch.probes.shape[1]
-            probes = draw(call.name, call.source, key, call.operator, count)
-            sketch = compiled(_Growing.enlarge, growing, linear_map, sketch, probes)
-            value, error = compiled(_Growing.value_and_error, growing, linear_map, sketch)
+            probes = draw(call.name, call.source, key, call.operator, size - known)
+            sketch = compiled(_enlarged, linear_map, sketch, probes)
+            value, error = compiled(_estimate, linear_map, sketch, call.resphere)
             converged = 2 * error <= atol + rtol * jnp.abs(value)
             spent, degrees = size * cost, size - 1
         ended = converged | jnp.isnan(error) | jnp.isnan(value)
         shown = call.meter.step(shown, jnp.where(ended, 1.0, spent / call.num_matvecs))
 
         def stop() -> Reached:
-            pairs = compiled(_Growing.pairs, growing, sketch, size == n)
-            reached = Outcome(value, error, pairs)
+            readout = compiled(_readout, sketch, call.resphere, size == n)
+            reached = Outcome(value, error, readout)
             outcome = run(_as_it_is, LinearMap(call.operator), reached)
             held = jax.lax.stop_gradient(outcome.standard_error)
             report = jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
@@ -206,6 +210,43 @@ class _Search(NamedTuple):
         return jax.lax.cond(ended, stop, go)
 
 
+class _Sketch(NamedTuple):
+    """The probes and their images, `products`.
+
+    For XTrace, `basis` is a basis Q of these images, and `images` is A Q. `basis` is None
+    for XNysTrace, which is used if the operator is semidefinite, and as long as there are
+    no probes.
+    """
+
+    probes: Block
+    products: Block
+    basis: Basis | None
+    images: Inexact[Array, "n _"]
+
+
+def _enlarged(linear_map: LinearMap, sketch: _Sketch, added: Block) -> _Sketch:
+    """Add probes to a sketch, and apply the operator to them and to Q's new columns."""
+    (probes, products, basis, images), new = sketch, linear_map(added)
+    if not is_semidefinite(linear_map.operator):
+        basis = extend(basis, new, added) if basis else orthonormalise(new)
+        fresh = basis.columns[:, images.shape[1] :]
+        images = jnp.hstack([images, linear_map(fresh)])
+    probes, products = jnp.hstack([probes, added]), jnp.hstack([products, new])
+    return _Sketch(probes, products, basis, images)
+
+
+def _estimate(linear_map: LinearMap, sketch: _Sketch, resphere: bool) -> ValueAndError:
+    """Return the estimate of tr A from a sketch, and its error bar."""
+    probes, products, basis, images = sketch
+    if basis is None:
+        sign = -1 if is_negative(linear_map.operator) else 1
+        known = products_of_sketch(sign * products, probes)
+        value, error, _ = value_and_error(known, resphere=resphere)
+        return sign * value, error
+    loo = leave_one_out(products, probes, resphere=resphere, basis=basis)
+    return xtrace_of(loo, images, linear_map.eps_of(probes, products))
+
+
 class _Pairs(eqx.Module):
     """The readout tr B = E[<Q C, B Q> + sum_i c_i mu_i* B mu_i].
 
@@ -215,89 +256,36 @@ class _Pairs(eqx.Module):
 
     basis: Block
     tested: Block
-    core: Inexact[Array, "k k"]
+    core: Square
     lengths: OfProbes
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
         q, mu = self.basis, self.tested
         left = jnp.hstack([dot(q, self.core), times(mu, self.lengths[None, :])])
-        return jnp.sum(left.conj() * linear_map(jnp.hstack([q, mu])))
+        return Pairs(left, jnp.hstack([q, mu]))(linear_map)
 
 
-class _Sketch(NamedTuple):
-    """The probes and their images, `products`.
+def _readout(sketch: _Sketch, resphere: bool, exact: bool) -> Pairs | _Pairs:
+    """Return the readout, which is needed only for the size that was reached."""
+    probes, products, basis, _ = sketch
+    if exact:
+        identity = jnp.eye(len(probes), dtype=probes.dtype)
+        return Pairs(identity, identity)
+    loo = leave_one_out(products, probes, resphere=resphere, basis=basis)
+    s, k = loo.directions, loo.x.shape[0]
+    kept = jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k
+    return _Pairs(loo.basis.columns, loo.mu, kept, loo.resphering / k)
 
-    For XTrace, `basis` is a basis Q of these images, and `images` is A Q. `basis` is None
-    for XNysTrace, and as long as there are no probes.
+
+def _complete(linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:
+    """Return the exact trace, and the number of matvecs that it costs.
+
+    If A Q is known, matvecs are needed only for a basis of the orthogonal complement of Q.
     """
-
-    probes: Block
-    products: Block
-    basis: Basis | None
-    images: Inexact[Array, "n _"]
-
-
-class _Growing(NamedTuple):
-    """The estimator whose sketch grows.
-
-    This is XNysTrace if the operator is `semidefinite`, applied to -A if `sign` is -1.
-    Otherwise it is XTrace.
-    """
-
-    semidefinite: bool
-    sign: int
-    resphere: bool
-
-    @property
-    def matvecs_a_probe(self) -> int:
-        return 1 if self.semidefinite else 2
-
-    def enlarge(self, linear_map: LinearMap, sketch: _Sketch, probes: Block) -> _Sketch:
-        """Add probes to a sketch, and apply the operator to them and to Q's new columns."""
-        products = self.sign * linear_map(probes)
-        basis, images = sketch.basis, sketch.images
-        if not self.semidefinite:
-            known = images.shape[1]
-            basis = extend(basis, products, probes) if basis else orthonormalise(products)
-            images = jnp.hstack([images, linear_map(basis.columns[:, known:])])
-        every = jnp.hstack([sketch.probes, probes])
-        return _Sketch(every, jnp.hstack([sketch.products, products]), basis, images)
-
-    def value_and_error(self, linear_map: LinearMap, sketch: _Sketch) -> ValueAndError:
-        """Return the estimate of tr A from a sketch, and its error bar."""
-        if sketch.basis is None:
-            known = products_of_sketch(sketch.products, sketch.probes)
-            value, error, _ = value_and_error(known, resphere=self.resphere)
-            return self.sign * value, error
-        eps = linear_map.eps_of(sketch.probes, sketch.products)
-        return xtrace_of(self.left_out(sketch), sketch.images, eps)
-
-    def left_out(self, sketch: _Sketch) -> LeaveOneOut:
-        """Leave each probe out of the sketch."""
-        how = {"resphere": self.resphere, "basis": sketch.basis}
-        return leave_one_out(sketch.products, sketch.probes, **how)
-
-    def pairs(self, sketch: _Sketch, exact: bool) -> _Pairs | Pairs:
-        """Return the readout, which is needed only for the size that was reached."""
-        if exact:
-            identity = jnp.eye(sketch.probes.shape[0], dtype=sketch.probes.dtype)
-            return Pairs(identity, identity)
-        loo = self.left_out(sketch)
-        s, k = loo.directions, loo.x.shape[0]
-        kept = jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k
-        return _Pairs(loo.basis.columns, loo.mu, kept, loo.resphering / k)
-
-    def complete(self, linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:
-        """Return the exact trace, and the number of matvecs that it costs.
-
-        If A Q is known, matvecs are needed only for a basis of the orthogonal complement
-        of Q.
-        """
-        if sketch.basis is None:
-            value = jnp.trace(linear_map.dense())
-            return (value.real if self.semidefinite else value), sketch.probes.shape[0]
-        q = sketch.basis.columns
-        rest = jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
-        known = jnp.sum(column_dots(q, sketch.images))
-        value = known + jnp.sum(column_dots(rest, linear_map(rest)))
-        return value, rest.shape[1]
+    if sketch.basis is None:
+        value = jnp.trace(linear_map.dense())
+        return (value.real if linear_map.is_hermitian else value), sketch.probes.shape[0]
+    q = sketch.basis.columns
+    rest = jnp.linalg.qr(q, mode="complete")[0][:, q.shape[1] :]
+    value = jnp.sum(column_dots(q, sketch.images))
+    return value + jnp.sum(column_dots(rest, linear_map(rest))), rest.shape[1]

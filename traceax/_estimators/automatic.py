@@ -14,18 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_callable
 from traceax._core.estimate import Estimate, exact_estimate
 from traceax._core.operator import Operator, is_hermitian, known_diagonal
-from traceax._core.vectors import as_result
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.krylov_nystrom import FEWEST_PROBES, estimate_by_nystrom
-from traceax._estimators.readouts import TOTAL, Reduce, by_leaf, by_row
+from traceax._estimators.readouts import by_leaf, by_row
 from traceax._estimators.second_batch import (
     nystrom_or_hutchinson,
     xdiag_or_hutchinson,
@@ -101,7 +99,7 @@ def trace(
     """
     call = begin("trace", operator, key, num_matvecs)
     pattern = check_pattern(call.name, call.operator, pattern)
-    if (exact := exact_if_cheap(call, TOTAL)) is not None:
+    if (exact := exact_if_cheap(call)) is not None:
         return exact
     if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         deflated = deflated_colours(call, sampler, pattern)
@@ -161,8 +159,9 @@ def diagonal(
     **See also**: `trace`, `xdiag`, `xnysdiag`, `function_diagonal`, `selected_entries`.
     """
     call = begin("diagonal", operator, key, num_matvecs)
+    call = call.reading(by_row(call.operator))
     pattern = check_pattern(call.name, call.operator, pattern)
-    if (exact := exact_if_cheap(call, by_row(call.operator))) is not None:
+    if (exact := exact_if_cheap(call)) is not None:
         return exact
     if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         return estimate_by_ratio(call.using(sampler))
@@ -173,10 +172,7 @@ def choose_diagonal(call: Call) -> Estimate:
     """Choose an estimator of the diagonal by the operator's tags and the budget."""
     if call.is_semidefinite and call.num_matvecs >= 3:
         return xnysdiag_or_hutchinson(call)
-    reduce = by_row(call.operator)
-    if call.num_matvecs >= 6:
-        return xdiag_or_hutchinson(call, reduce)
-    return estimate_by_ratio(call)
+    return xdiag_or_hutchinson(call) if call.num_matvecs >= 6 else estimate_by_ratio(call)
 
 
 def leaf_traces(
@@ -231,23 +227,18 @@ def leaf_traces(
     **See also**: `trace`, `gauss_newton`, `empirical_fisher`.
     """
     call = begin("leaf_traces", operator, key, num_matvecs)
-    names: tuple[str, ...] = ()
     if groups is not None:
         cure = "Pass lambda path: path[0].key, the first key of a dict."
         check_callable("leaf_traces", "groups", groups, "of a path", cure)
-        paths, _ = jax.tree.flatten_with_path(call.operator.in_structure())
-        names = tuple(str(groups(path)) for path, _ in paths)
-    reduce = by_leaf(call.operator, names)
-    if (exact := exact_if_cheap(call, reduce)) is not None:
+    call = call.reading(by_leaf(call.operator, groups))
+    if (exact := exact_if_cheap(call)) is not None:
         return exact
     if call.is_semidefinite and num_matvecs >= 3:
-        return nystrom_or_hutchinson(call, reduce)
-    if num_matvecs >= 6:
-        return xdiag_or_hutchinson(call, reduce)
-    return estimate_by_forms(call, reduce)
+        return nystrom_or_hutchinson(call)
+    return xdiag_or_hutchinson(call) if num_matvecs >= 6 else estimate_by_forms(call)
 
 
-def exact_if_cheap(call: Call, reduce: Reduce) -> Estimate | None:
+def exact_if_cheap(call: Call) -> Estimate | None:
     """Answer exactly if that is cheap, and return None if it is not.
 
     It is cheap if the structure of the operator gives its diagonal, if n is small, or if
@@ -256,10 +247,6 @@ def exact_if_cheap(call: Call, reduce: Reduce) -> Estimate | None:
     operator, known = call.operator, known_diagonal(call.operator)
     if known is not None:
         diagonal, spent = known
-        value = reduce.fn(diagonal.real if is_hermitian(operator) else diagonal)
-        structure = reduce.structure
-        value = value if structure is None else as_result(value, structure)
-        return exact_estimate(value, spent)
-    if operator.in_size() <= max(call.num_matvecs, SMALL):
-        return call.exact(reduce)
-    return None
+        value = call.reduce.fn(diagonal.real if is_hermitian(operator) else diagonal)
+        return exact_estimate(call.reduce.shaped(value), spent)
+    return call.exact() if operator.in_size() <= max(call.num_matvecs, SMALL) else None

@@ -6,17 +6,16 @@ algorithm under the derivative rule (`_core.rule`), which compiles it, and turns
 into an `Estimate`. A public function reads like this:
 
     call = begin("xtrace", operator, key, num_matvecs, least=2, sampler=sampler)
-    return call.exact(TOTAL) if call.is_exact else estimate_by_xtrace(call)
+    return call.exact() if call.is_exact else estimate_by_xtrace(call)
 
     k = call.num_matvecs // 2
-    return call.finish(_xtrace, call.draw(k), method="xtrace", spent=2 * k, degrees=k - 1)
+    return call.finish(_xtrace, call.draw(k), method="xtrace", spent=2 * k)
 
 An automatic choice is an `if` that passes the call on to the function that it chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,11 +37,11 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._core.rule import Algorithm, Outcome, Subject, run
-from traceax._core.vectors import Structure, as_result
-from traceax._estimators.readouts import Batches, Forms, Reduce
-from traceax._probes.draw import Draws, Takes, check_dependence, coloured, draw
+from traceax._core.vectors import Structure
+from traceax._estimators.readouts import TOTAL, Batches, Forms, Read, Reduce, each
+from traceax._probes.draw import Draws, Takes, checked_sampler, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
-from traceax._probes.samplers import BLOCKS, Sampler, SamplerLike, as_sampler, keys_of
+from traceax._probes.samplers import BLOCKS, Sampler, SamplerLike, keys_of
 from traceax._probes.stream import (
     SILENT,
     ProgressMeter,
@@ -86,7 +85,8 @@ class Call:
     `name` is the name of that function, which error messages contain. `num_matvecs` is the
     budget. `num_checks` is the number of matvecs that are spent on measuring the noise of
     matvecs (see `measured`). They have been subtracted from the budget. `sampler` is None
-    if neither the user nor the function has named one yet.
+    if neither the user nor the function has named one yet. `reduce` says what is read: the
+    trace, the diagonal or sums over leaves.
     """
 
     name: str
@@ -97,6 +97,7 @@ class Call:
     batch_size: int | None = None
     meter: ProgressMeter = SILENT
     num_checks: int = 0
+    reduce: Reduce = TOTAL
 
     @property
     def num_exact(self) -> int:
@@ -146,6 +147,10 @@ class Call:
         """Replace the operator, which is applied and for which probes are drawn."""
         return replace(self, operator=operator)
 
+    def reading(self, reduce: Reduce) -> Call:
+        """Estimate what `reduce` makes of the diagonal, in the place of the trace."""
+        return replace(self, reduce=reduce)
+
     def measured(self) -> Call:
         """Set two matvecs of the budget aside to measure the noise of matvecs.
 
@@ -188,17 +193,12 @@ class Call:
             neighbourhood = neighbourhood.tested(self.key, dtype)
         return Streamed(probes, neighbourhood, self.meter, design)
 
-    def exact(self, reduce: Reduce) -> Estimate:
+    def exact(self) -> Estimate:
         """Answer from every unit vector."""
-        return self.exact_by(Forms(reduce.fn), reduce.structure)
+        return self.exact_by(Forms(self.reduce.fn))
 
     def exact_by(
-        self,
-        read: Callable[[Any, Array], Array],
-        structure: Structure | None = None,
-        *,
-        subject: Subject | None = None,
-        units: Stream | None = None,
+        self, read: Read, *, subject: Subject | None = None, units: Stream | None = None
     ) -> Estimate:
         """Answer exactly, by applying the operator to every unit vector.
 
@@ -211,9 +211,11 @@ class Call:
         if units is None:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
-        how = {"spent": units.num_probes, "degrees": units.num_probes, "method": "exact"}
-        algorithm = partial(_read_all, meter=self.meter)
-        return self.finish(algorithm, readout, structure=structure, subject=subject, **how)
+        algorithm, count = partial(_read_all, meter=self.meter), units.num_probes
+        how = {"spent": count, "degrees": count, "method": "exact"}
+        return replace(self, sampler=None).finish(
+            algorithm, readout, subject=subject, **how
+        )
 
     def finish(
         self,
@@ -221,7 +223,7 @@ class Call:
         probes: Any,
         *,
         spent: int,
-        degrees: float,
+        degrees: float | None = None,
         method: str = "",
         structure: Structure | None = None,
         subject: Subject | None = None,
@@ -230,18 +232,20 @@ class Call:
 
         The subject is the operator, as a `LinearMap`, unless another one is given. `spent`
         is the number of matvecs that the algorithm takes, and `degrees` is the number of
-        degrees of freedom of its error bar. `method` is the function that the estimate
-        names, by default the one that was called. `structure` is the structure into whose
-        leaves the results are cut, or None if they are left as they are.
+        degrees of freedom of its error bar, by default one less than there are probes in
+        the blocks `probes`. `method` is the function that the estimate names, by default
+        the one that was called. `structure` is the structure into whose leaves the results
+        are cut, by default that of `reduce`.
         """
         if self.num_checks:
             algorithm, spent = partial(_checked, algorithm), spent + self.num_checks
         subject = LinearMap(self.operator) if subject is None else subject
         outcome = run(algorithm, subject, probes)
         parts = outcome.value, outcome.standard_error, outcome.quadrature_error
-        if structure is not None:
-            parts = jax.tree.map(lambda column: as_result(column, structure), parts)
-        value, error, gap = parts
+        reduce = self.reduce if structure is None else Reduce(each, structure)
+        value, error, gap = jax.tree.map(reduce.shaped, parts)
+        if degrees is None:
+            degrees = max(sum(block.shape[1] for block in probes) - 1, 1)
         name = method or self.name
         name = name if name == "exact" else coloured(name, self.sampler)
         made = Estimate(value, error, spent, float(degrees), method=name)
@@ -269,9 +273,7 @@ def begin(
     operator = checks.check_operator(name, operator, square=square)
     checks.check_key(name, key, operator)
     operator = hidden(operator, key)
-    made = None if sampler is None else as_sampler(name, sampler)
-    if made is not None:
-        check_dependence(name, made, takes)
+    made = None if sampler is None else checked_sampler(name, sampler, takes)
     enough = min(operator.in_size(), operator.out_size())
     budget = checks.check_count(name, argument, num_matvecs, min(least, enough))
     return Call(name, operator, key, budget, made)

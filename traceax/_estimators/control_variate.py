@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray
 
-from traceax._core.checks import check_operator, check_trace, invalid, show
+from traceax._core.checks import check_operator, check_trace, require, show
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, known_diagonal, working_dtype
 from traceax._core.rule import Outcome
 from traceax._estimators.call import Streamed, begin
-from traceax._estimators.readouts import TOTAL
 from traceax._linalg.columns import column_dots, mean, times
 from traceax._linalg.jackknife import slopes_of_others
 from traceax._probes.samplers import SamplerLike, rademacher
-from traceax._probes.stream import SILENT, ProgressMeter, Stream
+from traceax._probes.stream import ProgressMeter, Stream
 
 
 def control_variate_trace(
@@ -105,15 +105,14 @@ def control_variate_trace(
     call = call.in_batches(batch_size, progress_meter)
     control = check_operator(name, control, argument="control")
     space, own = call.operator.in_structure(), control.in_structure()
-    if show(own) != show(space):
-        must, cure = f"act on the operator's space, {show(space)}", "Restrict or extend it."
-        raise invalid(ValueError, name, "control", must, show(own), cure)
+    must, cure = f"act on the operator's space, {show(space)}", "Restrict or extend it."
+    require(show(own) == show(space), name, "control", must, show(own), cure)
     if control_trace is None and (known := known_diagonal(control)) is not None:
         control_trace = jnp.sum(known[0])
     trace = check_trace(name, "control_trace", control_trace, working_dtype(control))
     subject = _Pair(LinearMap(call.operator), LinearMap(control), trace)
     if call.is_exact:
-        return call.exact(TOTAL)
+        return call.exact()
     streamed = call.stream()
     degrees, spent = streamed.design.degrees_of_freedom, streamed.design.num_probes
     return call.finish(_estimate, streamed, spent=spent, degrees=degrees, subject=subject)
@@ -139,18 +138,10 @@ class _Pair(eqx.Module):
         return a, off, jnp.stack(sizes)
 
 
-class _Corrected(eqx.Module):
-    """The readout of both operators: the mean of a_i - b_i (c_i - tr C).
-
-    `slopes` are the b_i.
-    """
-
-    probes: Stream
-    slopes: Inexact[Array, " k"]
-
-    def __call__(self, subject: _Pair) -> Inexact[Array, ""]:
-        a, off, _ = self.probes.collect(subject.forms, SILENT)
-        return mean(_corrected(a, off, self.slopes))
+def _read(probes: Stream, slopes: Array, subject: _Pair) -> Inexact[Array, ""]:
+    """Read both operators: the mean of a_i - b_i (c_i - tr C). `slopes` are the b_i."""
+    a, off, _ = probes.collect(subject.forms)
+    return mean(_corrected(a, off, slopes))
 
 
 def _corrected(a: Array, off: Array, slopes: Array) -> Inexact[Array, " k"]:
@@ -168,4 +159,4 @@ def _estimate(subject: _Pair, streamed: Streamed) -> Outcome:
     rounding = 4 * eps * (sizes[0] + jnp.max(jnp.abs(slopes)) * sizes[1])
     samples = _corrected(a, off, slopes)
     value, error = streamed.design.mean_and_error(samples, rounding)
-    return Outcome(value, error, _Corrected(streamed.probes, slopes))
+    return Outcome(value, error, Partial(_read, streamed.probes, slopes))

@@ -97,18 +97,17 @@ def custom_trace(
     checks.check_callable("custom_trace", "algorithm", algorithm, form, cure, 2)
     how: dict[str, Any] = {"sampler": sampler, "takes": "dependent"}
     call = begin("custom_trace", operator, key, num_probes, argument="num_probes", **how)
-    num_probes = call.num_matvecs
-    (probes,) = call.draw(num_probes)
+    (probes,) = call.draw(call.num_matvecs)
     # Arrays and tracers that the algorithm closes over are leaves of its code. The
     # derivative rule treats them as constants.
     run = partial(_run, algorithm)
     code = canonical(run, LinearMap(call.operator), probes)
-    columns = _numbers_applied(code.jaxpr) * num_probes / _numbers(probes)
+    columns = _numbers_applied(code.jaxpr) / _numbers(probes[:, 0])
     must = "apply the operator at least once, and how often must be known beforehand"
     got = "a jax.lax.while_loop" if columns else "one that never called apply"
     cure = "Apply it to the probes, apply(probes); in loops by jax.lax.scan."
     _require(0 < columns < math.inf, must, got, cure)
-    degrees = max(num_probes - 1, 1)
+    degrees = max(call.num_matvecs - 1, 1)
     return call.finish(code, probes, spent=int(columns), degrees=degrees)
 
 

@@ -38,11 +38,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
@@ -50,7 +49,7 @@ from traceax._core.rule import Outcome
 from traceax._estimators.call import Call
 from traceax._estimators.readouts import Pairs, leave_one_out, outside
 from traceax._estimators.second_batch import missed_shares
-from traceax._linalg.columns import column_dots, dot, over, squared_modulus, times
+from traceax._linalg.columns import Block, column_dots, dot, over, squared_modulus, times
 from traceax._linalg.jackknife import length
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.probing import (
@@ -67,13 +66,8 @@ SKETCH = 8
 MOST_LEFT, MOST_DISTURBED = 0.7, 0.7
 
 
-class DeflatedProbes(eqx.Module):
-    """The probes of the fine and the coarse colouring, with their neighbourhoods."""
-
-    fine: Inexact[Array, "n c"]
-    coarse: Inexact[Array, "n d"]
-    near: Neighbourhood
-    near_coarse: Neighbourhood
+# The probes of a colouring, one for each colour, and its neighbourhood.
+Coloured = tuple[Inexact[Array, "n _"], Neighbourhood]
 
 
 def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None:
@@ -95,16 +89,14 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     z, near = _probes_of(call, fine, call.key)
     colours = jnp.argsort(order)[near.colours]
     near = replace(near, colours=colours, beyond=near.beyond[:, order])
-    few, near_coarse = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
-    probes = DeflatedProbes(z[:, order], few, near, near_coarse)
+    others = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
+    probes = (z[:, order], near), others
     how = {"spent": count + near.num_tests, "degrees": DEGREES}
     method = "the better of hutchpp_trace and hutchinson_trace"
     return call.using(fine).finish(_deflated, probes, method=method, **how)
 
 
-def _probes_of(
-    call: Call, sampler: Probing, key: PRNGKeyArray
-) -> tuple[Inexact[Array, "n c"], Any]:
+def _probes_of(call: Call, sampler: Probing, key: PRNGKeyArray) -> tuple[Block, Any]:
     """Draw one probe for each colour, and return them with their neighbourhood."""
     operator, count = call.operator, sampler.num_colours
     block = draw(call.name, sampler, key, operator, count)
@@ -131,26 +123,46 @@ def _adjacent_first(
     return np.array(first + [c for c in range(len(edges)) if c not in first])
 
 
-def _deflated(linear_map: LinearMap, probes: DeflatedProbes) -> Outcome:
-    """Estimate the trace by the formula of the module docstring, or by plain probing."""
-    tests, others = probes.fine[:, :SKETCH], probes.fine[:, SKETCH:]
+def _deflated(linear_map: LinearMap, probes: tuple[Coloured, Coloured]) -> Outcome:
+    """Estimate the trace by the formula of the module docstring, or by plain probing.
+
+    `some` tells whether any colour is deflated, and `plain` marks the dimensions that are
+    read from their own probe, so that v is not zero. The last column of `images` is A times
+    the test probe of the colouring that is used, without its part along Q if any is.
+    """
+    (fine, near), (z, near_coarse) = probes
+    tests, others = fine[:, :SKETCH], fine[:, SKETCH:]
     sketch = linear_map(tests)
-    q, each = decide(sketch, tests, probes.near)
-    some, z = jnp.any(each), probes.coarse
+    q, each = decide(sketch, tests, near)
+    some, d = jnp.any(each), z.shape[1]
     plain = jnp.any((tests != 0) & ~each[None, :], axis=1)
-    x, v = dot(q.conj().T, z), jnp.where(plain[:, None], z, 0)
-    mu, d = z - dot(q, x), z.shape[1]
+    coarse = near_coarse.with_test(z)
+    x, v = dot(q.conj().T, coarse), jnp.where(plain[:, None], z, 0)
+    mu, test = jnp.split(coarse - dot(q, x), [d], axis=1)
     right = jnp.where(some, _filled(others, q, mu), others)
-    test = outside(q, None, probes.near_coarse.with_test(z)[:, -1:])
-    test = jnp.where(some, test, probes.near.with_test(probes.fine)[:, -1:])
+    test = jnp.where(some, test, near.with_test(fine)[:, -1:])
     images = jnp.hstack([sketch, linear_map(jnp.hstack([right, test]))])
-    products = images[:, :-1]
-    read = _filled(others, q - dot(v, x.conj().T) / d, (mu - v) / d)
-    read = jnp.where(some, read, others / probes.fine.shape[1])
-    left = jnp.hstack([jnp.where(each[None, :], 0, tests) / probes.fine.shape[1], read])
+    read = _filled(others, q - dot(v, x[:, :d].conj().T) / d, (mu - v) / d)
+    read = jnp.where(some, read, others / fine.shape[1])
+    left = jnp.hstack([jnp.where(each[None, :], 0, tests) / fine.shape[1], read])
+    products, eps = images[:, :-1], linear_map.eps
     forms, sizes = column_dots(left, products), column_dots(abs(left), abs(products))
-    rounding = 4 * linear_map.eps * jnp.sum(sizes)
-    error = length(_errors(linear_map, probes, q, images, plain, some), rounding)
+    rounding, real = 4 * eps * jnp.sum(sizes), not jnp.iscomplexobj(images)
+
+    def errors(z: Block, images: Array, near: Neighbourhood, hermitian: bool) -> Array:
+        """Return the contribution of each dimension to the error of the trace."""
+        residuals = neighbour_residuals(z, images, near)
+        return residuals.error_in_sum(near, eps, real=real, hermitian=hermitian)
+
+    # Q may leave the colour of the test probe as it is, so residuals must be zero as well.
+    # The dimensions in `plain` have errors from -v* A z and z_i* A z_i, too.
+    of_q, of_mu = images[:, SKETCH : 2 * SKETCH], images[:, 2 * SKETCH : 2 * SKETCH + d]
+    of_coarse = jnp.hstack([of_mu, images[:, -1:]])
+    left_over = errors(z, outside(q, None, of_coarse), near_coarse, True)
+    whole = errors(z, of_coarse + dot(of_q, x), near_coarse, True)
+    deflated = jnp.hypot(left_over, jnp.where(plain, 2**0.5 * whole, 0))
+    probed = errors(fine, images, near, linear_map.is_hermitian)
+    error = length(jnp.where(some, deflated, probed), rounding)
     return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
 
 
@@ -160,42 +172,7 @@ def _filled(like: Array, *blocks: Array) -> Inexact[Array, "n r"]:
     return jnp.pad(block, ((0, 0), (0, like.shape[1] - block.shape[1])))
 
 
-def _errors(
-    linear_map: LinearMap,
-    probes: DeflatedProbes,
-    q: Inexact[Array, "n s"],
-    images: Inexact[Array, "n _"],
-    plain: Bool[Array, " n"],
-    some: Bool[Array, ""],
-) -> Float[Array, " n"]:
-    """Return the contribution of each dimension to the error of the trace.
-
-    `plain` marks the dimensions that are read from their own probe, so that v is not zero.
-    Their error has a part from -v* A z and a part from z_i* A z_i, in addition to the part
-    from mu* A mu. `some` tells whether any colour is deflated. The last column of `images`
-    is A times the test probe of the colouring that is used, without its part along Q if any
-    is.
-    """
-    eps, real = linear_map.eps, not jnp.iscomplexobj(images)
-    x = dot(q.conj().T, probes.near_coarse.with_test(probes.coarse))
-
-    def parts(z: Array, images: Array, near: Neighbourhood, hermitian: bool) -> Array:
-        residuals = neighbour_residuals(z, images, near)
-        return residuals.error_in_sum(near, eps, real=real, hermitian=hermitian)
-
-    # Q may leave the colour of the test probe as it is, so residuals must be zero as well.
-    of_q, tested = jnp.split(images[:, SKETCH:], [SKETCH], axis=1)
-    tested = jnp.hstack([tested[:, : x.shape[1] - 1], images[:, -1:]])
-    left = parts(probes.coarse, outside(q, None, tested), probes.near_coarse, True)
-    whole = parts(probes.coarse, tested + dot(of_q, x), probes.near_coarse, True)
-    deflated = jnp.hypot(left, jnp.where(plain, 2**0.5 * whole, 0))
-    probed = parts(probes.fine, images, probes.near, linear_map.is_hermitian)
-    return jnp.where(some, deflated, probed)
-
-
-def decide(
-    sketch: Inexact[Array, "n s"], z: Inexact[Array, "n s"], near: Neighbourhood
-) -> tuple[Inexact[Array, "n s"], Bool[Array, " s"]]:
+def decide(sketch: Block, z: Block, near: Neighbourhood) -> tuple[Block, Bool[Array, " k"]]:
     """Return the basis Q of the sketch, and the decisions a_i as Booleans."""
     loo = leave_one_out(sketch, z, resphere=False)
     (s, overlap, inverse, *_), q = loo.pairs, loo.basis.columns

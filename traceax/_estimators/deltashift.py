@@ -54,7 +54,7 @@ from traceax._core.operator import (
 from traceax._core.rule import Outcome, run
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms
-from traceax._estimators.readouts import TOTAL, Pairs
+from traceax._estimators.readouts import Pairs
 from traceax._estimators.xtrace import estimate_by_xtrace
 from traceax._linalg.columns import (
     Block,
@@ -68,8 +68,8 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.jackknife import sums_of_others
-from traceax._probes.draw import check_dependence
-from traceax._probes.samplers import SamplerLike, as_sampler, sphere
+from traceax._probes.draw import checked_sampler
+from traceax._probes.samplers import SamplerLike, sphere
 
 
 class Tracked(NamedTuple):
@@ -156,7 +156,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
 
     **See also**: `trace`, `control_variate_trace`.
     """
-    check_dependence("deltashift", as_sampler("deltashift", sampler))
+    checked_sampler("deltashift", sampler)
     num_matvecs = check_count("deltashift", "num_matvecs", num_matvecs)
     how = {"num_matvecs": num_matvecs, "least": 4, "sampler": sampler}
     begun = partial(begin, "deltashift", **how)
@@ -167,7 +167,7 @@ def _init(begun: Callable[..., Call], operator: Operator, key: PRNGKeyArray) -> 
     """Make the first estimate, and return it as a state."""
     call = begun(operator, key)
     estimate = estimate_by_xtrace if call.num_matvecs >= 6 else estimate_by_forms
-    first = call.exact(TOTAL) if call.is_exact else estimate(call)
+    first = call.exact() if call.is_exact else estimate(call)
     return _state(first, application(call.operator))
 
 
@@ -185,7 +185,7 @@ def _update(
     if not stores_matrix(operator):
         call = call.on(by_application(operator, code))
     if call.is_exact:
-        exact = call.exact(TOTAL)
+        exact = call.exact()
         return exact, _state(exact, code)
     num_probes = call.num_matvecs // 2
     (probes,) = call.draw(num_probes)

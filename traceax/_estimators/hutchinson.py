@@ -16,13 +16,10 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._core.vectors import Structure
 from traceax._estimators.call import Call, Streamed, begin
 from traceax._estimators.readouts import (
-    TOTAL,
     Batches,
     Forms,
-    Reduce,
     Reduction,
     by_row,
     each,
@@ -99,24 +96,18 @@ def hutchinson_trace(
     name = "hutchinson_trace"
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
     call = call.in_batches(batch_size, progress_meter)
-    return call.exact(TOTAL) if call.is_exact else estimate_by_forms(call)
+    return call.exact() if call.is_exact else estimate_by_forms(call)
 
 
-def estimate_by_forms(
-    call: Call, reduce: Reduce = TOTAL, method: str = "hutchinson_trace"
-) -> Estimate:
+def estimate_by_forms(call: Call, method: str = "hutchinson_trace") -> Estimate:
     """Estimate the trace or sums over leaves by the mean of quadratic forms.
 
-    `reduce` says which, and `method` is the function that the estimate names.
+    `method` is the function that the estimate names.
     """
-    call = call.using(rademacher)
-    streamed = call.stream()
-    algorithm, space = partial(_forms, reduce=reduce.fn), reduce.structure
-    spent = streamed.num_matvecs
+    streamed = call.using(rademacher).stream()
+    algorithm, spent = partial(_forms, reduce=call.reduce.fn), streamed.num_matvecs
     degrees = streamed.design.degrees(streamed.neighbourhood is not None)
-    return call.finish(
-        algorithm, streamed, method=method, spent=spent, degrees=degrees, structure=space
-    )
+    return call.finish(algorithm, streamed, method=method, spent=spent, degrees=degrees)
 
 
 def hutchinson_diagonal(
@@ -175,34 +166,49 @@ def hutchinson_diagonal(
     """
     name = "hutchinson_diagonal"
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes="any")
-    call = call.in_batches(batch_size, progress_meter)
-    return call.exact(by_row(call.operator)) if call.is_exact else estimate_by_ratio(call)
+    call = call.in_batches(batch_size, progress_meter).reading(by_row(call.operator))
+    return call.exact() if call.is_exact else estimate_by_ratio(call)
 
 
-def estimate_by_ratio(call: Call, method: str = "hutchinson_diagonal") -> Estimate:
-    """Estimate the diagonal by the ratio of two sums over probes.
+@dataclass(frozen=True)
+class DiagonalEntries(Forms):
+    """The entries of the diagonal, each the ratio of two sums over probes."""
 
-    `method` is the function that the estimate names.
-    """
-    call = call.using(rademacher)
-    structure = call.operator.in_structure()
-    return ratio_estimate(call, DiagonalEntries(), method=method, structure=structure)
+    reduce: Reduction = each
+
+    def ratio(self, z: Block, products: Block, linear_map: Any) -> tuple[Block, Block]:
+        """Return the numerators and the weights of each probe.
+
+        The result is the ratio of their sums.
+        """
+        forms = z.conj() * products
+        forms = forms.real if linear_map.is_hermitian else forms
+        return forms, squared_modulus(z)
+
+    def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Float[Array, " n"]:
+        """Return the error of the result, given the error of each row of the diagonal."""
+        return rows
 
 
-def ratio_estimate(
-    call: Call, entries: Any, *, method: str, structure: Structure, subject: Any = None
+DIAGONAL = DiagonalEntries()
+
+
+def estimate_by_ratio(
+    call: Call,
+    method: str = "hutchinson_diagonal",
+    entries: Any = DIAGONAL,
+    subject: Any = None,
 ) -> Estimate:
-    """Estimate entries of the operator by a ratio of sums over probes.
+    """Estimate the diagonal, or other `entries`, by a ratio of two sums over probes.
 
-    `entries` reads them: it is a `DiagonalEntries`, or reads the entries on a pattern.
+    `method` is the function that the estimate names. `entries` is a `DiagonalEntries`, or
+    reads the entries on a pattern from its own `subject`.
     """
-    streamed = call.stream()
-    design, has_neighbours = streamed.design, streamed.neighbourhood is not None
-    degrees = design.num_samples - 1
-    degrees = degrees + DEGREES if has_neighbours else max(degrees, 1)
-    algorithm = partial(_ratio, entries=entries)
+    streamed = call.using(rademacher).stream()
+    degrees = streamed.design.num_samples - 1
+    degrees = max(degrees, 1) if streamed.neighbourhood is None else degrees + DEGREES
     how = {"method": method, "spent": streamed.num_matvecs, "degrees": degrees}
-    return call.finish(algorithm, streamed, structure=structure, subject=subject, **how)
+    return call.finish(partial(_ratio, entries=entries), streamed, subject=subject, **how)
 
 
 def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> Outcome:
@@ -240,9 +246,7 @@ def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> O
     return Outcome(value, error, Batches(probes, lengths, Forms(reduce)))
 
 
-def _coupling(
-    z: Inexact[Array, "n b"], products: Inexact[Array, "n b"], reduce: Reduction
-) -> Float[Array, "*values b"]:
+def _coupling(z: Block, products: Block, reduce: Reduction) -> Float[Array, "*values k"]:
     """Return the 4-norm of A z - z (z* A z)/|z|^2 for each probe z.
 
     With `reduce`, return it for the rows of each leaf. The error of 2 to 4 forms of signs
@@ -261,28 +265,6 @@ def _coupling(
     rest = jnp.abs(products - z * forms[None, :])
     scale = largest_modulus(rest)
     return scale * reduce((rest / scale) ** 4) ** 0.25
-
-
-@dataclass(frozen=True)
-class DiagonalEntries(Forms):
-    """The entries of the diagonal, each the ratio of two sums over probes."""
-
-    reduce: Reduction = each
-
-    def ratio(
-        self, z: Block, products: Block, linear_map: Any
-    ) -> tuple[Block, Float[Array, "n k"]]:
-        """Return the numerators and the weights of each probe.
-
-        The result is the ratio of their sums.
-        """
-        forms = z.conj() * products
-        forms = forms.real if linear_map.is_hermitian else forms
-        return forms, squared_modulus(z)
-
-    def error_by(self, rows: Float[Array, " n"], linear_map: Any) -> Float[Array, " n"]:
-        """Return the error of the result, given the error of each row of the diagonal."""
-        return rows
 
 
 def _ratio(linear_map: LinearMap, streamed: Streamed, *, entries: Any) -> Outcome:

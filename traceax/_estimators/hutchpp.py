@@ -28,8 +28,8 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
-from traceax._estimators.call import Blocks, Call, begin
-from traceax._estimators.readouts import TOTAL, Pairs, TwoSided, by_row, each, outside
+from traceax._estimators.call import Blocks, begin
+from traceax._estimators.readouts import Pairs, TwoSided, by_row, each, outside
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
@@ -103,12 +103,13 @@ def hutchpp_trace(
     name, takes = "hutchpp_trace", "dependent"
     call = begin(name, operator, key, num_matvecs, least=3, sampler=sampler, takes=takes)
     if call.is_exact:
-        return call.exact(TOTAL)
+        return call.exact()
     call = call.using(for_sketch(call.operator)).measured()
-    k, rest = _sketch_and_rest(call)
+    k, spent = call.num_matvecs // 3, call.num_matvecs
+    probes = call.draw(k, spent - 2 * k)
     algorithm = partial(_hutchpp, resphere=call.resphere)
-    spent, degrees = call.num_matvecs, independent_degrees_of_freedom(rest)
-    return call.finish(algorithm, call.draw(k, rest), spent=spent, degrees=degrees)
+    degrees = independent_degrees_of_freedom(spent - 2 * k)
+    return call.finish(algorithm, probes, spent=spent, degrees=degrees)
 
 
 def na_hutchpp_trace(
@@ -164,14 +165,12 @@ def na_hutchpp_trace(
     name, takes = "na_hutchpp_trace", "dependent"
     call = begin(name, operator, key, num_matvecs, least=4, sampler=sampler, takes=takes)
     if call.is_exact:
-        return call.exact(TOTAL)
+        return call.exact()
     call = call.measured()
     r = call.num_matvecs // 4
     rest = call.num_matvecs - 3 * r
-    algorithm, probes = (
-        partial(_na_hutchpp, resphere=call.resphere),
-        call.draw(r, 2 * r, rest),
-    )
+    algorithm = partial(_na_hutchpp, resphere=call.resphere)
+    probes = call.draw(r, 2 * r, rest)
     spent, degrees = call.num_matvecs, independent_degrees_of_freedom(rest)
     return call.finish(algorithm, probes, spent=spent, degrees=degrees)
 
@@ -193,11 +192,6 @@ def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcom
 def _roundoff(eps: Float[Array, ""]) -> Float[Array, ""]:
     """Return the relative rounding error of a trace on the range of Q."""
     return 4 * eps + OF_BASIS * float(jnp.finfo(eps.dtype).eps)
-
-
-def _sketch_and_rest(call: Call) -> tuple[int, int]:
-    k = call.num_matvecs // 3
-    return k, call.num_matvecs - 2 * k
 
 
 def _na_hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
@@ -288,14 +282,13 @@ def diagpp(
     """
     name, takes = "diagpp", "dependent"
     call = begin(name, operator, key, num_matvecs, least=3, sampler=sampler, takes=takes)
-    reduce = by_row(call.operator)
+    call = call.reading(by_row(call.operator))
     if call.is_exact:
-        return call.exact(reduce)
+        return call.exact()
     call = call.measured()
-    k, rest = _sketch_and_rest(call)
-    spent, degrees, space = call.num_matvecs, max(rest - 1, 1), reduce.structure
-    probes = call.draw(k, rest)
-    return call.finish(_diagpp, probes, spent=spent, degrees=degrees, structure=space)
+    k, spent = call.num_matvecs // 3, call.num_matvecs
+    probes, degrees = call.draw(k, spent - 2 * k), max(spent - 2 * k - 1, 1)
+    return call.finish(_diagpp, probes, spent=spent, degrees=degrees)
 
 
 def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:

@@ -35,7 +35,7 @@ than there are second matvecs, and in fewer than the budget has matvecs
 (`tests.benchmarks.choices`).
 
 **Derivative.** The derivative uses XTrace's readout on the range of A S. Probe j is left
-out of that range in the same way, and a ridge takes the place of the shift (`_readout`).
+out of that range in the same way, and a ridge takes the place of the shift (`_pairs`).
 
 **Sums over leaves** are the same estimates, each summed over the rows of one leaf. They are
 not resphered, so that random signs are exact for the diagonal part of the remainder
@@ -44,7 +44,6 @@ not resphered, so that random signs are exact for the diagonal part of the remai
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import NamedTuple
 
@@ -57,10 +56,16 @@ from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import DOUBLE, LinearMap, Operator, is_negative, unit_roundoff
 from traceax._core.rule import Outcome
-from traceax._core.vectors import Structure, unflatten_rows
+from traceax._core.vectors import unflatten_rows
 from traceax._estimators.call import SMALL, Blocks, Call, begin
 from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
-from traceax._estimators.readouts import TOTAL, LeafSums, Pairs, leave_one_out, trace_pairs
+from traceax._estimators.readouts import (
+    LeafSums,
+    Pairs,
+    ValueAndError,
+    leave_one_out,
+    trace_pairs,
+)
 from traceax._linalg import jackknife, lapack
 from traceax._linalg.basis import downdate, orthonormalise
 from traceax._linalg.columns import (
@@ -155,49 +160,42 @@ def xnystrace(
     call = begin("xnystrace", operator, key, num_matvecs, sampler=sampler)
     check_semidefinite("xnystrace", call.operator, "xtrace")
     if call.is_exact:
-        return call.exact(TOTAL)
-    return estimate_by_nystrom(call, "xnystrace", fewest=math.inf, mixed=False)
+        return call.exact()
+    return estimate_by_nystrom(call, "xnystrace", plain=True)
 
 
 def estimate_by_nystrom(
-    call: Call,
-    method: str,
-    *,
-    cost: int = 1,
-    fewest: float = FEWEST_PROBES,
-    mixed: bool = True,
+    call: Call, method: str, *, cost: int = 1, plain: bool = False
 ) -> Estimate:
-    """Estimate the trace, with second matvecs if the budget has at least `fewest` matvecs.
+    """Estimate the trace, with second matvecs if the budget is large enough.
 
     One matvec with `call.operator` counts as `cost` matvecs of the budget. For example, a
-    Gram matrix A* A costs 2 matvecs. If it is `mixed`, and the operator turns out to be
-    nearly diagonal, the estimate is a mean of `near_diagonal`'s forms.
+    Gram matrix A* A costs 2 matvecs. If the operator turns out to be nearly diagonal, the
+    estimate is a mean of `near_diagonal`'s forms. XNysTrace is `plain`: it has neither
+    second matvecs nor these forms.
     """
     call = call.using(for_sketch(call.operator))
-    blocks, spent, degrees = draw_for_products(call, cost, fewest)
-    mixed = mixed and sum(block.shape[1] for block in blocks) >= FEWEST
+    blocks, spent = draw_for_products(call, cost, plain)
+    mixed = not plain and sum(block.shape[1] for block in blocks) >= FEWEST
     algorithm = partial(_trace, resphere=call.resphere, mixed=mixed)
-    return call.finish(algorithm, blocks, method=method, spent=spent, degrees=degrees)
+    return call.finish(algorithm, blocks, method=method, spent=spent)
 
 
-def draw_for_products(
-    call: Call, cost: int = 1, fewest: float = FEWEST_PROBES
-) -> tuple[Blocks, int, int]:
+def draw_for_products(call: Call, cost: int = 1, plain: bool = False) -> tuple[Blocks, int]:
     """Draw the probes for a budget of which a quarter goes to second matvecs.
 
-    Return Omega_1, whose images get second matvecs, and Omega_2, whose images do not, the
-    number of matvecs that all of it costs, and the degrees of freedom of the error bar.
-    `cost` and `fewest` are those arguments of `estimate_by_nystrom`. In single precision at
+    Return Omega_1, whose images get second matvecs, and Omega_2, whose images do not, and
+    the number of matvecs that all of it costs.
+    `cost` and `plain` are those arguments of `estimate_by_nystrom`. In single precision at
     most 3n/4 matvecs are spent. With more of them, rounding makes the remainders, which
     are small then, too large.
     """
     count, n = call.num_matvecs // cost, call.operator.in_size()
     if n > SMALL and unit_roundoff(call.operator) > DOUBLE:
         count = min(count, 3 * n // 4)
-    again = count // 4 if count >= fewest else 0
+    again = 0 if plain or count < FEWEST_PROBES else count // 4
     (block,) = call.draw(count - again)
-    blocks = block[:, :again], block[:, again:]
-    return blocks, count * cost, max(count - again - 1, 1)
+    return (block[:, :again], block[:, again:]), count * cost
 
 
 class Products(NamedTuple):
@@ -238,12 +236,6 @@ class Products(NamedTuple):
     def fitted(self) -> Fit:
         """The Nyström approximation of A alone."""
         return jax.tree.map(lambda leaf: leaf[0], self.fits())
-
-    @property
-    def without_second(self) -> Products:
-        """The same matvecs without the second ones, so that S = Omega."""
-        block, none = self.block, self.directions[:0, :0]
-        return self._replace(test=block, images=self.sketch, directions=none)
 
     @property
     def sketch(self) -> Block:
@@ -290,16 +282,14 @@ def _trace(linear_map: LinearMap, probes: Blocks, resphere: bool, mixed: bool) -
     shares = weights / weights.size
     forms = None if near is None else near.left((1 - weights) / weights.size)
     if known.directions.size:
-        weight = _readout(known, shares, forms, resphere)
+        weight = _pairs(known, shares, forms, resphere)
     else:
         loo = leave_one_out(known.images, known.block, resphere=resphere)
         weight = trace_pairs(loo, shares, forms)
     return Outcome(known.sign * value, error, weight)
 
 
-def _readout(
-    known: Products, shares: OfProbes, forms: Block | None, resphere: bool
-) -> Pairs:
+def _pairs(known: Products, shares: OfProbes, forms: Block | None, resphere: bool) -> Pairs:
     """Return the readout for derivatives, the sum of 2 P_j - P_j^2 + c_j mu_j mu_j*.
 
     `shares` are the weights of this sum, and conj(`forms`) o (B Omega) is added to it.
@@ -401,9 +391,7 @@ def _parts_of_pairs(fit: Fit) -> tuple[Float[Array, "k k"], Float[Array, "k k"]]
     return traces, pairs.inverse[..., 1, 1].real * fit.squares[None, :] - fit.shift
 
 
-def leaf_by_leaf(
-    known: Products, weights: OfProbes, structure: Structure, leaves: LeafSums
-) -> tuple[Float[Array, " sums"], Float[Array, " sums"]]:
+def leaf_by_leaf(known: Products, weights: OfProbes, leaves: LeafSums) -> ValueAndError:
     """Return the sums over leaves and their error bars.
 
     Let F_L and W_L be the rows of F and of the probes that belong to one leaf. The sample
@@ -416,10 +404,7 @@ def leaf_by_leaf(
     these `weights`, and the quadratic forms w_jL* (A w_j)_L, with weights 1 - `weights`.
     """
     (n, k), fitted = known.block.shape, known.fitted
-    grams, tested = (
-        jax.ops.segment_sum(x, np.asarray(leaves.places), leaves.count)
-        for x in _of_leaves(fitted.left, known.block, structure)
-    )
+    grams, tested = _of_leaves(fitted.left, known.block, leaves)
     forms = leaves(known.block.conj() * known.sketch).real
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
     roots = jnp.sqrt(fitted.squares)
@@ -443,12 +428,10 @@ def leaf_by_leaf(
     return times(known.scale, values), times(known.scale, error)
 
 
-def _of_leaves(left: Array, block: Block, structure: Structure) -> tuple[Array, Array]:
-    """Return F_L* F_L and W_L* F_L for each leaf."""
-    leaves = jax.tree.leaves(structure)
-    as_they_are = [jax.ShapeDtypeStruct(leaf.shape, left.dtype) for leaf in leaves]
-    rows = [unflatten_rows(x.T, as_they_are) for x in (left, block)]
-    rows = [[leaf.reshape(leaf.shape[0], -1) for leaf in block] for block in rows]
-    grams = [dot(f.conj(), f.T) for f in rows[0]]
-    tested = [dot(w.conj(), f.T) for f, w in zip(*rows, strict=True)]
-    return jnp.stack(grams), jnp.stack(tested)
+def _of_leaves(left: Array, block: Block, leaves: LeafSums) -> list[Array]:
+    """Return F_L* F_L and W_L* F_L for each sum over leaves."""
+    structure, places = leaves.structure(left.dtype), np.asarray(leaves.places)
+    fs, ws = (unflatten_rows(x.T, structure) for x in (left, block))
+    grams = jnp.stack([dot(f.conj(), f.T) for f in fs])
+    tested = jnp.stack([dot(w.conj(), f.T) for f, w in zip(fs, ws, strict=True)])
+    return [jax.ops.segment_sum(x, places, leaves.count) for x in (grams, tested)]

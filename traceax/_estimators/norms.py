@@ -7,7 +7,7 @@ if B is Hermitian. In the notation of `readouts`,
     |b_a|^2 = |b_a P_i|^2 + E[ c_i |b_a (I - P_i) w_i|^2 ]        for every i.
 
 Cross terms vanish, because P_i (I - P_i) = 0. The derivative rule differentiates this
-quadratic with P_i and w_i frozen (`readouts.Squares`). It is unbiased because the identity
+quadratic with P_i and w_i frozen (`_mean_of_squares`). It is unbiased because the identity
 holds for every B.
 
 The Frobenius norm is ||B||_F^2 = tr B* B, estimated by `krylov_nystrom`. Each matvec of
@@ -19,6 +19,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_count
@@ -27,9 +28,19 @@ from traceax._core.operator import LinearMap, Operator, gram, is_hermitian
 from traceax._core.rule import Outcome
 from traceax._estimators.call import begin
 from traceax._estimators.krylov_nystrom import estimate_by_nystrom
-from traceax._estimators.readouts import Squares, leave_one_out
+from traceax._estimators.readouts import Reduce, each, leave_one_out
 from traceax._linalg import columns, jackknife
-from traceax._linalg.columns import column_norms_squared, dot, largest_modulus, mean, over
+from traceax._linalg.columns import (
+    Block,
+    OfProbes,
+    Square,
+    column_norms_squared,
+    dot,
+    largest_modulus,
+    mean,
+    over,
+    squared_modulus,
+)
 from traceax._probes.samplers import SamplerLike, rademacher
 
 
@@ -83,16 +94,15 @@ def row_norms_squared(
     """
     name = "row_norms_squared"
     call = begin(name, operator, key, num_matvecs, square=False, sampler=sampler)
-    cost, structure = 2 if is_hermitian(call.operator) else 3, call.operator.out_structure()
+    call = call.reading(Reduce(each, call.operator.out_structure()))
+    cost = 2 if is_hermitian(call.operator) else 3
     check_count(name, "num_matvecs", num_matvecs, min(cost, call.num_exact))
     if call.is_exact:
-        return call.exact_by(_squares, structure)
+        return call.exact_by(_squares)
     call = call.measured()
     k, algorithm = call.num_matvecs // cost, partial(_row_norms, resphere=call.resphere)
     degrees, probes = jackknife.independent_degrees_of_freedom(k), call.draw(k)
-    return call.finish(
-        algorithm, probes, spent=cost * k, degrees=degrees, structure=structure
-    )
+    return call.finish(algorithm, probes, spent=cost * k, degrees=degrees)
 
 
 def frobenius_norm_squared(
@@ -161,9 +171,7 @@ def _sum_of_squares(linear_map: LinearMap, z: Inexact[Array, "r k"]) -> Float[Ar
     return jnp.sum(_squares(linear_map, z))
 
 
-def _row_norms(
-    linear_map: LinearMap, probes: tuple[Inexact[Array, "n k"]], *, resphere: bool
-) -> Outcome:
+def _row_norms(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> Outcome:
     (block,) = probes
     first = sketch = linear_map(block)
     scale = largest_modulus(first)
@@ -171,14 +179,32 @@ def _row_norms(
         sketch = linear_map.adjoint(over(first, scale))
     loo = leave_one_out(sketch, block, resphere=resphere)
     q, s = loo.basis.columns, loo.directions
-    readout = Squares(q, s, loo.mu, loo.resphering)
+    readout = Partial(_mean_of_squares, q, s, loo.mu, loo.resphering)
     image = linear_map(q)
     remainder = over(first - dot(image, loo.x), scale)
     image = over(image, scale)
-    known = readout.known(image)
-    samples = known + readout.remainders(remainder)
+    known, samples = _squares_of_rows(image, s, remainder, loo.resphering)
     sizes = mean(jnp.abs(samples))
     rounding = 4 * linear_map.eps_of(block, first) * (sizes + mean(sizes))
     read = known, dot(image, s), remainder
     error = loo.error(samples, rounding, jackknife.row_norm_replicates, *read)
     return Outcome(scale * (scale * mean(samples)), scale * (scale * error), readout)
+
+
+def _squares_of_rows(
+    image: Block, directions: Square, remainder: Block, resphering: OfProbes
+) -> tuple[Block, Block]:
+    """Return |b_a P_i|^2 for all rows and probes, and the same plus c_i |b_a mu_i|^2.
+
+    `image` is B Q, and the columns of `remainder` are B mu_i, with mu_i = (I - P_i) w_i.
+    """
+    removed = squared_modulus(dot(image, directions))
+    known = columns.row_norms_squared(image)[:, None] - removed
+    return known, known + resphering[None, :] * squared_modulus(remainder)
+
+
+def _mean_of_squares(
+    q: Block, s: Square, mu: Block, resphering: OfProbes, linear_map: LinearMap
+) -> Float[Array, " p"]:
+    """Read the squared norms of the rows of B, as the mean over all pairs P_i, w_i."""
+    return mean(_squares_of_rows(linear_map(q), s, linear_map(mu), resphering)[1])

@@ -2,8 +2,8 @@
 
 Traces, sums over the leaves of a pytree and diagonals are one estimate, read in three ways:
 the rows of conj(L) o (B R) are summed over all rows, over the rows of each leaf, or not at
-all. A `Reduce` says which. Squared norms of rows, and their sum, are quadratic in B and
-have a readout of their own, `Squares`.
+all. A `Reduce` says which. Squared norms of rows are quadratic in B and have a readout of
+their own (`norms`).
 
 A readout is a module whose blocks are constants. The derivative rule (`_core.rule`) calls
 it on a `LinearMap` B, and it returns an unbiased estimate of the wanted result for B.
@@ -36,7 +36,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from traceax._core.operator import LinearMap, Operator
-from traceax._core.vectors import Structure, common_dtype, in_rows
+from traceax._core.vectors import Structure, as_result, common_dtype, in_rows
 from traceax._linalg import jackknife
 from traceax._linalg.basis import Basis, downdate, orthonormalise
 from traceax._linalg.columns import (
@@ -49,8 +49,6 @@ from traceax._linalg.columns import (
     mean,
     over,
     row_dots,
-    row_norms_squared,
-    squared_modulus,
     summed,
     times,
 )
@@ -58,6 +56,7 @@ from traceax._probes.stream import SILENT, ProgressMeter, Stream
 
 Rows = Inexact[Array, "n ..."]
 Reduction = Callable[[Rows], Any]
+Read = Callable[[Any, Array], Array]  # of a subject and a block
 ValueAndError = tuple[Inexact[Array, "*values"], Float[Array, "*values"]]
 
 
@@ -117,6 +116,15 @@ def leave_one_out(
     return LeaveOneOut(probes, sketch, basis, *parts)
 
 
+def sketched_by(
+    linear_map: LinearMap, probes: Block, *, resphere: bool
+) -> tuple[LeaveOneOut, Float[Array, ""]]:
+    """Leave each probe out of the sketch A Omega, and return the error of a form w* A w."""
+    sketch = linear_map(probes)
+    loo = leave_one_out(sketch, probes, resphere=resphere)
+    return loo, linear_map.eps_of(probes, sketch)
+
+
 def outside(
     q: Block, s: Inexact[Array, "k l"] | None, block: Inexact[Array, "n l"]
 ) -> Inexact[Array, "n l"]:
@@ -128,6 +136,19 @@ def outside(
     if s is not None:
         inside = inside - s * column_dots(s, inside)[None, :]
     return block - dot(q, inside)
+
+
+def mean_and_error(
+    samples: Array, error: Array, scale: Number, weights: OfProbes | None
+) -> ValueAndError:
+    """Return the mean of samples over a `scale`, and its error bar, given that of the mean.
+
+    If there are `weights`, which sum to 1, the mean is a weighted one.
+    """
+    if weights is None:
+        return times(scale, mean(samples)), scale * error
+    error = jackknife.root_design_effect(weights) * error
+    return times(scale, dot(samples, weights.astype(samples.dtype))), scale * error
 
 
 class Samples(eqx.Module):
@@ -152,13 +173,10 @@ class Samples(eqx.Module):
 
         If there are `weights`, which sum to 1, the mean is a weighted one.
         """
-        values, scale = self.values, self.scale
         sharing = jnp.asarray(self.sharing, self.rounding.dtype)
-        error = jackknife.standard_error(times(jnp.sqrt(sharing), values), self.rounding)
-        if weights is None:
-            return times(scale, mean(values)), scale * error
-        error = jackknife.root_design_effect(weights) * error
-        return times(scale, dot(values, weights.astype(values.dtype))), scale * error
+        spread = times(jnp.sqrt(sharing), self.values)
+        error = jackknife.standard_error(spread, self.rounding)
+        return mean_and_error(self.values, error, self.scale, weights)
 
 
 def independent(
@@ -186,6 +204,10 @@ class Reduce(NamedTuple):
     fn: Reduction
     structure: Structure | None = None
 
+    def shaped(self, column: Array) -> Any:
+        """Return the entries of a result with its structure."""
+        return column if self.structure is None else as_result(column, self.structure)
+
 
 def total(rows: Rows) -> Inexact[Array, "..."]:
     """Sum over all rows."""
@@ -208,14 +230,17 @@ class LeafSums:
     places: tuple[int, ...]
 
     def __call__(self, rows: Rows) -> Inexact[Array, "sums ..."]:
-        leaves = [jax.ShapeDtypeStruct((size,), rows.dtype) for size in self.sizes]
-        place = in_rows(np.repeat(self.places, self.sizes), leaves)
+        place = in_rows(np.repeat(self.places, self.sizes), self.structure(rows.dtype))
         return jax.ops.segment_sum(rows, place, self.count)
 
     @property
     def count(self) -> int:
         """The number of sums."""
         return max(self.places) + 1
+
+    def structure(self, dtype: Any) -> Structure:
+        """Return the leaves, each as one vector."""
+        return [jax.ShapeDtypeStruct((size,), dtype) for size in self.sizes]
 
 
 TOTAL = Reduce(total)
@@ -226,22 +251,23 @@ def by_row(operator: Operator) -> Reduce:
     return Reduce(each, operator.in_structure())
 
 
-def by_leaf(operator: Operator, names: tuple[str, ...] = ()) -> Reduce:
+def by_leaf(operator: Operator, groups: Callable[[Any], Any] | None = None) -> Reduce:
     """Make the sum over each leaf a result.
 
-    If there are `names`, one for each leaf, all leaves of one name share a sum, and the
-    result is a dict of the sums, in the order of the sorted names.
+    If there are `groups`, they map the path of a leaf to a name. All leaves of one name
+    share a sum, and the result is a dict of the sums, in the order of the sorted names.
     """
     structure = operator.in_structure()
-    leaves = jax.tree.leaves(structure)
+    leaves = jax.tree.leaves_with_path(structure)
     places = tuple(range(len(leaves)))
     sums = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((), leaf.dtype), structure)
-    if names:
+    if groups is not None:
+        names = [str(groups(path)) for path, _ in leaves]
         distinct = sorted(set(names))
         places = tuple(distinct.index(name) for name in names)
         number = jax.ShapeDtypeStruct((), common_dtype(structure))
         sums = dict.fromkeys(distinct, number)
-    return Reduce(LeafSums(tuple(leaf.size for leaf in leaves), places), sums)
+    return Reduce(LeafSums(tuple(leaf.size for _, leaf in leaves), places), sums)
 
 
 @dataclass(frozen=True)
@@ -301,7 +327,7 @@ class Batches(eqx.Module):
 
     probes: Stream
     lengths: Float[Array, "..."]
-    read: Callable[[Any, Array], Array] = eqx.field(static=True, default=applied)
+    read: Read = eqx.field(static=True, default=applied)
 
     def __call__(self, subject: Any, meter: ProgressMeter = SILENT) -> Array:
         total = self.probes.reduce(partial(self.read, subject), meter=meter)
@@ -380,30 +406,3 @@ def two_sided(
     k, dtype = loo.probes.shape[1], loo.probes.real.dtype
     shares = jnp.full(k, 1 / k, dtype) if shares is None else shares.astype(dtype)
     return TwoSided(reduce, loo.basis.columns, loo.directions, loo.probes, loo.mu, shares)
-
-
-class Squares(eqx.Module):
-    """The readout |b_a|^2 = |b_a P|^2 + E[c |b_a (I - P) w|^2] of the p rows b_a of B.
-
-    It is quadratic in B, and the derivative rule differentiates it as it is. It is the mean
-    over all pairs P_i, w_i, with the directions and the tested probes of `TwoSided`.
-    `resphering` holds the factors c_i.
-    """
-
-    basis: Block
-    directions: Inexact[Array, "k k"]
-    tested: Block
-    resphering: OfProbes
-
-    def __call__(self, linear_map: LinearMap) -> Float[Array, " p"]:
-        image = linear_map(self.basis)
-        return mean(self.known(image) + self.remainders(linear_map(self.tested)))
-
-    def known(self, image: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
-        """Return |b_a P_i|^2 for all rows and probes, computed from B Q."""
-        removed = squared_modulus(dot(image, self.directions))
-        return row_norms_squared(image)[:, None] - removed
-
-    def remainders(self, products: Inexact[Array, "p k"]) -> Float[Array, "p k"]:
-        """Return c_i |b_a mu_i|^2 for all rows and probes, from the columns B mu_i."""
-        return self.resphering[None, :] * squared_modulus(products)

@@ -73,13 +73,12 @@ from traceax._estimators.krylov_nystrom import (
     draw_for_products,
     leaf_by_leaf,
     products,
+    products_of_sketch,
 )
 from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
 from traceax._estimators.readouts import (
-    TOTAL,
     LeaveOneOut,
     Pairs,
-    Reduce,
     Reduction,
     Samples,
     TwoSided,
@@ -87,11 +86,12 @@ from traceax._estimators.readouts import (
     each,
     independent,
     leave_one_out,
+    sketched_by,
     total,
     trace_pairs,
     two_sided,
 )
-from traceax._estimators.xdiag import estimate_by_xnysdiag, xdiag_samples, xnysdiag_samples
+from traceax._estimators.xdiag import xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.columns import (
     Block,
@@ -124,27 +124,22 @@ def xtrace_or_hutchinson(call: Call) -> Estimate:
     """Estimate the trace by XTrace or Hutchinson, whichever the first batch selects."""
     call = call.using(for_sketch(call.operator)).measured()
     algorithm = partial(sketched_or_sampled_trace, resphere=call.resphere)
-    return _finish(call, algorithm, "the better of xtrace and hutchinson_trace", TOTAL)
+    return _finish(call, algorithm, "the better of xtrace and hutchinson_trace")
 
 
-def xdiag_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
+def xdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal, or sums over parts of it, by XDiag or Hutchinson."""
     call = call.using(rademacher).measured()
-    algorithm = partial(sketched_or_sampled_diagonal, reduce=reduce.fn)
-    return _finish(call, algorithm, "the better of xdiag and hutchinson_diagonal", reduce)
+    algorithm = partial(sketched_or_sampled_diagonal, reduce=call.reduce.fn)
+    return _finish(call, algorithm, "the better of xdiag and hutchinson_diagonal")
 
 
-def _finish(call: Call, algorithm: Algorithm, method: str, reduce: Reduce) -> Estimate:
+def _finish(call: Call, algorithm: Algorithm, method: str) -> Estimate:
     """Draw the probes of both batches and u, and run the algorithm."""
-    k, space = call.num_matvecs // 2, reduce.structure
-    draws = (
-        Draws(call.name, sampler, call.operator.in_structure(), k)
-        for sampler in (call.source, rademacher)
-    )
+    k, space = call.num_matvecs // 2, call.operator.in_structure()
+    draws = (Draws(call.name, s, space, k) for s in (call.source, rademacher))
     probes = compiled(_both_batches, *draws, call.key)
-    return call.finish(
-        algorithm, probes, method=method, spent=2 * k, degrees=k - 1, structure=space
-    )
+    return call.finish(algorithm, probes, method=method, spent=2 * k, degrees=k - 1)
 
 
 def _both_batches(first: Draws, fresh: Draws, key: PRNGKeyArray) -> BothBatches:
@@ -158,17 +153,13 @@ def sketched_or_sampled_trace(
 ) -> Outcome:
     """Estimate the trace from Y = A Omega and one of A Q and A F."""
     first, fresh, uniform = probes
-    sketch = linear_map(first)
-    eps = linear_map.eps_of(first, sketch)
-    loo = leave_one_out(sketch, first, resphere=resphere)
-    near = near_diagonal(first, over(sketch, loo.basis.scale))
+    loo, eps = sketched_by(linear_map, first, resphere=resphere)
+    near = near_diagonal(first, over(loo.sketch, loo.basis.scale))
     select, weights = choose(trace_weights(loo, near), uniform)
     image = linear_map(select(loo.basis.columns, fresh))
     sketched, scale = xtrace_of(loo, image, eps, weights), loo.basis.scale
-    sampled = half_of_each(
-        replace(near.samples(eps), scale=scale).value_and_error(weights),
-        independent(fresh.conj() * image, scale, eps, False, total).value_and_error(),
-    )
+    forms = independent(fresh.conj() * image, scale, eps, False, total)
+    sampled = half_of_each(replace(near.samples(eps), scale=scale), forms, weights)
     halves = fresh / (2 * fresh.shape[1]), near.left(weights / 2)
     plain = Pairs(jnp.hstack(halves), jnp.hstack([fresh, first]))
     readout = select(trace_pairs(loo, weights), plain)
@@ -179,22 +170,17 @@ def sketched_or_sampled_diagonal(
     linear_map: LinearMap, probes: BothBatches, *, reduce: Reduction
 ) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
-    first, fresh, uniform = probes
-    sketch = linear_map(first)
-    eps = linear_map.eps_of(first, sketch)
-    hermitian = linear_map.is_hermitian
-    loo = leave_one_out(sketch, first, resphere=False)
-    near = near_diagonal(first, over(sketch, loo.basis.scale))
+    (first, fresh, uniform), hermitian = probes, linear_map.is_hermitian
+    loo, eps = sketched_by(linear_map, first, resphere=False)
+    near = near_diagonal(first, over(loo.sketch, loo.basis.scale))
     select, weights = choose(diagonal_weights(loo, near), uniform)
     image = linear_map.adjoint(select(loo.basis.columns, fresh))
     samples = xdiag_samples(loo, image, eps, reduce, hermitian)
     sketched = samples.value_and_error(weights)
 
     how = loo.basis.scale, eps, hermitian, reduce
-    sampled = half_of_each(
-        independent(first.conj() * sketch, *how).value_and_error(weights),
-        independent(fresh * image.conj(), *how).value_and_error(),
-    )
+    forms = independent(fresh * image.conj(), *how)
+    sampled = half_of_each(independent(first.conj() * loo.sketch, *how), forms, weights)
     # The readout of the samples, and that of XDiag, in the same blocks.
     none, half = jnp.zeros_like(weights), weights / 2
     each, blocks = jnp.full_like(eps, 0.5 / half.size), (loo.directions, first, first)
@@ -203,9 +189,13 @@ def sketched_or_sampled_diagonal(
     return Outcome(*select(sketched, sampled), readout=select(readout, plain))
 
 
-def half_of_each(one: ValueAndError, other: ValueAndError) -> ValueAndError:
-    """Return the mean of two independent estimates, and its error bar."""
-    return (one[0] + other[0]) / 2, jnp.hypot(one[1], other[1]) / 2
+def half_of_each(one: Samples, other: Samples, weights: OfProbes) -> ValueAndError:
+    """Return the mean of two independent estimates, and its error bar.
+
+    The first one is a mean with `weights`.
+    """
+    (x, error), (y, other_error) = one.value_and_error(weights), other.value_and_error()
+    return (x + y) / 2, jnp.hypot(error, other_error) / 2
 
 
 def choose(weights: OfProbes, uniform: Number) -> tuple[Callable[..., Any], OfProbes]:
@@ -277,36 +267,40 @@ def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfPr
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by XNysDiag and Hutchinson."""
+    call, spent = call.using(rademacher), call.num_matvecs
     method = "xnysdiag mixed with hutchinson_diagonal"
-    return estimate_by_xnysdiag(call, mixed_diagonal, method)
+    return call.finish(mixed_diagonal, call.draw(spent), method=method, spent=spent)
 
 
 def mixed_diagonal(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:
     """Estimate the diagonal as the mean of the g_i, from one batch."""
     known = products(linear_map, *probes)
-    fitted = known.fitted
+    fitted, forms = known.fitted, known.block.conj() * known.sketch
     weights = shared_weights(known, fitted)
-    value, error = _shared_samples(known, fitted, weights).value_and_error()
+    sketched = xnysdiag_samples(known, fitted)
+    sampled = independent(forms, jnp.ones_like(known.scale), known.eps, True, each)
+    share, a = mean(weights), weights[None, :]
+    values = a * sketched.values + (1 - a) * sampled.values
+    rounding = share * sketched.rounding + (1 - share) * sampled.rounding
+    # The e_i share probes and the f_i do not, so the `sharing` lies between 1 and 2.
+    value, error = Samples(values, rounding, known.scale, 1 + share).value_and_error()
     return Outcome(known.sign * value, error, _shared_readout(known, each, weights))
 
 
-def nystrom_or_hutchinson(call: Call, reduce: Reduce) -> Estimate:
+def nystrom_or_hutchinson(call: Call) -> Estimate:
     """Estimate the sums over leaves of a semidefinite operator, with second matvecs."""
-    call = call.using(rademacher)
-    probes, spent, degrees = draw_for_products(call)
-    algorithm, space = partial(mixed_leaves, leaves=reduce.fn), reduce.structure
+    probes, spent = draw_for_products(call.using(rademacher))
+    algorithm = partial(mixed_leaves, leaves=call.reduce.fn)
     method = "xnystrace mixed with hutchinson_trace"
-    return call.finish(
-        algorithm, probes, method=method, spent=spent, degrees=degrees, structure=space
-    )
+    return call.finish(algorithm, probes, method=method, spent=spent)
 
 
 def mixed_leaves(linear_map: LinearMap, probes: Blocks, *, leaves: Any) -> Outcome:
     """Estimate sums over leaves, with weights a_i that use only the first matvecs."""
-    known, structure = products(linear_map, *probes), linear_map.operator.in_structure()
-    first = known.without_second
+    known = products(linear_map, *probes)
+    first = products_of_sketch(known.sketch, known.block)
     weights = shared_weights(first, first.fitted)
-    value, error = leaf_by_leaf(known, weights, structure, leaves)
+    value, error = leaf_by_leaf(known, weights, leaves)
     return Outcome(known.sign * value, error, _shared_readout(known, leaves, weights))
 
 
@@ -336,24 +330,8 @@ def nystrom_shares(known: Products, fitted: Fit) -> OfProbes:
     return shares_of(missed, known.block, known.sketch)
 
 
-def _shared_samples(known: Products, fitted: Fit, weights: OfProbes) -> Samples:
-    """Return the g_i as samples.
-
-    The e_i share probes and the f_i do not, so the `sharing` of the samples lies between 1
-    and 2.
-    """
-    share, a = mean(weights), weights[None, :]
-    sketched = xnysdiag_samples(known, fitted)
-    forms, unit = known.block.conj() * known.sketch, jnp.ones_like(known.scale)
-    sampled = independent(forms, unit, known.eps, True, each)
-    values = a * sketched.values + (1 - a) * sampled.values
-    rounding = share * sketched.rounding + (1 - share) * sampled.rounding
-    return Samples(values, rounding, known.scale, 1 + share)
-
-
 def _shared_readout(known: Products, reduce: Reduction, weights: OfProbes) -> TwoSided:
     """Return the readout for the g_i. It weighs the e_i by a_i and the f_i by 1 - a_i."""
     loo = leave_one_out(known.sketch, known.block, resphere=False)
     k = weights.size
-    sketched = two_sided(loo, reduce, weights / k)
-    return replace(sketched, plain=(1 - weights) / k, x=loo.x)
+    return replace(two_sided(loo, reduce, weights / k), plain=(1 - weights) / k, x=loo.x)

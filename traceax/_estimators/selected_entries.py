@@ -23,7 +23,8 @@ from traceax._core.operator import LinearMap, Operator, working_dtype
 from traceax._core.sparse import Pattern
 from traceax._core.vectors import in_rows
 from traceax._estimators.call import begin
-from traceax._estimators.hutchinson import ratio_estimate
+from traceax._estimators.hutchinson import estimate_by_ratio
+from traceax._estimators.readouts import Reduce, each
 from traceax._linalg.columns import Block
 from traceax._probes.draw import check_pattern, for_pattern
 from traceax._probes.samplers import rademacher
@@ -87,11 +88,11 @@ def selected_entries(
         raise invalid(ValueError, name, "pattern", must, "none", cure)
     coloured = for_pattern(name, operator, num_matvecs, known, 2)
     structure = jax.ShapeDtypeStruct((known.rows.size,), working_dtype(operator))
+    call = call.reading(Reduce(each, structure)).using(coloured or rademacher)
     entries, subject = SelectedEntries(known), EntryMap(operator)
     if call.is_exact:
-        return call.exact_by(entries, structure, subject=subject)
-    call = call.using(coloured or rademacher)
-    return ratio_estimate(call, entries, method=name, structure=structure, subject=subject)
+        return call.exact_by(entries, subject=subject)
+    return estimate_by_ratio(call, name, entries, subject)
 
 
 class EntryMap(LinearMap):
@@ -118,11 +119,9 @@ class SelectedEntries:
     def __call__(self, linear_map: LinearMap, block: Block) -> Array:
         return jnp.sum(self.ratio(block, linear_map(block), linear_map)[0], axis=1)
 
-    def ratio(
-        self, z: Block, products: Block, linear_map: Any
-    ) -> tuple[Inexact[Array, "entries k"], Float[Array, "entries k"]]:
+    def ratio(self, z: Block, products: Block, linear_map: Any) -> tuple[Array, Array]:
         a, b = self._places(linear_map)
-        entries = products[a] * z[b].conj()
+        entries: Inexact[Array, "entries k"] = products[a] * z[b].conj()
         if linear_map.is_hermitian:
             entries = (entries + products[b].conj() * z[a]) / 2
         return entries, jnp.ones(entries.shape, entries.real.dtype)

@@ -201,9 +201,7 @@ class _Level:
         count = len(self.runs)
         value, error = _numbers(run.value), _numbers(run.standard_error)
         gap = np.broadcast_to(_numbers(run.quadrature_error), error.shape)
-        known = np.isfinite(error)
-        squares = np.where(known, error**2 - np.where(known, gap, 0) ** 2, error)
-        squares = np.maximum(squares, 0)
+        squares = np.maximum(error**2 - np.where(np.isinf(gap), 0, gap) ** 2, 0)
         before, spread, within, gaps = self._sums
         after = before + (value - before) / count
         spread = spread + (np.conj(value - before) * (value - after)).real
@@ -246,10 +244,8 @@ def _next_size(
     fitting = (level for level in levels if level.cost <= matvecs and level.gains)
     usable = [level for level in fitting if min(level.seconds) <= seconds]
     # What a larger run costs that is good enough by itself, and what is tried of it.
-    larger = math.inf
-    if wanted > 0 and last.of_one < math.inf:
-        steps = math.log(max(last.of_one / wanted, 1.0)) / _order(levels)
-        larger = math.exp(min(steps, 100.0))
+    ratio = max(last.of_one / wanted, 1.0) if wanted > 0 else math.inf
+    larger = min(ratio, 1e30) ** (1 / _order(levels))
     # Few budgets, so that programs compiled for one search serve the next.
     is_far = larger > (LEAST_GROWTH * MOST_GROWTH) ** 0.5 and len(levels) > 1
     growth = min(MOST_GROWTH if is_far else LEAST_GROWTH, matvecs / last.cost)

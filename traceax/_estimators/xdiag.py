@@ -42,18 +42,18 @@ from jaxtyping import PRNGKeyArray
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
-from traceax._core.rule import Algorithm, Outcome
+from traceax._core.rule import Outcome
 from traceax._estimators.call import Call, begin
 from traceax._estimators.krylov_nystrom import NOISES, Products, products
 from traceax._estimators.readouts import (
     LeaveOneOut,
-    Reduce,
     Reduction,
     Samples,
     by_row,
     each,
     leave_one_out,
     outside,
+    sketched_by,
     two_sided,
 )
 from traceax._linalg import jackknife
@@ -125,28 +125,21 @@ def xdiag(
     **See also**: `diagonal`, `xnysdiag`, `hutchinson_diagonal`.
     """
     call = begin("xdiag", operator, key, num_matvecs, least=2, sampler=sampler)
-    reduce = by_row(call.operator)
-    return call.exact(reduce) if call.is_exact else estimate_by_xdiag(call, reduce)
+    call = call.reading(by_row(call.operator))
+    return call.exact() if call.is_exact else estimate_by_xdiag(call)
 
 
-def estimate_by_xdiag(call: Call, reduce: Reduce) -> Estimate:
-    """Estimate the diagonal, or the sums over parts of it that `reduce` makes."""
+def estimate_by_xdiag(call: Call) -> Estimate:
+    """Estimate the diagonal, or the sums over parts of it that are read."""
     call = call.using(rademacher).measured()
-    k = call.num_matvecs // 2
-    algorithm, space = partial(_xdiag, reduce=reduce.fn), reduce.structure
-    probes, degrees = call.draw(k), max(k - 1, 1)
-    return call.finish(
-        algorithm, probes, method="xdiag", spent=2 * k, degrees=degrees, structure=space
-    )
+    k, algorithm = call.num_matvecs // 2, partial(_xdiag, reduce=call.reduce.fn)
+    return call.finish(algorithm, call.draw(k), method="xdiag", spent=2 * k)
 
 
 def _xdiag(linear_map: LinearMap, probes: tuple[Block], *, reduce: Reduction) -> Outcome:
-    (block,) = probes
-    sketch = linear_map(block)
-    loo = leave_one_out(sketch, block, resphere=False)
+    loo, eps = sketched_by(linear_map, *probes, resphere=False)
     image = linear_map.adjoint(loo.basis.columns)
-    eps, hermitian = linear_map.eps_of(block, sketch), linear_map.is_hermitian
-    samples = xdiag_samples(loo, image, eps, reduce, hermitian)
+    samples = xdiag_samples(loo, image, eps, reduce, linear_map.is_hermitian)
     return Outcome(*samples.value_and_error(), two_sided(loo, reduce))
 
 
@@ -277,20 +270,10 @@ def xnysdiag(
     """
     call = begin("xnysdiag", operator, key, num_matvecs, sampler=sampler)
     check_semidefinite("xnysdiag", call.operator, "xdiag")
-    reduce = by_row(call.operator)
-    return call.exact(reduce) if call.is_exact else estimate_by_xnysdiag(call)
-
-
-def estimate_by_xnysdiag(
-    call: Call, algorithm: Algorithm | None = None, method: str = "xnysdiag"
-) -> Estimate:
-    """Estimate the diagonal of a semidefinite operator by all probes at once."""
-    call, k = call.using(rademacher), call.num_matvecs
-    algorithm, space = algorithm or _xnysdiag, call.operator.in_structure()
-    probes, degrees = call.draw(k), max(k - 1, 1)
-    return call.finish(
-        algorithm, probes, method=method, spent=k, degrees=degrees, structure=space
-    )
+    call = call.reading(by_row(call.operator)).using(rademacher)
+    if call.is_exact:
+        return call.exact()
+    return call.finish(_xnysdiag, call.draw(call.num_matvecs), spent=call.num_matvecs)
 
 
 def _xnysdiag(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:

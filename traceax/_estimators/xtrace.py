@@ -32,11 +32,11 @@ from traceax._core.operator import LinearMap, Operator
 from traceax._core.rule import Outcome
 from traceax._estimators.call import Call, begin
 from traceax._estimators.readouts import (
-    TOTAL,
     LeaveOneOut,
     ValueAndError,
-    leave_one_out,
+    mean_and_error,
     outside,
+    sketched_by,
     trace_pairs,
 )
 from traceax._linalg import jackknife
@@ -50,7 +50,6 @@ from traceax._linalg.columns import (
     frobenius_norm,
     mean,
     over,
-    summed,
     times,
     trace_of,
 )
@@ -112,23 +111,18 @@ def xtrace(
     **See also**: `trace`, `xnystrace`, `hutchpp_trace`, `adaptive_trace`.
     """
     call = begin("xtrace", operator, key, num_matvecs, least=2, sampler=sampler)
-    return call.exact(TOTAL) if call.is_exact else estimate_by_xtrace(call)
+    return call.exact() if call.is_exact else estimate_by_xtrace(call)
 
 
 def estimate_by_xtrace(call: Call) -> Estimate:
     call = call.using(for_sketch(call.operator)).measured()
-    k = call.num_matvecs // 2
-    algorithm = partial(_xtrace, resphere=call.resphere)
-    probes, degrees = call.draw(k), max(k - 1, 1)
-    return call.finish(algorithm, probes, method="xtrace", spent=2 * k, degrees=degrees)
+    k, algorithm = call.num_matvecs // 2, partial(_xtrace, resphere=call.resphere)
+    return call.finish(algorithm, call.draw(k), method="xtrace", spent=2 * k)
 
 
 def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> Outcome:
-    (block,) = probes
-    sketch = linear_map(block)
-    loo = leave_one_out(sketch, block, resphere=resphere)
+    loo, eps = sketched_by(linear_map, *probes, resphere=resphere)
     images = linear_map(loo.basis.columns)
-    eps = linear_map.eps_of(block, sketch)
     return Outcome(*xtrace_of(loo, images, eps), trace_pairs(loo))
 
 
@@ -161,10 +155,7 @@ def xtrace_of(
         missed = _missed(loo, over(sketch - dot(images, loo.x), scale), remainders)
         real = not jnp.iscomplexobj(sketch)
         error = jackknife.no_less_than_theory(error, missed, real=real)
-    if weights is None:
-        return times(scale, mean(samples)), scale * error
-    error = jackknife.root_design_effect(weights) * error
-    return times(scale, summed(times(weights, samples))), scale * error
+    return mean_and_error(samples, error, scale, weights)
 
 
 def _missed(loo: LeaveOneOut, products: Block, remainders: Array) -> OfProbes:

@@ -56,7 +56,7 @@ from traceax._core.rule import Outcome
 from traceax._core.vectors import as_result
 from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_ratio
-from traceax._estimators.readouts import TwoSided, leave_one_out, two_sided
+from traceax._estimators.readouts import TwoSided, by_row, leave_one_out, two_sided
 from traceax._functions.arguments import Function, checked_run, real_dtype, subject_of
 from traceax._functions.exact_functions import asymmetry_error, entries, exact_estimate
 from traceax._linalg.columns import (
@@ -204,6 +204,7 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
     subject = FunctionOfOperator(call.operator, fn, steps)
     key, test_key = keys_of(call.key, 2, BLOCKS)
     of_function = replace(call, operator=subject, key=key, num_matvecs=shape.width)
+    of_function = of_function.reading(by_row(call.operator))
     estimate = estimate_by_ratio(of_function, method=name)
     quadrature = _quadrature_error(name, subject, test_key)
     quadrature = as_result(quadrature, call.operator.in_structure())

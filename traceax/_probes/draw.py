@@ -41,7 +41,15 @@ from traceax._core.vectors import Structure, as_columns, common_dtype
 from traceax._linalg.columns import Block
 from traceax._probes.colouring import best_colouring, places, undirected
 from traceax._probes.probing import Probing, probing_of
-from traceax._probes.samplers import PlainSampler, Sampler, hadamard, rademacher, sphere
+from traceax._probes.samplers import (
+    PlainSampler,
+    Sampler,
+    SamplerLike,
+    as_sampler,
+    hadamard,
+    rademacher,
+    sphere,
+)
 
 Takes = Literal["independent", "dependent", "coloured", "any"]
 """The samplers that a function can use, by how their probes depend on each other."""
@@ -57,12 +65,15 @@ def coloured(method: str, sampler: Sampler | None) -> str:
     return f"{method}, {colours} colour{'s' * (colours > 1)}" if colours else method
 
 
-def check_dependence(name: str, sampler: Sampler, takes: Takes = "independent") -> None:
-    """Refuse a sampler whose probes depend on each other, unless the function `takes` it.
+def checked_sampler(name: str, given: SamplerLike, takes: Takes = "independent") -> Sampler:
+    """Return the sampler that the user gave.
+
+    Refuse it if its probes depend on each other, unless the function `takes` such samplers.
 
     Probes drawn without replacement are "dependent", and those that come in groups, one for
     each colour, are "coloured".
     """
+    sampler = as_sampler(name, given)
     alone = sampler.population is not None and takes not in ("dependent", "any")
     grouped = sampler.group > 1 and takes not in ("coloured", "any")
     got = f"traceax.{sampler!r}" if alone else f"a sampler of group={sampler.group}"
@@ -71,6 +82,7 @@ def check_dependence(name: str, sampler: Sampler, takes: Takes = "independent") 
     cure = f"Use traceax.sphere or traceax.rademacher; {got} is for "
     cure += "traceax.hutchinson_trace and traceax.hutchinson_diagonal."
     require(not (alone or grouped), name, "sampler", must, got, cure)
+    return sampler
 
 
 def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None:
