@@ -285,6 +285,6 @@ def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Ou
     return Outcome(value, jnp.zeros_like(value.real), readout)
 
 
-def _checked(algorithm: Algorithm, linear_map: LinearMap, probes: Any) -> Outcome:
+def _checked(algorithm: Any, linear_map: LinearMap, probes: Any) -> Outcome:
     """Run an algorithm on a linear map whose noise two matvecs measure."""
     return algorithm(LinearMap(linear_map.operator, checked=True), probes)

@@ -154,7 +154,7 @@ def keys_of(
         return jax.random.split(key, count)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     words = jax.random.key_data(key) if typed else key
-    multiples = np.arange(1, count + 1, dtype=np.uint32)[:, None] * np.uint32(steps)
+    multiples = np.outer(np.arange(1, count + 1), steps).astype(np.uint32)
     words = words[None, :] + multiples
     return jax.random.wrap_key_data(words, impl="threefry2x32") if typed else words
 
