@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, exact_estimate
@@ -32,7 +32,16 @@ from traceax._core.rule import Algorithm, Outcome, Values, with_own_jvp
 from traceax._core.vectors import Structure, as_result
 from traceax._estimators.call import SMALL, Call
 from traceax._linalg import lapack
-from traceax._linalg.columns import Matrix, dot, einsum, largest_modulus, times
+from traceax._linalg.columns import (
+    Block,
+    Matrix,
+    Number,
+    dot,
+    einsum,
+    largest_modulus,
+    over,
+    times,
+)
 from traceax._quadrature.dense import Eigen, columns, decompose
 from traceax._quadrature.nodes import (
     Direction,
@@ -208,6 +217,71 @@ def _matrix_pairs(
     return einsum("pij,ji->p", slopes, direction.matrix().astype(slopes.dtype))
 
 
+def factorised(
+    array: Inexact[Array, " *entries"], shift: Number
+) -> tuple[Callable[[Block], Block], Number, Number]:
+    """Return a function y -> B^{-1} y of B = A + shift I, log det B, and its error.
+
+    `array` is the matrix A, or its diagonal if it has no other entries.
+    The error of the log-determinant is infinite if B is singular to rounding, else zero. If
+    rounding has made B indefinite, the log-determinant is -inf. If B is clearly indefinite,
+    it is NaN.
+
+    The derivative is d log det B = tr B^{-1} dB. It computes B^{-1}, which takes less time
+    than the derivative of the Cholesky factorisation.
+    """
+    if array.ndim == 1:
+        # If an entry is negative, the result is NaN, as with a Cholesky factorisation.
+        shifted = jnp.where(jnp.all(array + shift >= 0), array + shift, jnp.nan)
+        solve = lambda y: over(y, shifted[:, None])  # noqa: E731
+        return solve, jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
+    identity = jnp.eye(len(array), dtype=array.dtype)
+    shifted = array + shift.astype(array.dtype) * identity
+    held = jax.lax.stop_gradient(shifted)
+    factor, is_singular = compiled(lapack.cholesky_if_definite, held)
+    logs = 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
+    logs = jnp.where(is_singular, -jnp.inf, logs)
+    error = jnp.where(_is_singular(held, factor), jnp.inf, 0).astype(logs.dtype)
+    inverse = Partial(solved, factor, y=identity)
+    logs = with_own_jvp(logs, _along, shifted, inverse)
+    return Partial(solved, factor, shifted), logs, error
+
+
+def solved(factor: Matrix, matrix: Matrix, y: Block) -> Block:
+    """Return B^{-1} y, differentiable in B and y to any order.
+
+    `factor` is the Cholesky factor of B, which is `matrix`.
+    """
+
+    def solve(_: Any, y: Array) -> Array:
+        return jax.scipy.linalg.cho_solve((factor, True), y)
+
+    def transposed(_: Any, y: Array) -> Array:
+        return solve(_, y.conj()).conj()
+
+    return jax.lax.custom_linear_solve(lambda v: dot(matrix, v), y, solve, transposed)
+
+
+def _along(matrix: Array, slope: Array) -> Array:
+    """Return Re tr(slope* matrix). If the slope of a function of a matrix is held, the
+    derivative of this is that of the function."""
+    return jnp.sum(slope.conj() * matrix).real
+
+
+def _is_singular(matrix: Matrix, factor: Matrix) -> Bool[Array, ""]:
+    """Return whether B is singular to rounding, by two steps of inverse iteration.
+
+    The first step is from a vector without a pattern, which is unlikely to be orthogonal to
+    the eigenvector of the least eigenvalue.
+    """
+    n, rounding = len(matrix), 4 * jnp.finfo(matrix.dtype).eps * len(matrix) ** 0.5
+    largest, vector = largest_modulus(jnp.diagonal(matrix)), jnp.cos(jnp.arange(n) ** 2)
+    for _ in range(2):
+        vector = over(vector, jnp.linalg.norm(vector)).astype(matrix.dtype)
+        vector = jax.scipy.linalg.cho_solve((factor, True), times(largest, vector))
+    return ~(rounding * jnp.linalg.norm(vector) < 1)
+
+
 def exact_power_sum(call: Call, p: Any) -> Estimate:
     """Return tr |B|^p, from the singular values of B.
 
@@ -223,7 +297,8 @@ def exact_power_sum(call: Call, p: Any) -> Estimate:
     slopes = p * power(values, p - 1)
     slope = dot(times(left, slopes[None, :]), right)
     held = Partial(_slope_of_powers, slope)
-    moved = with_own_jvp(jnp.zeros_like(values[0]), _along, (matrix, p), held)
+    along = lambda subject, slope: _along(subject[0], slope)  # noqa: E731
+    moved = with_own_jvp(jnp.zeros_like(values[0]), along, (matrix, p), held)
     spent = 0 if stores_matrix(call.operator) else call.num_exact
     return exact_estimate(jnp.sum(power(values, p)) + moved, spent)
 
@@ -233,11 +308,6 @@ def power(x: Array, p: Any) -> Array:
     stays NaN."""
     size = jnp.abs(x)
     return jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** p)
-
-
-def _along(subject: tuple[Array, Any], slope: Array) -> Array:
-    """Return the derivative of tr |B|^p in the direction of a matrix."""
-    return jnp.sum(slope.conj() * subject[0]).real
 
 
 def _slope_of_powers(slope: Array, subject: tuple[Array, Any]) -> Array:

@@ -18,13 +18,11 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
-from traceax._core.canonical import compiled
 from traceax._core.checks import Shift, check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, gram, stores_matrix, working_dtype
-from traceax._core.rule import with_own_jvp
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._functions.arguments import (
     Function,
@@ -44,13 +42,12 @@ from traceax._functions.exact_functions import (
     exact_function_trace,
     exact_general_trace,
     exact_power_sum,
+    factorised,
     is_cheap,
     power,
 )
 from traceax._functions.slq import quadratures
-from traceax._linalg import lapack
-from traceax._linalg.columns import Matrix, Number, dot, largest_modulus, over, times
-from traceax._linalg.conjugate_gradients import Sides
+from traceax._linalg.columns import largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
 from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher, sphere
@@ -280,72 +277,11 @@ def _log_determinants(
 ) -> tuple[Float[Array, "*shifts"], Float[Array, "*shifts"]]:
     """Return log det of a diagonal or a matrix plus shift I, for all shifts, and errors."""
 
-    def of_one(shift: Number) -> tuple[Number, Number]:
-        if array.ndim == 1:
-            return jnp.sum(jnp.log(shift + array)), jnp.zeros_like(shift)
-        return factorised(array, shift)[1:]
-
-    return jnp.vectorize(of_one)(shift)
+    return jnp.vectorize(lambda shift: factorised(array, shift)[1:])(shift)
 
 
 def _logs(shift: Float[Array, "*shifts"], matrix: Array) -> Float[Array, "*shifts"]:
     return _log_determinants(shift, matrix)[0]
-
-
-def factorised(matrix: Matrix, shift: Number) -> tuple[Partial, Number, Number]:
-    """Return a function y -> B^{-1} y of B = matrix + shift I, log det B, and its error.
-
-    The error of the log-determinant is infinite if B is singular to rounding, else zero. If
-    rounding has made B indefinite, the log-determinant is -inf. If B is clearly indefinite,
-    it is NaN.
-
-    The derivative is d log det B = tr B^{-1} dB. It computes B^{-1}, which takes less time
-    than the derivative of the Cholesky factorisation.
-    """
-    identity = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-    shifted = matrix + shift.astype(matrix.dtype) * identity
-    held = jax.lax.stop_gradient(shifted)
-    factor, is_singular = compiled(lapack.cholesky_if_definite, held)
-    logs = 2 * jnp.sum(jnp.log(jnp.diagonal(factor).real))
-    logs = jnp.where(is_singular, -jnp.inf, logs)
-    error = jnp.where(_is_singular(held, factor), jnp.inf, 0).astype(logs.dtype)
-    inverse = Partial(solved, factor, y=identity)
-    logs = with_own_jvp(logs, _along, shifted, inverse)
-    return Partial(solved, factor, shifted), logs, error
-
-
-def solved(factor: Matrix, matrix: Matrix, y: Sides) -> Sides:
-    """Return B^{-1} y, differentiable in B and y to any order.
-
-    `factor` is the Cholesky factor of B, which is `matrix`.
-    """
-
-    def solve(_: Any, y: Array) -> Array:
-        return jax.scipy.linalg.cho_solve((factor, True), y)
-
-    def transposed(_: Any, y: Array) -> Array:
-        return solve(_, y.conj()).conj()
-
-    return jax.lax.custom_linear_solve(lambda v: dot(matrix, v), y, solve, transposed)
-
-
-def _along(matrix: Matrix, inverse: Matrix) -> Array:
-    """Return tr(B^{-1} matrix). If B^{-1} is held, its derivative is d log det B."""
-    return jnp.sum(inverse.conj() * matrix).real
-
-
-def _is_singular(matrix: Matrix, factor: Matrix) -> Bool[Array, ""]:
-    """Return whether B is singular to rounding, by two steps of inverse iteration.
-
-    The first step is from a vector without a pattern, which is unlikely to be orthogonal to
-    the eigenvector of the least eigenvalue.
-    """
-    n, rounding = len(matrix), 4 * jnp.finfo(matrix.dtype).eps * len(matrix) ** 0.5
-    largest, vector = largest_modulus(jnp.diagonal(matrix)), jnp.cos(jnp.arange(n) ** 2)
-    for _ in range(2):
-        vector = over(vector, jnp.linalg.norm(vector)).astype(matrix.dtype)
-        vector = jax.scipy.linalg.cho_solve((factor, True), times(largest, vector))
-    return ~(rounding * jnp.linalg.norm(vector) < 1)
 
 
 _POWERS = (

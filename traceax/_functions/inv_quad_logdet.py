@@ -46,8 +46,8 @@ from traceax._functions.exact_functions import (
     asymmetry_error,
     entries,
     exact_estimate,
+    factorised,
 )
-from traceax._functions.function_trace import factorised
 from traceax._linalg.columns import (
     Block,
     Matrix,
@@ -220,14 +220,8 @@ def _exact_solve(
 
     `array` is the matrix A, or its diagonal if it has no other entries.
     """
-    if array.ndim == 1:
-        # If an entry is negative, the result is NaN, as with a Cholesky factorisation.
-        shifted = jnp.where(jnp.all(array + shift >= 0), array + shift, jnp.nan)
-        solution = y / shifted[:, None].astype(y.dtype)
-        logs, error = jnp.sum(jnp.log(shifted)), jnp.zeros_like(shift)
-    else:
-        solve, logs, error = factorised(array, shift)
-        solution = solve(y)
+    solve, logs, error = factorised(array, shift)
+    solution = solve(y)
     form = jnp.sum(column_dots(y, solution).real)
     return solution, jnp.stack([form, logs]), error
 
