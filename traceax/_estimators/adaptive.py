@@ -248,20 +248,21 @@ def _estimate(linear_map: LinearMap, sketch: _Sketch, resphere: bool) -> ValueAn
 
 
 class _Pairs(eqx.Module):
-    """The readout tr B = E[<Q C, B Q> + sum_i c_i mu_i* B mu_i].
+    """The readout of `trace_pairs`, which takes half the memory until it is used.
 
-    It equals the readout of `trace_pairs`, but takes half the memory. `basis` is Q, `core`
-    is C, `tested` holds the mu_i, and `lengths` the c_i.
+    In the notation of `leave_one_out`, `basis` is Q, `directions` are the s_i, `tested` the
+    mu_i, and `resphering` the factors c_i.
     """
 
     basis: Block
+    directions: Square
     tested: Block
-    core: Square
-    lengths: OfProbes
+    resphering: OfProbes
 
     def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        q, mu = self.basis, self.tested
-        left = jnp.hstack([dot(q, self.core), times(mu, self.lengths[None, :])])
+        q, s, mu, k = self.basis, self.directions, self.tested, len(self.resphering)
+        kept = dot(q, jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k)
+        left = jnp.hstack([kept, times(mu, self.resphering[None, :] / k)])
         return Pairs(left, jnp.hstack([q, mu]))(linear_map)
 
 
@@ -272,9 +273,7 @@ def _readout(sketch: _Sketch, resphere: bool, exact: bool) -> Pairs | _Pairs:
         identity = jnp.eye(len(probes), dtype=probes.dtype)
         return Pairs(identity, identity)
     loo = leave_one_out(products, probes, resphere=resphere, basis=basis)
-    s, k = loo.directions, loo.x.shape[0]
-    kept = jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k
-    return _Pairs(loo.basis.columns, loo.mu, kept, loo.resphering / k)
+    return _Pairs(loo.basis.columns, loo.directions, loo.mu, loo.resphering)
 
 
 def _complete(linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:

@@ -213,16 +213,14 @@ class Call:
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
         algorithm, count = partial(_read_all, meter=self.meter), units.num_probes
         how = {"spent": count, "degrees": count, "method": "exact"}
-        return replace(self, sampler=None).finish(
-            algorithm, readout, subject=subject, **how
-        )
+        return self.finish(algorithm, readout, subject=subject, **how)
 
     def finish(
         self,
         algorithm: Algorithm,
         probes: Any,
         *,
-        spent: int,
+        spent: int | None = None,
         degrees: float | None = None,
         method: str = "",
         structure: Structure | None = None,
@@ -231,12 +229,13 @@ class Call:
         """Run `algorithm(subject, probes)` under the derivative rule.
 
         The subject is the operator, as a `LinearMap`, unless another one is given. `spent`
-        is the number of matvecs that the algorithm takes, and `degrees` is the number of
-        degrees of freedom of its error bar, by default one less than there are probes in
-        the blocks `probes`. `method` is the function that the estimate names, by default
-        the one that was called. `structure` is the structure into whose leaves the results
-        are cut, by default that of `reduce`.
+        is the number of matvecs that the algorithm takes, by default the whole budget.
+        `degrees` is the number of degrees of freedom of its error bar, by default one less
+        than there are probes in the blocks `probes`. `method` is the function that the
+        estimate names, by default the one that was called. `structure` is the structure
+        into whose leaves the results are cut, by default that of `reduce`.
         """
+        spent = self.num_matvecs if spent is None else spent
         if self.num_checks:
             algorithm, spent = partial(_checked, algorithm), spent + self.num_checks
         subject = LinearMap(self.operator) if subject is None else subject

@@ -105,11 +105,10 @@ def hutchpp_trace(
     if call.is_exact:
         return call.exact()
     call = call.using(for_sketch(call.operator)).measured()
-    k, spent = call.num_matvecs // 3, call.num_matvecs
-    probes = call.draw(k, spent - 2 * k)
-    algorithm = partial(_hutchpp, resphere=call.resphere)
-    degrees = independent_degrees_of_freedom(spent - 2 * k)
-    return call.finish(algorithm, probes, spent=spent, degrees=degrees)
+    k = call.num_matvecs // 3
+    rest, algorithm = call.num_matvecs - 2 * k, partial(_hutchpp, resphere=call.resphere)
+    degrees = independent_degrees_of_freedom(rest)
+    return call.finish(algorithm, call.draw(k, rest), degrees=degrees)
 
 
 def na_hutchpp_trace(
@@ -170,9 +169,8 @@ def na_hutchpp_trace(
     r = call.num_matvecs // 4
     rest = call.num_matvecs - 3 * r
     algorithm = partial(_na_hutchpp, resphere=call.resphere)
-    probes = call.draw(r, 2 * r, rest)
-    spent, degrees = call.num_matvecs, independent_degrees_of_freedom(rest)
-    return call.finish(algorithm, probes, spent=spent, degrees=degrees)
+    degrees = independent_degrees_of_freedom(rest)
+    return call.finish(algorithm, call.draw(r, 2 * r, rest), degrees=degrees)
 
 
 def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
@@ -286,9 +284,9 @@ def diagpp(
     if call.is_exact:
         return call.exact()
     call = call.measured()
-    k, spent = call.num_matvecs // 3, call.num_matvecs
-    probes, degrees = call.draw(k, spent - 2 * k), max(spent - 2 * k - 1, 1)
-    return call.finish(_diagpp, probes, spent=spent, degrees=degrees)
+    k = call.num_matvecs // 3
+    rest = call.num_matvecs - 2 * k
+    return call.finish(_diagpp, call.draw(k, rest), degrees=max(rest - 1, 1))
 
 
 def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:

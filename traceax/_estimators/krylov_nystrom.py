@@ -185,10 +185,9 @@ def draw_for_products(call: Call, cost: int = 1, plain: bool = False) -> tuple[B
     """Draw the probes for a budget of which a quarter goes to second matvecs.
 
     Return Omega_1, whose images get second matvecs, and Omega_2, whose images do not, and
-    the number of matvecs that all of it costs.
-    `cost` and `plain` are those arguments of `estimate_by_nystrom`. In single precision at
-    most 3n/4 matvecs are spent. With more of them, rounding makes the remainders, which
-    are small then, too large.
+    the number of matvecs that all of it costs. `cost` and `plain` are those arguments of
+    `estimate_by_nystrom`. In single precision at most 3n/4 matvecs are spent. With more of
+    them, rounding makes the remainders, which are small then, too large.
     """
     count, n = call.num_matvecs // cost, call.operator.in_size()
     if n > SMALL and unit_roundoff(call.operator) > DOUBLE:

@@ -267,9 +267,9 @@ def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfPr
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal of a semidefinite operator by XNysDiag and Hutchinson."""
-    call, spent = call.using(rademacher), call.num_matvecs
+    probes = call.using(rademacher).draw(call.num_matvecs)
     method = "xnysdiag mixed with hutchinson_diagonal"
-    return call.finish(mixed_diagonal, call.draw(spent), method=method, spent=spent)
+    return call.finish(mixed_diagonal, probes, method=method)
 
 
 def mixed_diagonal(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:

@@ -273,7 +273,7 @@ def xnysdiag(
     call = call.reading(by_row(call.operator)).using(rademacher)
     if call.is_exact:
         return call.exact()
-    return call.finish(_xnysdiag, call.draw(call.num_matvecs), spent=call.num_matvecs)
+    return call.finish(_xnysdiag, call.draw(call.num_matvecs))
 
 
 def _xnysdiag(linear_map: LinearMap, probes: tuple[Block]) -> Outcome:

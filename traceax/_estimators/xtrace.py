@@ -25,7 +25,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
@@ -152,19 +152,11 @@ def xtrace_of(
     read = h, image, coimage, remainders
     error = loo.error(samples, rounding, jackknife.xtrace_replicates, *read)
     if loo.resphere and k > 1:
-        missed = _missed(loo, over(sketch - dot(images, loo.x), scale), remainders)
+        # The squared lengths of c_i times the part of (I - P_i) A mu_i across mu_i.
+        along = over(remainders, column_norms_squared(loo.mu))
+        across = outside(q, s, over(sketch - dot(images, loo.x), scale))
+        across = across - loo.mu * along[None, :]
+        missed = loo.resphering**2 * column_norms_squared(across)
         real = not jnp.iscomplexobj(sketch)
         error = jackknife.no_less_than_theory(error, missed, real=real)
     return mean_and_error(samples, error, scale, weights)
-
-
-def _missed(loo: LeaveOneOut, products: Block, remainders: Array) -> OfProbes:
-    """Return c_i^2 |r_i - mu_i (mu_i* r_i)/|mu_i|^2|^2, with r_i = (I - P_i) A mu_i.
-
-    This is the squared length of the part of r_i across mu_i, times c_i^2. The columns of
-    `products` are A mu_i, and `remainders` are the forms mu_i* A mu_i.
-    """
-    along = over(remainders, column_norms_squared(loo.mu))
-    across = outside(loo.basis.columns, loo.directions, products)
-    across = across - loo.mu * along[None, :]
-    return loo.resphering**2 * column_norms_squared(across)
