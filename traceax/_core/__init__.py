@@ -14,12 +14,14 @@ How a call runs: a public function begins a `Call` (`_estimators.call`). This is
 that all of them go through: `begin` checks the arguments and makes the operator canonical,
 once. The call then draws probes, or answers exactly, and `finish` runs the algorithm under
 the derivative rule (`_core.rule`), which compiles it and freezes what the derivative reads.
-An algorithm is a plain function `(subject, probes) -> Outcome`.
+An algorithm is a plain function `(subject, probes) -> Outcome`, or several stages, which
+are programs of their own outside of `jax.jit`: those that apply the operator, and those
+that depend on its space alone.
 
-This package, `_core`, has these modules: `operator` (all calls of lineax), `questions`
-(answers that lineax wants from every class), `vectors` (pytrees as columns of blocks),
-`layout` (how a block goes through an operator), `canonical` (equal functions share one
-program), `rule`, `checks` (error messages), `estimate`, `printing` and `pooling` (what
+This package, `_core`, has these modules: `operator` (what estimators ask of operators),
+`questions` (answers that lineax wants from every class), `vectors` (pytrees as columns of
+blocks), `layout` (how a block goes through an operator), `canonical` (equal functions share
+one program), `rule`, `checks` (error messages), `estimate`, `printing` and `pooling` (what
 estimators return, how it prints, how several become one), `conversion` and `sparse` (from
 what people have to an operator).
 
@@ -28,14 +30,15 @@ A new thing has one place. Copy one of its kind:
     an estimator of one operator           `_estimators.xtrace`
     one that takes more than an operator   `_estimators.control_variate`
     a way to sum the rows of a diagonal    `_estimators.readouts`
-    an estimator of f(A); a likelihood     `_functions.slq`; `_functions.inv_quad_logdet`
+    an estimator of f(A); a likelihood     `function_diagonal`; `inv_quad_logdet`
+    a derivative along probes              `_calculus.sampled`
     a differential operator                `_calculus.laplacian`
     a sampler and its properties           `_probes.samplers`
     a Krylov method for f(A)               `_quadrature.block_arnoldi`
     a factorisation, an error bar          `_linalg.nystrom`, `_linalg.jackknife`
     how estimates print and combine        `_core.printing`, `_core.pooling`
     layouts; constants of programs         `_core.layout`; `_core.canonical`
-    a call of lineax; an error message     `_core.operator`; `_core.checks`
+    a question to operators; an error      `_core.operator`; `_core.checks`
     a kind of matrix that people have      `_core.conversion`, `_core.sparse`
     a check of users' code; a matrix file  `testing.py`; `__main__.py`
     a comparison with other libraries      `tests/benchmarks`: `table`, `report`

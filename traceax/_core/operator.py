@@ -1,4 +1,4 @@
-"""Operators: all calls of lineax."""
+"""What estimators ask of operators, and blocks of vectors that go through them."""
 
 from __future__ import annotations
 
