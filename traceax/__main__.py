@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
+import os
 import re
 import signal
 import sys
@@ -16,12 +17,14 @@ import jax
 import lineax as lx
 import numpy as np
 import scipy.io
-from scipy.sparse import csr_array, diags_array, issparse, load_npz
+from scipy.sparse import csc_array, csr_array, diags_array, issparse, load_npz
+from scipy.sparse.linalg import LinearOperator, splu
 
 import traceax as tx
 
 DENSE = 4000  # Up to this dimension a dense factorisation takes about a second.
-KEY = jax.random.key(0)
+# For the tour, whose programs run once: to optimise them takes longer than to run them.
+QUICKLY = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def read_matrix(path: Path) -> Any:
@@ -88,6 +91,7 @@ def _in_double_precision(matrix: Any) -> Any:
 
 def of_matrix(matrix: Any) -> None:
     """Print the estimates that any matrix has, and, if it is definite, `logdet`."""
+    key = jax.random.key(0)
     diagonal, hermitian = matrix.diagonal(), abs(matrix - matrix.conj().T).max() == 0
     kind = "Hermitian" if hermitian else "not Hermitian"
     print(f"n = {len(diagonal)}, nnz = {(matrix != 0).sum()}, {kind}", flush=True)
@@ -95,13 +99,13 @@ def of_matrix(matrix: Any) -> None:
     # By its matvecs alone: the trace of a stored matrix is known.
     stored = tx.as_operator(matrix)
     operator = tx.as_operator(stored.mv, stored.in_structure(), tags=tags)
-    _show("trace", tx.trace(operator, KEY), diagonal.sum())
-    norm = tx.frobenius_norm_squared(operator, KEY, 100)
+    _show("trace", tx.trace(operator, key), diagonal.sum())
+    norm = tx.frobenius_norm_squared(operator, key, 100)
     _show("frobenius_norm_squared", norm, (abs(matrix) ** 2).sum())
     definite, exact = _definite(matrix) if hermitian else (False, None)
     if definite:
         tagged = lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)
-        _show("logdet", tx.logdet(tagged, KEY), exact)
+        _show("logdet", tx.logdet(tagged, key), exact)
 
 
 def _definite(matrix: Any) -> tuple[bool, float | None]:
@@ -125,6 +129,8 @@ def _show(name: str, estimate: tx.Estimate, exact: Any = None) -> None:
 
 def tour() -> None:
     """Estimate two traces of a road network."""
+    os.environ.setdefault("XLA_FLAGS", QUICKLY)
+    key = jax.random.key(0)
     roads = read_matrix(Path(__file__).parent / "data" / "minnesota.mtx")
     print(f"""\
 Roads of Minnesota: {roads.shape[0]} intersections, {roads.nnz // 2} roads, a graph of the
@@ -133,17 +139,18 @@ SuiteSparse Matrix Collection (Gleich/minnesota, CC-BY 4.0). A: its adjacency.
 How many triangles? tr(A^3)/6; a matvec is three products with A.""")
     a = tx.as_operator(roads)
     cube = lx.TaggedLinearOperator(a @ a @ a / 6, lx.symmetric_tag)
-    _show("trace(operator, key, 100)", tx.trace(cube, KEY, 100))
+    _show("trace(operator, key, 100)", tx.trace(cube, key, 100))
     sampler = tx.probing(roads, power=3)
-    found = tx.hutchinson_trace(cube, KEY, sampler.num_colours, sampler=sampler)
+    found = tx.hutchinson_trace(cube, key, sampler.num_colours, sampler=sampler)
     _show("with probes that keep three roads apart", found)
     print(f"  exact: {(roads @ roads).multiply(roads).sum() / 6:g}\n")
-    print("What is tr((I + L)^-1), L the Laplacian? A matvec is a solve, by CG.")
-    shifted = csr_array(diags_array(1 + roads.sum(axis=1)) - roads)
-    solver = lx.CG(rtol=1e-8, atol=1e-8)
-    inverse = lx.invert(tx.as_operator(shifted, tags=lx.positive_semidefinite_tag), solver)
-    _show("trace(operator, key, 100)", tx.trace(inverse, KEY, 100))
-    _show("trace(operator, key, 100, pattern=A)", tx.trace(inverse, KEY, pattern=roads))
+    print("What is tr((I + L)^-1), L the Laplacian? A matvec is a solve by SciPy.")
+    shifted = csc_array(diags_array(1 + roads.sum(axis=1)) - roads)
+    solve = splu(shifted).solve  # of one vector or of a block
+    inverse = LinearOperator(shifted.shape, solve, solve, solve, float)
+    inverse = tx.as_operator(inverse, tags=lx.positive_semidefinite_tag)
+    _show("trace(operator, key, 100)", tx.trace(inverse, key, 100))
+    _show("trace(operator, key, 100, pattern=A)", tx.trace(inverse, key, pattern=roads))
     print(f"  exact: {np.linalg.inv(shifted.toarray()).trace():.10g}")
 
 
