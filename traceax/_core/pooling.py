@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
-from traceax._core.canonical import Canonical, canonical, compiled
+from traceax._core.canonical import compiled, is_concrete
 from traceax._core.checks import (
     check_callable,
     check_key,
@@ -212,7 +212,8 @@ def unbiased_square(
 
     - `estimate_fn`: a function of a key that returns an `Estimate`, or an array or pytree
       of arrays made from one, such as the residual `lambda key: tx.laplacian(u, x, key,
-      1).value - f(x)`. It is called once, on a batch of two keys.
+      1).value - f(x)`. Inside `jax.jit` it is called on a batch of two keys, outside for
+      one key after the other.
     - `key`: one JAX random key, for example `jax.random.key(0)`.
 
     **Returns** the real square of each entry, as an `Estimate` if `estimate_fn` returns
@@ -242,24 +243,20 @@ def unbiased_square(
     cure = "Pass lambda key: traceax.trace(operator, key), for example."
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
     check_key("unbiased_square", key)
-    rest = []
-
-    def arrays(key: PRNGKeyArray) -> Any:
-        found, other = eqx.partition(estimate_fn(key), eqx.is_array)
-        rest.append(other)  # the same for both keys, for example a number of matvecs
-        return found
-
-    code = canonical(arrays, key)
-    both = eqx.combine(compiled(_twice, code, key), rest[-1])
+    keys = jax.random.split(key)
+    if is_concrete(key):  # a batch would compile each operation of `estimate_fn` by itself
+        both: Any = jax.tree.map(_stacked, *map(estimate_fn, keys))
+    else:
+        both = eqx.filter_vmap(estimate_fn, out_axes=eqx.if_array(0))(keys)
     if isinstance(both, Estimate):
-        return _square(both)  # pyright: ignore[reportReturnType]
+        return compiled(_square, both)  # pyright: ignore[reportReturnType]
     check_returned("unbiased_square", "estimate_fn", both, "numbers", "an Estimate, or ")
     return jax.tree.map(_product, both)
 
 
-def _twice(code: Canonical, key: PRNGKeyArray) -> Any:
-    """Evaluate a function of a key for two keys, in one batch."""
-    return jax.vmap(code)(jax.random.split(key))
+def _stacked(one: Any, other: Any) -> Any:
+    """Stack two arrays. Anything else, for example a number of matvecs, is the same."""
+    return jnp.stack([one, other]) if eqx.is_array(one) else one
 
 
 def _product(pair: Array) -> Array:
