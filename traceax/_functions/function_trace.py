@@ -259,7 +259,7 @@ def logdet(
     call = begin(name, operator, key, num_matvecs, least=6)
     call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
-    is_zero = isinstance(shift, int | float) and shift == 0
+    is_zero = isinstance(shift, int | float) and not shift
     operator, shift, _, rest = whitened(call.operator, shift)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:

@@ -194,7 +194,7 @@ def inv_quad_logdet(
     check_rtol(name, rtol)
     sides = right_hand_sides(name, call.operator, vector)
     start = None if guess is None else guessed(name, call.operator, sides, guess)
-    is_zero = isinstance(shift, int | float) and shift == 0
+    is_zero = isinstance(shift, int | float) and not shift
     operator, shift, scale, rest = whitened(call.operator, shift)
     scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
     columns = scale * sides.columns
