@@ -223,6 +223,7 @@ def factorised(
     """Return a function y -> B^{-1} y of B = A + shift I, log det B, and its error.
 
     `array` is the matrix A, or its diagonal if it has no other entries.
+
     The error of the log-determinant is infinite if B is singular to rounding, else zero. If
     rounding has made B indefinite, the log-determinant is -inf. If B is clearly indefinite,
     it is NaN.
