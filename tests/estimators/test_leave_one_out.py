@@ -19,6 +19,7 @@ from tests.wrappers import PSD, function, two_leaves
 from traceax._estimators import krylov_nystrom
 from traceax._estimators.call import begin
 from traceax._estimators.krylov_nystrom import estimate_by_nystrom, products_of_sketch
+from traceax._probes.samplers import BLOCKS, keys_of
 
 KEY = jax.random.key(11)
 
@@ -326,12 +327,12 @@ def test_leave_one_out_leaf_traces(form: str) -> None:
     space = jax.ShapeDtypeStruct((n,), float)
     probes = np.asarray(tx.rademacher(KEY, space, k))
     if form == "few":  # drawn one by one
-        keys = jax.random.split(KEY, k)
+        keys = keys_of(KEY, k)
         probes = np.concatenate([tx.rademacher(key, space, 1) for key in keys])
         got = tx.leaf_traces(operator, KEY, k)
         samples, sharing = probes * (probes @ matrix.T), 1
     else:
-        probes = np.asarray(tx.rademacher(jax.random.split(KEY, 3)[0], space, k))
+        probes = np.asarray(tx.rademacher(keys_of(KEY, 3, BLOCKS)[0], space, k))
         got = tx.leaf_traces(operator, KEY, 2 * k)
         by_loop = partial(xdiag_by_loop, np.asarray(matrix), two_sided=form == "two-sided")
         samples = by_loop(probes.T)

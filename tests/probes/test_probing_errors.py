@@ -16,6 +16,7 @@ from tests.matrices import general, hermitian
 from tests.probes.helpers import grid, laplacian, left, near, path, roads
 from tests.wrappers import PSD, function
 from traceax._probes.probing import neighbour_residuals, neighbourhood_of
+from traceax._probes.samplers import keys_of
 
 KEY = jax.random.key(4)
 ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]
@@ -233,7 +234,7 @@ def test_each_colour_has_a_spread_of_its_own() -> None:
     matrix = jnp.asarray(resolvent(FIELD, 0.5))
     estimate = tx.hutchinson_trace(function(matrix), KEY, 2 * count, sampler=sampler)
     assert estimate.degrees_of_freedom == count / 3
-    keys = jax.random.split(KEY, 2)
+    keys = keys_of(KEY, 2)
     space = jax.ShapeDtypeStruct(matrix[0].shape, matrix.dtype)
     block = jnp.concatenate([sampler(k, space, count).T for k in keys], axis=1)
     forms = jnp.sum(block * (matrix @ block), axis=0).reshape(2, count) / count

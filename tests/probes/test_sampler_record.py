@@ -14,6 +14,7 @@ import traceax as tx
 from tests.helpers import cases, close, given, refused, slow
 from tests.matrices import general, hermitian
 from tests.wrappers import PSD, function
+from traceax._probes.samplers import BLOCKS, keys_of
 
 KEY = jax.random.key(6)
 N = 80
@@ -90,7 +91,7 @@ def test_probes_do_not_depend_on_how_many_there_are_in_a_batch(
     """Each has a key of its own."""
     structure = jax.ShapeDtypeStruct((50,), dtype)
     whole = sampler(KEY, structure, 6)
-    each = [sampler(key, structure, 1)[0] for key in jax.random.split(KEY, 6)]
+    each = [sampler(key, structure, 1)[0] for key in keys_of(KEY, 6)]
     close(whole, jnp.stack(each), 1e-6 if dtype is jnp.float32 else 1e-12)
 
 
@@ -148,3 +149,26 @@ def test_partial_functions_of_samplers_are_samplers() -> None:
     maker = inspect.unwrap(tx.probing)
     refused(TypeError, "take 3 arguments", tx.xtrace, operator, KEY, 9, sampler=maker)
     refused(TypeError, "sampler=.*function", tx.xtrace, operator, KEY, 9, sampler=3)
+
+
+# Keys of samples and blocks.
+
+
+def test_keys_of_samples_are_all_different() -> None:
+    """For 16 seeds that follow each other, three blocks and 1,000 samples, and none is a
+    key of the user."""
+    seeds = [jax.random.key(seed) for seed in range(16)]
+    given = {tuple(np.asarray(jax.random.key_data(key)).tolist()) for key in seeds}
+    blocks = [block for key in seeds for block in keys_of(key, 3, BLOCKS)]
+    words = [jax.random.key_data(keys_of(block, 1000)) for block in [*seeds, *blocks]]
+    made = {tuple(row) for block in words for row in np.asarray(block).tolist()}
+    assert len(made) == 64 * 1000
+    assert not made & given
+
+
+def test_keys_of_samples_for_raw_keys_and_other_generators() -> None:
+    raw = keys_of(jax.random.PRNGKey(3), 5)
+    close(raw, jax.random.key_data(keys_of(jax.random.key(3), 5)), 0)
+    other = jax.random.key(3, impl="rbg")
+    split = jax.random.key_data(jax.random.split(other, 5))
+    close(jax.random.key_data(keys_of(other, 5)), split, 0)

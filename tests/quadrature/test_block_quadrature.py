@@ -57,10 +57,10 @@ def test_polynomials_are_as_defined(dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("largest", "dtype", "theta", "seed"),
     [
-        (0, float, np.linspace(-1, 2, N), 0),
-        slow(1, float, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 2),
-        (2, float, np.append(np.ones(N - 9), np.linspace(20, 40, 9)), 0),
-        slow(1, complex, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 1),
+        (0, float, np.linspace(-1, 2, N), 2),
+        slow(1, float, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 4),
+        (2, float, np.append(np.ones(N - 9), np.linspace(20, 40, 9)), 2),
+        slow(1, complex, np.append(np.linspace(-1, 2, N - 4), [40.0, 35, 30, 25]), 17),
     ],
     ids=["spread", "complements", "remainders", "complex"],
 )

@@ -41,7 +41,7 @@ from traceax._core.vectors import Structure
 from traceax._estimators.readouts import TOTAL, Batches, Forms, Read, Reduce, each
 from traceax._probes.draw import Draws, Takes, checked_sampler, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
-from traceax._probes.samplers import Sampler, SamplerLike
+from traceax._probes.samplers import BLOCKS, Sampler, SamplerLike, keys_of
 from traceax._probes.stream import (
     SILENT,
     ProgressMeter,
@@ -164,7 +164,7 @@ class Call:
     def draw(self, *counts: int) -> Blocks:
         """Draw a block of independent probes for each count, each with its own key."""
         several = len(counts) > 1
-        keys = jax.random.split(self.key, len(counts)) if several else [self.key]
+        keys = keys_of(self.key, len(counts), BLOCKS) if several else [self.key]
         return tuple(
             draw(self.name, self.source, key, self.operator, count)
             for key, count in zip(keys, counts, strict=True)
@@ -184,7 +184,7 @@ class Call:
         batch = count if self.batch_size is None else self.batch_size // group
         draws = Draws(self.name, sampler, structure, group)
         if batch < count and sampler.independent:
-            probes = Stream(jax.random.split(self.key, count), draws, count, group, batch)
+            probes = Stream(keys_of(self.key, count), draws, count, group, batch)
         else:
             block = draw(self.name, sampler, self.key, operator, design.num_probes)
             probes = Stream(block, None, count, group, batch)

@@ -108,7 +108,7 @@ from traceax._linalg.columns import (
 )
 from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import Draws, for_sketch
-from traceax._probes.samplers import rademacher
+from traceax._probes.samplers import BLOCKS, keys_of, rademacher
 
 # With fewer probes the shares t_i are too noisy to tell a flat spectrum from a decaying
 # one. Then samples take the place of a sketch only if they are clearly better.
@@ -143,7 +143,7 @@ def _finish(call: Call, algorithm: Algorithm, method: str) -> Estimate:
 
 
 def _both_batches(first: Draws, fresh: Draws, key: PRNGKeyArray) -> BothBatches:
-    sketch_key, fresh_key, uniform_key = jax.random.split(key, 3)
+    sketch_key, fresh_key, uniform_key = keys_of(key, 3, BLOCKS)
     blocks = first.one(sketch_key), fresh.one(fresh_key)
     return *blocks, jax.random.uniform(uniform_key, (), blocks[0].real.dtype)
 

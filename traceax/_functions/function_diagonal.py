@@ -74,7 +74,7 @@ from traceax._linalg.columns import (
 from traceax._linalg.jackknife import bracket_error, quadrature_error, shared_error
 from traceax._linalg.krylov import Complements
 from traceax._probes.draw import draw
-from traceax._probes.samplers import SamplerLike, rademacher
+from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
     Run,
@@ -202,7 +202,7 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
     """Estimate with the probes of colours, from one Lanczos run for each probe."""
     steps, name = min(shape.depth, call.operator.in_size()), call.name
     subject = FunctionOfOperator(call.operator, fn, steps)
-    key, test_key = jax.random.split(call.key, 2)
+    key, test_key = keys_of(call.key, 2, BLOCKS)
     of_function = replace(call, operator=subject, key=key, num_matvecs=shape.width)
     of_function = of_function.reading(by_row(call.operator))
     estimate = estimate_by_ratio(of_function, method=name)

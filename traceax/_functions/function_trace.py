@@ -50,7 +50,7 @@ from traceax._functions.slq import quadratures
 from traceax._linalg.columns import largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import draw, for_pattern
-from traceax._probes.samplers import SamplerLike, rademacher, sphere
+from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher, sphere
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_arnoldi import (
     ColouredProbes,
@@ -544,7 +544,7 @@ def _coloured_trace(
 
     shape, _ = checked_run(call.name, *budgets, choose, tests)
     check_samples(call.name, shape.width, colours, "num_probes")
-    depth, (first_key, *others) = shape.depth, jax.random.split(call.key, 3)
+    depth, (first_key, *others) = shape.depth, keys_of(call.key, 3, BLOCKS)
     streamed = dataclasses.replace(call, num_matvecs=shape.width, key=first_key).stream()
     first, design = streamed.probes.source, streamed.design
     chosen = jax.random.permutation(others[0], colours)[:tests]
