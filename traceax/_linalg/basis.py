@@ -40,6 +40,7 @@ from traceax._linalg.columns import (
     dot,
     largest_modulus,
     over,
+    positive,
     squared_modulus,
     times,
 )
@@ -182,7 +183,7 @@ def pivoted_qr(
         is_next = index == taken
         head = jnp.sum(jnp.where(is_next, column, 0))
         size = jnp.abs(head)
-        phase = jnp.where(size > 0, over(head, jnp.where(size > 0, size, 1)), 1)
+        phase = jnp.where(size > 0, over(head, positive(size)), 1)
         goes_on = (length > 1) & (taken < most)
         # The reflection is I - scaled column*.
         column = jnp.where(is_next, head + times(length, phase), column)

@@ -46,6 +46,11 @@ def over(a: Inexact[Array, ...], b: Inexact[Array, ...]) -> Inexact[Array, ...]:
     return jnp.divide(*promoted(a, b))
 
 
+def positive(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return a divisor: x, with 1 in the place of entries that are not positive."""
+    return jnp.where(x > 0, x, 1)
+
+
 def dot(*factors: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
     """Multiply matrices, from left to right, in full precision.
 
@@ -174,8 +179,7 @@ def column_scales(block: Block) -> OfProbes:
 
     So each column may be divided by its scale.
     """
-    largest = jnp.max(jnp.abs(block), axis=0)
-    return jnp.where(largest > 0, largest, 1)
+    return positive(jnp.max(jnp.abs(block), axis=0))
 
 
 def mean(samples: Inexact[Array, "*values k"]) -> Inexact[Array, "*values"]:
@@ -199,7 +203,7 @@ class Moments(eqx.Module):
 
     def value(self) -> Inexact[Array, "*n"]:
         """Return the estimate v, divided by `scale`; zero if no sample has a weight."""
-        return _ratio(self.numerator, self.weight)
+        return over(self.numerator, positive(self.weight))
 
     def merged(self, other: Moments) -> Moments:
         """Return the sums over the samples of both."""
@@ -210,16 +214,12 @@ class Moments(eqx.Module):
         scale, weight, squares = jnp.max(self.scale), self.weight, self.weight_squares
         factor = jnp.broadcast_to(self.scale / scale, weight.shape)
         p, size, mixed = (times(x, factor) for x in (self.numerator, self.size, self.mixed))
-        value = _ratio(jnp.sum(p, axis=-1), jnp.sum(weight, axis=-1))
-        moved = _ratio(p, weight) - value[..., None]
+        value = over(jnp.sum(p, axis=-1), positive(jnp.sum(weight, axis=-1)))
+        moved = over(p, positive(weight)) - value[..., None]
         moved_squares = squared_modulus(moved) * squares + 2 * (moved.conj() * mixed).real
         whole = jnp.maximum(self.squares * factor**2 + moved_squares, 0)
         parts = p, size, mixed + times(moved, squares), whole, weight, squares
         return Moments(*jax.tree.map(partial(jnp.sum, axis=-1), parts), scale=scale)
-
-
-def _ratio(numerator: Array, weight: Array) -> Array:
-    return over(numerator, jnp.where(weight > 0, weight, 1))
 
 
 def moments(numerators: Inexact[Array, "n s"], weights: Float[Array, "n s"]) -> Moments:

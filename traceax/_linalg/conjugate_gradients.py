@@ -56,6 +56,7 @@ from traceax._linalg.columns import (
     dot_columns,
     largest_modulus,
     over,
+    positive,
     squared_modulus,
     times,
 )
@@ -198,7 +199,7 @@ class InverseNorm(NamedTuple):
         turn = jnp.arctan2(mixed, half) / 2
         value = (before + alpha) / 2 + jnp.hypot(half, mixed)
         last = jnp.sqrt(alpha) * (jnp.sin(turn) - jnp.cos(turn) * root * self.last)
-        longer = InverseNorm(value, last, ratio / jnp.where(alpha > 0, alpha, 1))
+        longer = InverseNorm(value, last, ratio / positive(alpha))
         longer = jax.tree.map(partial(jnp.where, alpha == 0), self, longer)
         return longer._replace(value=jnp.where(singular, jnp.inf, longer.value))
 
@@ -265,7 +266,7 @@ def conjugate_gradients(
         direction = precondition(residual)
         error = column_dots(residual, direction).real
         energy = state.energy + alpha * state.error
-        ratio = error / jnp.where(state.error > 0, state.error, 1)
+        ratio = error / positive(state.error)
         direction = direction + times(ratio[None, :], state.direction)
         norm = state.norm.extended(alpha, ratio, singular)
         steps = state.num_steps + 1

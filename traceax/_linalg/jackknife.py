@@ -48,6 +48,7 @@ from traceax._linalg.columns import (
     largest_of_rows,
     mean,
     over,
+    positive,
     promoted,
     squared_modulus,
     summed,
@@ -188,7 +189,7 @@ def bracket_error(
         return jnp.where(jnp.isfinite(width), width / 2, jnp.inf)
     of_all = totals if whole is None else whole
     now, before = (jnp.abs(rules[1] - rules[0]) for rules in of_all[:2])
-    ratio = now / jnp.where(before > 0, before, 1)
+    ratio = now / positive(before)
     change = jnp.abs(totals[0, 0] - totals[1, 0])
     most = jnp.where(change > 10 * rounding, 0.99, 0.5)
     ratio = jnp.where(jnp.isnan(ratio), 8 / 9, jnp.minimum(ratio, most))

@@ -67,6 +67,7 @@ from traceax._linalg.columns import (
     dot,
     largest_modulus,
     over,
+    positive,
     squared_modulus,
     summed,
     times,
@@ -140,7 +141,7 @@ def lanczos(
 
     count, n = starts.shape
     length = jax.vmap(norm)(starts)
-    q = over(starts, jnp.where(length > 0, length, 1)[:, None])
+    q = over(starts, positive(length)[:, None])
     keeps_basis = reorthogonalise or differentiable
     basis = jnp.zeros((count, num_steps, n), q.dtype) if keeps_basis else None
     none = jnp.zeros_like(length)
@@ -152,8 +153,8 @@ def lanczos(
     alphas, betas = entries[:, :, 0], entries[:, :, 1]
     # Columns of zeros follow a residual that is zero.
     alphas = jnp.where(jnp.pad(betas[:, :-1], ((0, 0), (1, 0))) > 0, alphas, alphas[:, :1])
-    largest = jnp.where(scale > 0, scale, 1)  # couplings of a zero operator are made up
-    alphas = jnp.where((skew > ASYMMETRY * largest)[:, None], jnp.nan, alphas)
+    # The couplings of a zero operator are made up.
+    alphas = jnp.where((skew > ASYMMETRY * positive(scale))[:, None], jnp.nan, alphas)
     # Selections and products compile faster than `jnp.diag`.
     above = jnp.where(jnp.eye(num_steps, k=1, dtype=bool)[None], betas[:, :, None], 0)
     projection = jnp.eye(num_steps, dtype=alphas.dtype)[None] * alphas[:, :, None]
@@ -196,7 +197,7 @@ def _advance(
     alive = held > 10 * eps * q.size**0.5 * known
     scale = jnp.where(alive, jnp.maximum(scale, held), scale)
     if differentiable and basis is not None:
-        added = times(eps**0.5 * jnp.where(scale > 0, scale, 1), _new_direction(basis, j))
+        added = times(eps**0.5 * positive(scale), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
         size = norm(residual)
         alive = size > 0  # false only if the basis spans the whole space
@@ -211,8 +212,7 @@ def norm(vector: Inexact[Array, " n"]) -> Number:
     # Derivatives are divided by the scale, so it must not be zero.
     scale = jnp.maximum(largest, float(jnp.finfo(largest.dtype).tiny) ** 0.5)
     squares = jnp.sum(squared_modulus(over(vector, scale)))
-    positive = squares > 0
-    return jnp.where(positive, scale * jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+    return jnp.where(squares > 0, scale * jnp.sqrt(positive(squares)), 0)
 
 
 def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n"]:
@@ -222,8 +222,7 @@ def _new_direction(basis: Inexact[Array, "m n"], j: Array) -> Inexact[Array, " n
     vector = (jnp.modf(steps * turn)[0] - 0.5).astype(basis.dtype)
     for _ in range(2):
         vector = vector - dot(basis.conj(), vector, basis)
-    length = norm(vector)
-    return over(vector, jnp.where(length > 0, length, 1))
+    return over(vector, positive(norm(vector)))
 
 
 def truncated(projection: OnSpace, sizes: list[int]) -> Inexact[Array, "levels r r"]:
@@ -391,7 +390,7 @@ def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel,
     it cannot take from them what they have along it.
     """
     block, scale, noise = residual
-    noise = jnp.where(noise > 0, noise, 1)[None, :]
+    noise = positive(noise)[None, :]
     block = over(block, noise)
     sizes, right = approximate_svd(block)
     eps = float(jnp.finfo(sizes.dtype).eps)
@@ -445,7 +444,7 @@ class Frame(NamedTuple):
         else:
             # Each block is orthogonal to the one before to several tens of eps.
             noise = 100 * eps * lengths[None, :]
-        return over(image, jnp.where(noise > 0, noise, 1))
+        return over(image, positive(noise))
 
 
 def plain_frame(projection: OnSpace, asymmetry: Number | float = 0.0) -> Frame:
@@ -517,7 +516,7 @@ class Complements(NamedTuple):
     def resphered(self) -> Complements:
         """Multiply the r_i by sqrt(c_i), so that |r_i|^2 = n - dim S_i."""
         squares = summed(squared_modulus(self.remainders))
-        factor = jnp.sqrt(self.dimensions / jnp.where(squares > 0, squares, 1))
+        factor = jnp.sqrt(self.dimensions / positive(squares))
         factors = jnp.where(self.signs > 0, factor[:, None], 1)
         return self._replace(sides=times(factors[:, None], self.sides))
 
@@ -616,7 +615,7 @@ def _differ(
     images = dot(rests, frame.square.T)
     squares = summed(squared_modulus(rests[1]))
     forms = summed(rests[1].conj() * images[1])
-    means = over(forms, jnp.where(squares > 0, squares, 1))
+    means = over(forms, positive(squares))
     images = images - means[None, :, None] * rests
     change, difference = (summed(squared_modulus(x[0] - x[1])) for x in (rests, images))
     least = jnp.maximum(DIFFERENCE**2 * before, times(frame.noise**2, squares))

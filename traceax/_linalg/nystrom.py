@@ -38,6 +38,7 @@ from traceax._linalg.columns import (
     einsum,
     frobenius_norm,
     over,
+    positive,
     promoted,
     squared_modulus,
     times,
@@ -145,8 +146,7 @@ def fit(
     right, left = half.conj().T, dot(images, half)
     gram = dot(left.conj().T, left)
     v = dot(right[:, k:], directions)
-    lengths = jnp.sqrt(column_norms_squared(v))
-    v = over(v, jnp.where(lengths > 0, lengths, 1)[None, :])
+    v = over(v, positive(jnp.sqrt(column_norms_squared(v)))[None, :])
     v = jnp.pad(v, ((0, 0), (0, k - again)))
     g = right[:, :k]
     for _ in range(2):
