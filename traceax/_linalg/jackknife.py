@@ -278,7 +278,9 @@ EveryPair = tuple[Square, ...]
 def pairs_of_probes(s: Square, w: Square, mu: Block, resphere: bool) -> EveryPair:
     """Return what the replicates need of all pairs of probes. `w` is Q* Omega."""
     overlap = dot(s.conj().T, s)
-    inverse = 1 / one_minus_squared_modulus(overlap)
+    floored = jnp.maximum(1 - jnp.abs(overlap) ** 2, jnp.finfo(overlap.dtype).eps)
+    # The diagonal is not used.
+    inverse = 1 / jnp.where(jnp.eye(len(overlap), dtype=bool), 1, floored)
     tests = _dots_with_u(overlap, dot(s.conj().T, w))
     resphering = jnp.ones_like(inverse)
     if resphere:
@@ -340,12 +342,6 @@ def row_norm_replicates(
     of_j = of_j - 2 * dot(remainders.conj() * v, times(c, beta) * cross).real
     mixed = dot(remainders, times(c, beta.conj())) - dot(v, times(factor, cross))
     return dot(known, others) + own + of_j + 2 * (v.conj() * mixed).real
-
-
-def one_minus_squared_modulus(overlap: Square) -> Float[Array, "k k"]:
-    """Return 1 - |L_ij|^2, at least eps, off the diagonal, and 1 on it, to be unused."""
-    floored = jnp.maximum(1 - jnp.abs(overlap) ** 2, jnp.finfo(overlap.dtype).eps)
-    return jnp.where(jnp.eye(overlap.shape[0], dtype=bool), 1, floored)
 
 
 def mean_of_others(estimates: Square) -> OfProbes:
