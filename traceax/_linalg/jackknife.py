@@ -346,9 +346,7 @@ def row_norm_replicates(
 
 def mean_of_others(estimates: Square) -> OfProbes:
     """Return the mean over j != i of a matrix [i, j], as in (1)."""
-    k = estimates.shape[0]
-    others = jnp.where(np.eye(k, dtype=bool), 0, estimates)
-    return summed(others) / (k - 1)
+    return sums_of_others(estimates) / (len(estimates) - 1)
 
 
 def length(deviations: ByProbe, rounding: Errors) -> Errors:
@@ -359,10 +357,10 @@ def length(deviations: ByProbe, rounding: Errors) -> Errors:
     return scale * jnp.sqrt(squares + (rounding / scale) ** 2)
 
 
-def sums_of_others(x: Inexact[Array, " k"]) -> Inexact[Array, " k"]:
+def sums_of_others(x: OfProbes | Square) -> OfProbes:
     """Return the sum over all but each in turn, without subtracting, which would cancel
-    where one of them dominates."""
-    return summed(jnp.where(np.eye(len(x), dtype=bool), 0, x[None, :]))
+    where one of them dominates. The sums over a matrix [i, j] are those over j != i."""
+    return summed(jnp.where(np.eye(len(x), dtype=bool), 0, jnp.atleast_2d(x)))
 
 
 # A slope from two points has no finite variance.
