@@ -57,6 +57,7 @@ from traceax._linalg.columns import (
 )
 
 ByProbe = Inexact[Array, "*values k"]
+Parts = Inexact[Array, "*values k parts"]
 OfProbes = Inexact[Array, " k"]
 OfRows = Inexact[Array, "p k"]
 Errors = Float[Array, "*values"]
@@ -72,9 +73,7 @@ def standard_error(samples: ByProbe, rounding: Errors) -> Errors:
     return standard_error_of_parts(samples[..., None], rounding)
 
 
-def standard_error_of_parts(
-    samples: Inexact[Array, "*values k parts"], rounding: Errors
-) -> Errors:
+def standard_error_of_parts(samples: Parts, rounding: Errors) -> Errors:
     """Return the standard error of the mean of k samples, each a sum of independent parts.
 
     Each part has its own mean, so its own spread, of k - 1 degrees of freedom. The error is
@@ -155,11 +154,7 @@ def error_of_rules(
 
 
 def bracket_error(
-    totals: Totals,
-    share: Sizes,
-    *,
-    rounding: Sizes | float = 0.0,
-    whole: Totals | None = None,
+    totals: Totals, share: Sizes, *, rounding: Sizes | float, whole: Totals | None = None
 ) -> Errors:
     """Return the error of the mixture of Gauss's rule and Radau's.
 
@@ -320,13 +315,11 @@ def xtrace_replicates(
     return mean_of_others(trace_of(h) - own[None, :] - uhu + tested)
 
 
-def row_norm_replicates(
-    pairs: EveryPair, known: OfRows, v: OfRows, remainders: OfRows
-) -> OfRows:
+def row_norm_replicates(pairs: EveryPair, known: OfRows, v: OfRows, bmu: OfRows) -> OfRows:
     """Return the T_i of all rows b, by (7), multiplied out.
 
-    `known` are |b P_j|^2, `v` is B Q S, and `remainders` are B mu_j. The matrices of pairs
-    are transposed, [j, i], so that products with them are sums over j.
+    `known` are |b P_j|^2, `v` is B Q S, and `bmu` is B mu. The matrices of pairs are
+    transposed, [j, i], so that products with them are sums over j.
     """
     _, overlap, inverse, tests, resphering = (matrix.T for matrix in pairs)
     k = len(overlap)
@@ -337,10 +330,10 @@ def row_norm_replicates(
     factor = c * squared_modulus(beta) - inverse * others
     squares = squared_modulus(v)
     own = squares * summed(factor, axis=0)[None, :]
-    of_j = dot(squared_modulus(remainders), c)
+    of_j = dot(squared_modulus(bmu), c)
     of_j = of_j + dot(squares, factor * squared_modulus(cross))
-    of_j = of_j - 2 * dot(remainders.conj() * v, times(c, beta) * cross).real
-    mixed = dot(remainders, times(c, beta.conj())) - dot(v, times(factor, cross))
+    of_j = of_j - 2 * dot(bmu.conj() * v, times(c, beta) * cross).real
+    mixed = dot(bmu, times(c, beta.conj())) - dot(v, times(factor, cross))
     return dot(known, others) + own + of_j + 2 * (v.conj() * mixed).real
 
 
@@ -367,9 +360,7 @@ def sums_of_others(x: OfProbes | Square) -> OfProbes:
 FEWEST_OTHERS = 3
 
 
-def slopes_of_others(
-    x: Inexact[Array, " k"], y: Inexact[Array, " k"], *, floor: Float[Array, ""]
-) -> Inexact[Array, " k"]:
+def slopes_of_others(x: OfProbes, y: OfProbes, *, floor: Float[Array, ""]) -> OfProbes:
     """Return, for each i, the slope of the regression of y_j on x_j over all j but i, where
     the x_j have the mean zero. `floor` is the length of x that rounding gives it: below
     it the slope is rounding, and falls to zero. With fewer than four numbers it is zero."""
