@@ -248,22 +248,13 @@ def _inverse(lower: Square) -> Square:
     return jax.lax.fori_loop(0, (k - 1).bit_length(), double, start)
 
 
-class Downdate(NamedTuple):
-    """The vectors that remove one column from a block = Q R.
+def downdate(basis: Basis) -> tuple[Square, OfProbes]:
+    """Return what removes one column from a block = Q R: directions and distances.
 
     Without column i the range is range(Q) less the direction Q s_i, so the projector is
-    P_i = Q (I - s_i s_i*) Q*. `distances` has for each column r_i of R its distance from
-    the span of the others, 1/|R^{-*} e_i| = s_i* r_i, without cancellation.
-    """
-
-    directions: Square
-    distances: OfProbes
-
-
-def downdate(basis: Basis) -> Downdate:
-    """Return s_i = R^{-*} e_i / |R^{-*} e_i| and the distances for every column i.
-
-    The formula is in Epperly, Tropp and Webber (2024), section 3.1.
+    P_i = Q (I - s_i s_i*) Q*, with s_i = R^{-*} e_i / |R^{-*} e_i|. The distance is that of
+    the column r_i of R from the span of the others, 1/|R^{-*} e_i| = s_i* r_i, without
+    cancellation. The formula is in Epperly, Tropp and Webber (2024), section 3.1.
     """
     norms = jnp.sqrt(column_norms_squared(basis.inverse))
-    return Downdate(over(basis.inverse, norms[None, :]), 1 / norms)
+    return over(basis.inverse, norms[None, :]), 1 / norms
