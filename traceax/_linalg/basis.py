@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Inexact, UInt32
+from jaxtyping import Array, UInt32
 
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
     Block,
+    Matrix,
     Number,
     OfProbes,
     Square,
@@ -161,9 +162,7 @@ def _hash(index: Any) -> UInt32[Any, "..."]:
     return (bits ^ (bits >> 15)) | 1
 
 
-def pivoted_qr(
-    block: Inexact[Array, "p k"], most: Number
-) -> tuple[Inexact[Array, "p p"], Number]:
+def pivoted_qr(block: Block, most: Number) -> tuple[Matrix, Number]:
     """Return the unitary matrix of a QR decomposition with column pivoting, and how many of
     its columns, but no more than `most`, span the block up to columns of length 1.
 
@@ -173,8 +172,8 @@ def pivoted_qr(
     range of 5 directions, all 3e4 times as long as the noise, one was lost in one of 1,500
     blocks.) Coordinates in which the block is zero do not change.
     """
-    p, k = block.shape
-    index = jnp.arange(p, dtype=most.dtype)
+    n, k = block.shape
+    index = jnp.arange(n, dtype=most.dtype)
 
     def step(_: Array | int, state: tuple[Array, ...]) -> tuple[Array, ...]:
         rows, turn, taken = state
@@ -194,7 +193,7 @@ def pivoted_qr(
         taken = jnp.where(goes_on, taken + 1, taken)
         return jnp.where(is_next[None, :], 0, rows), turn, taken
 
-    start = block.T, jnp.eye(p, dtype=block.dtype), jnp.zeros_like(most)
+    start = block.T, jnp.eye(n, dtype=block.dtype), jnp.zeros_like(most)
     return jax.lax.fori_loop(0, k, step, start)[1:]
 
 

@@ -72,9 +72,7 @@ def dot_columns(matrix: Inexact[Array, "n s"], block: Inexact[Array, "s t"]) -> 
     return jnp.sum(times(matrix, block.T), axis=1, keepdims=True)
 
 
-def adjoint_dot_columns(
-    matrix: Inexact[Array, "n s"], block: Inexact[Array, "n t"]
-) -> Array:
+def adjoint_dot_columns(matrix: Inexact[Array, "n s"], block: Block) -> Array:
     """Return matrix* @ block, in the same way."""
     if block.shape[1] != 1:
         return dot(matrix.conj().T, block)
@@ -91,9 +89,7 @@ def summed(x: Inexact[Array, "..."], axis: int = -1) -> Inexact[Array, "..."]:
     return jnp.sum(_folded(x, jnp.add, axis), axis=axis)
 
 
-def _folded(
-    x: Inexact[Array, "..."], fold: Callable[[Array, Array], Array], axis: int
-) -> Inexact[Array, "..."]:
+def _folded(x: Array, fold: Callable[[Array, Array], Array], axis: int) -> Array:
     """Fold an axis to at most 32 entries, if the array is small.
 
     XLA's CPU compiler makes one loop of a reduction over so few entries and of what leads
