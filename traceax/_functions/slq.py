@@ -40,7 +40,7 @@ from traceax._functions.arguments import (
 from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
 from traceax._linalg.columns import Block, einsum, largest_modulus, promoted
-from traceax._linalg.krylov import Krylov, by_sizes, lanczos
+from traceax._linalg.krylov import Krylov, lanczos, truncated
 from traceax._probes.probing import Neighbourhood, neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
@@ -306,7 +306,8 @@ def sample(
     krylov, probes, near = spaces
     num_steps = krylov.projection.shape[1]
     sizes = _sizes(num_steps, mixed=subject.node is not None)
-    found, grain = decompose_above(by_sizes(krylov.projection, sizes), subject.bound)
+    projections = jax.vmap(partial(truncated, sizes=sizes), out_axes=1)(krylov.projection)
+    found, grain = decompose_above(projections, subject.bound)
     # Eigenvalues at the level of rounding become zero, as in `decompose`.
     theta = jnp.where(jnp.abs(found.values) <= 4 * grain, 0, found.values)
     found = Eigen(theta, found.vectors)

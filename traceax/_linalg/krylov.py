@@ -236,13 +236,6 @@ def truncated(projection: OnSpace, sizes: list[int]) -> Inexact[Array, "levels r
     return jnp.where(is_filled, projection[0, 0], inside)
 
 
-def by_sizes(
-    projections: Inexact[Array, "N m m"], sizes: list[int]
-) -> Inexact[Array, "levels N m m"]:
-    """Return each T as it was after so many steps, for each of the sizes."""
-    return jax.vmap(partial(truncated, sizes=sizes), out_axes=1)(projections)
-
-
 class Residual(NamedTuple):
     """The part of A times the last block that is orthogonal to the basis.
 
