@@ -315,39 +315,36 @@ def block_krylov(
     n, width = block.shape
     rank, eps = depth * width, float(jnp.finfo(block.dtype).eps)
 
-    def orthogonalised(
-        projection: Array, scale: Number, shown: Any, basis: Array, new: Panel, here: Array
-    ) -> tuple[Array, Residual, Any]:
-        product = linear_map(new)
-        scale = jnp.maximum(scale, largest_modulus(product))
-        product = over(product, scale)
-        inside = dot(basis.conj().T, product)
-        rest = product - dot(basis, inside)
-        again = dot(basis.conj().T, rest)
-        column = times(scale, inside + again)
-        projection = _updated(projection, column, (0, here))
-        lengths = jnp.sqrt(column_norms_squared(product))
-        # Entries of T near the least number of the dtype are noise, too.
-        least = 1e3 * float(jnp.finfo(lengths.dtype).tiny) / scale
-        noise = jnp.maximum(ROUNDINGS * eps * lengths, least)
-        if not hermitian:  # eigenvectors of such a matrix do not bear columns of noise
-            least = ROUNDINGS * eps * n**0.5 + eps**0.75 * jnp.max(lengths)
-            noise = jnp.maximum(noise, least)
-        if meter is not None:
-            shown = meter.step(shown, (here + width) / rank)
-        return projection, Residual(rest - dot(basis, again), scale, noise), shown
-
     def step(carry: tuple, place: Array) -> tuple[tuple, None]:
         (basis, projection, residual, shown), (here, before) = carry, place
         new, factor = next_block(basis, residual)
         basis = _updated(basis, new, (0, here))
         # The first step writes this into the last columns, which a later one overwrites.
         projection = _updated(projection, factor, (here, before))
-        args = projection, residual.scale, shown, basis, new, here
+
+        def orthogonalised() -> tuple[Array, Residual, Any]:
+            product = linear_map(new)
+            scale = jnp.maximum(residual.scale, largest_modulus(product))
+            product = over(product, scale)
+            inside = dot(basis.conj().T, product)
+            rest = product - dot(basis, inside)
+            again = dot(basis.conj().T, rest)
+            column = times(scale, inside + again)
+            lengths = jnp.sqrt(column_norms_squared(product))
+            # Entries of T near the least number of the dtype are noise, too.
+            least = 1e3 * float(jnp.finfo(lengths.dtype).tiny) / scale
+            noise = jnp.maximum(ROUNDINGS * eps * lengths, least)
+            if not hermitian:  # eigenvectors of such a matrix do not bear columns of noise
+                least = ROUNDINGS * eps * n**0.5 + eps**0.75 * jnp.max(lengths)
+                noise = jnp.maximum(noise, least)
+            left = Residual(rest - dot(basis, again), scale, noise)
+            done = shown if meter is None else meter.step(shown, (here + width) / rank)
+            return _updated(projection, column, (0, here)), left, done
+
         if not extend:
-            return (basis, *orthogonalised(*args)), None
-        kept = lambda p, s, shown, *_: (p, residual, shown)  # noqa: E731
-        return (basis, *jax.lax.cond(here < rank, orthogonalised, kept, *args)), None
+            return (basis, *orthogonalised()), None
+        kept = projection, residual, shown
+        return (basis, *jax.lax.cond(here < rank, orthogonalised, lambda: kept)), None
 
     size = rank + width if extend else rank
     lengths = jnp.sqrt(column_norms_squared(block))
