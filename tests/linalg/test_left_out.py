@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import cases, close, slow
 from tests.matrices import hermitian, krylov_basis, numbers, projector
-from traceax._linalg.krylov import block_krylov, complements, plain_frame
+from traceax._linalg.krylov import block_krylov, complements, frame_of
 
 N, WIDTH, DEPTH, INNER = 40, 4, 5, 3
 SPECTRA = {
@@ -33,9 +33,9 @@ def test_what_is_left_out(dtype: Any, spectrum: str) -> None:
     def spaces(matrix: Any, block: Any) -> Any:
         space = block_krylov(lambda x: matrix @ x, block, DEPTH)
         coordinates = space.basis[:, :WIDTH].conj().T @ block
-        square = space.projection[:rank, :rank]
-        result = complements(plain_frame(square), space.filled[:rank], coordinates, N)
-        return space.basis[:, :rank], space.filled[:rank], result
+        square, filled = space.projection[:rank, :rank], space.filled[:rank]
+        frame = frame_of(square, None, filled, None)
+        return space.basis[:, :rank], filled, complements(frame, filled, coordinates, N)
 
     basis, filled, result = spaces(matrix, block)
     whole = np.asarray(basis) @ np.asarray(basis).conj().T
@@ -59,7 +59,8 @@ def test_one_start_leaves_nothing() -> None:
     block = numbers((N, 1))
     space = block_krylov(lambda x: matrix @ x, jnp.asarray(block), INNER)
     coordinates = space.basis[:, :1].T @ block
-    square = space.projection[:INNER, :INNER]
-    result = complements(plain_frame(square), space.filled[:INNER], coordinates, N)
+    square, filled = space.projection[:INNER, :INNER], space.filled[:INNER]
+    frame = frame_of(square, None, filled, None)
+    result = complements(frame, filled, coordinates, N)
     assert result.dimensions[0] == N
     close(space.basis[:, :INNER] @ result.remainders[0], block[:, 0], 1e-13)

@@ -437,16 +437,11 @@ class Frame(NamedTuple):
         return over(image, positive(noise))
 
 
-def plain_frame(projection: OnSpace, asymmetry: Number | float = 0.0) -> Frame:
-    """Return the coordinates of Z itself."""
-    scale, eps = largest_modulus(projection), float(jnp.finfo(projection.dtype).eps)
-    return Frame(None, over(projection, scale), ROUNDINGS * eps + asymmetry / scale)
-
-
-def eigenframe(
-    projection: OnSpace, asymmetry: Number, filled: Filled, bound: Number | None = None
+def frame_of(
+    projection: OnSpace, asymmetry: Number | None, filled: Filled, bound: Number | None
 ) -> Frame:
-    """Return eigenvectors in single precision, the coordinates of Z in double.
+    """Return eigenvectors in single precision, the coordinates of Z itself in double, and
+    after Arnoldi's process, which has no `asymmetry`.
 
     The columns s that S_i received last are short of the dominant directions, but only to
     rounding. What this leaves of them is multiplied by the largest eigenvalues. In the
@@ -461,11 +456,13 @@ def eigenframe(
     w_i, and it turns the eigenvectors V. So T itself is applied, and the frame is V Q. The
     orthonormal Q of the QR decomposition of V* T V turns V back to eigenvectors of A.
     """
-    plain = plain_frame(projection, asymmetry)
-    square = plain.square
-    if float(jnp.finfo(square.dtype).eps) < FINE:
+    scale, eps = largest_modulus(projection), float(jnp.finfo(projection.dtype).eps)
+    square = over(projection, scale)
+    noise = ROUNDINGS * eps + (0.0 if asymmetry is None else asymmetry) / scale
+    plain = Frame(None, square, noise)
+    if asymmetry is None or eps < FINE:
         return plain
-    adjoint, scale = square.conj().T, largest_modulus(projection)
+    adjoint = square.conj().T
     skew = (square - adjoint) / 2
     completed = jnp.where(jnp.diag(~filled), 1, (square + adjoint) / 2)
     least = jnp.zeros_like(scale) if bound is None else over(bound, scale)
@@ -474,7 +471,7 @@ def eigenframe(
     axes, values = axes[:, order], values[order]
     turned = times(values[:, None], plain.rows) + dot(axes.conj().T, skew, axes)
     turn, rows = lapack.qr(turned)
-    return Frame(dot(axes, turn), dot(rows, turn), plain.noise)
+    return Frame(dot(axes, turn), dot(rows, turn), noise)
 
 
 class Complements(NamedTuple):

@@ -72,8 +72,7 @@ from traceax._linalg.krylov import (
     Filled,
     block_krylov,
     complements,
-    eigenframe,
-    plain_frame,
+    frame_of,
     truncated,
 )
 from traceax._quadrature.dense import (
@@ -192,14 +191,11 @@ def levels_and_complements(
 
     The first `kept` starts are not probes. They belong to every S_i, and S_i is still
     independent of w_i."""
-    shape, bound = Shape(space.width, space.depth), subject.bound
-    # T itself has less noise than its Hermitian part (see `eigenframe`).
+    shape = Shape(space.width, space.depth)
+    # T itself has less noise than its Hermitian part (see `frame_of`).
     rank = space.width * shape.inner
     first, filled = space.projection[:rank, :rank], space.filled[:rank]
-    if space.asymmetry is None:
-        frame = plain_frame(first)
-    else:
-        frame = eigenframe(first, space.asymmetry, filled, bound)
+    frame = frame_of(first, space.asymmetry, filled, subject.bound)
     spaces = complements(frame, filled, space.starts, len(space.extended), kept)
     sizes = [space.width * depth for depth in shape.levels(mixed=subject.node is not None)]
     return truncated(space.completed(), sizes), spaces
