@@ -282,11 +282,6 @@ class BlockKrylov(NamedTuple):
         """The number of blocks."""
         return self.filled.size // self.width
 
-    @property
-    def is_exhausted(self) -> Bool[Array, ""]:
-        """Tell whether the last block is empty, so that more blocks would add nothing."""
-        return ~jnp.any(self.filled[-self.width :])
-
     def completed(self) -> OnSpace:
         """Return T, or its Hermitian part after Lanczos' process, with a diagonal that is
         filled."""

@@ -246,7 +246,8 @@ def spectrum_of(
     eps = float(jnp.finfo(noise.dtype).eps)
     reach = 4 * jnp.maximum(own.size**0.5 * eps, own) * largest
     zero = 0 if eps < FINE else eps * largest
-    near_edge = edge + jnp.where(space.is_exhausted, zero, own * largest)
+    is_exhausted = ~jnp.any(space.filled[-space.width :])
+    near_edge = edge + jnp.where(is_exhausted, zero, own * largest)
     may_move = jnp.abs(eigen.values - edge) <= reach
     nodes, values, moved = in_domain(fn, eigen.values, near_edge, may_move)
     first = nodes[0]
