@@ -174,12 +174,11 @@ def _updated(array: Array, part: Array, place: tuple[Array | int, ...]) -> Array
 _State = tuple[Array | None, Array, Array, Array, Array, Array]
 
 
-def _advance(
-    differentiable: bool, j: Array, state: _State, product: Inexact[Array, " n"]
-) -> tuple[_State, tuple[Array, ...]]:
+def _advance(differentiable: bool, j: Array, state: _State, product: Array) -> tuple:
     """Take step j from one vector q, given the product A q.
 
-    The output is alpha, beta and q. If q is zero, the caller fills the diagonal of T.
+    Return the new state, and the output: [alpha, beta] and q. If q is zero, the caller
+    fills the diagonal of T.
     """
     basis, q, previous, beta, scale, skew = state
     eps = float(jnp.finfo(q.dtype).eps)
@@ -553,15 +552,13 @@ def complements(
         extended, count, limit = jax.tree.map(partial(jnp.where, goes_on), after, before)
         return (extended, count, new, limit, scatter), None
 
-    is_left_out = np.eye(k, dtype=bool)[without, None]
     # The noise of the starts is taken for sqrt(eps).
-    others = jnp.where(is_left_out, 0, scaled[None] / eps**0.5)
+    others = jnp.where(np.eye(k, dtype=bool)[without, None], 0, scaled[None] / eps**0.5)
     extended = jnp.zeros((len(without), r, capacity + k), starts.dtype)
     # Counts are of a floating type, whose reductions compile faster.
     numbers, zero = np.arange(depth, dtype=dtype), jnp.zeros(len(without), dtype)
     blocks = jnp.asarray(numbers), filled.reshape(depth, k), frame.rows.reshape(depth, k, r)
-    unknown = jnp.full(twins, jnp.inf, dtype)
-    carry = extended, zero, others, jnp.zeros((), dtype), unknown
+    carry = extended, zero, others, jnp.zeros((), dtype), jnp.full(twins, jnp.inf, dtype)
     (extended, count, _, limit, _), _ = jax.lax.scan(step, carry, blocks)
     vectors = frame.back(extended[twins:, :, : capacity + 1])  # the last column is zero
     remainders = _along(vectors, starts.T[kept:])[..., None]
@@ -571,28 +568,24 @@ def complements(
     return Complements(sides, dimensions, inside)
 
 
-def _along(
-    vectors: Inexact[Array, "... r p"], start: Inexact[Array, "... s"]
-) -> Inexact[Array, "... r"]:
+def _along(vectors: Inexact[Array, "... r p"], start: Inexact[Array, "... s"]) -> Array:
     """Return N N* w, where w is zero beyond its first coordinates."""
     first = vectors[..., : start.shape[-1], :]
     inside = jnp.sum(first.conj() * start[..., None], axis=-2)
     return jnp.sum(vectors * inside[..., None, :], axis=-1)
 
 
-def _differ(
-    frame: Frame, rests: Inexact[Array, "2 t r"], before: Float[Array, " t"]
-) -> tuple[Bool[Array, ""], Float[Array, " t"]]:
+def _differ(frame: Frame, rests: Array, before: Array) -> tuple[Array, Array]:
     """Tell whether other rounding errors change an r_i, and also change (T - m) r_i.
 
-    Here m is the Rayleigh quotient of r_i. `rests` are the r_i of both versions of a space.
-    The second result is the squares of |(T - m) r_i|, which show the error of the samples.
-    `before` has those of the block before, and shows the error if K ends there. K ends only
-    if rounding changes r_i by more than `CHANGE` of its length, and (T - m) r_i by more
-    than `DIFFERENCE` of its length in the block before and by more than the noise of T. As
-    a space converges, T becomes a multiple of I on what is left, up to its noise. Then
-    rounding decides on r_i, but r_i does not matter. A difference that is NaN does not end
-    K.
+    Here m is the Rayleigh quotient of r_i. `rests` are the r_i of both versions of the
+    spaces, [version, space, coordinate]. The second result is the squares of |(T - m) r_i|,
+    which show the error of the samples. `before` has those of the block before, and shows
+    the error if K ends there. K ends only if rounding changes r_i by more than `CHANGE` of
+    its length, and (T - m) r_i by more than `DIFFERENCE` of its length in the block before
+    and by more than the noise of T. As a space converges, T becomes a multiple of I on what
+    is left, up to its noise. Then rounding decides on r_i, but r_i does not matter. A
+    difference that is NaN does not end K.
     """
     images = dot(rests, frame.square.T)
     squares = summed(squared_modulus(rests[1]))
@@ -605,9 +598,7 @@ def _differ(
     return jnp.any(differ), summed(squared_modulus(images[1]))
 
 
-def _add_block(
-    frame: Frame, exists: Array, rows: Array, state: list[Array]
-) -> tuple[Array, ...]:
+def _add_block(frame: Frame, exists: Array, rows: Array, state: list[Array]) -> tuple:
     """Add a block E to K for one start, by (1) to (3) of the module docstring.
 
     `exists` says which of the coordinates E exist, and `rows` are these coordinates in the
