@@ -82,8 +82,7 @@ class Preconditioner(eqx.Module):
 
     def __call__(self, block: Sides) -> Sides:
         """Return P^{-1} block."""
-        inside = adjoint_dot_columns(self.basis, block)
-        inside = adjoint_dot_columns(self.vectors, inside)
+        inside = adjoint_dot_columns(self.vectors, adjoint_dot_columns(self.basis, block))
         factors = self.values / (self.nu + self.values)
         moved = dot_columns(self.vectors, times(factors[:, None], inside))
         moved = dot_columns(self.basis, moved)
@@ -163,8 +162,7 @@ def preconditioner_of(known: Projection) -> Preconditioner:
     outer = dot(half, half.conj().T)
     values, vectors = lapack.eigh((outer + outer.conj().T) / 2)
     numbers = jnp.maximum(values, 0), nu, theta[-1] + shift
-    values, nu, largest = (known.scale * x for x in numbers)
-    return Preconditioner(known.basis, vectors, values, nu, largest)
+    return Preconditioner(known.basis, vectors, *(known.scale * x for x in numbers))
 
 
 def galerkin(known: Projection, y: Sides) -> tuple[Sides, Sides]:
