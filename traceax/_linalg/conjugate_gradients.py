@@ -36,9 +36,8 @@ alpha lowers the squared error by alpha r* P^{-1} r.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -304,10 +303,9 @@ class Solve(eqx.Module):
         def on_parts(parts: Parts) -> Parts:
             return _as_parts(apply(_complex(parts)))
 
-        def solve(on_parts: Callable[[Parts], Parts], parts: Parts) -> Parts:
-            on_block = lambda block: _complex(on_parts(_as_parts(block)))  # noqa: E731
-            block, inverse = _complex(parts), self.precondition
-            return _as_parts(conjugate_gradients(on_block, inverse, block, **how).solution)
+        def solve(_: Any, parts: Parts) -> Parts:
+            found = conjugate_gradients(apply, self.precondition, _complex(parts), **how)
+            return _as_parts(found.solution)
 
         rest = _as_parts(y - apply(self.solution))
         more = jax.lax.custom_linear_solve(on_parts, rest, solve, symmetric=True)
