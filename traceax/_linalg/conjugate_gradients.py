@@ -141,10 +141,9 @@ def projected(
 ) -> Projection:
     """Project A + shift I on a Krylov space that has its next block, given the eigenvalues
     and eigenvectors of T."""
-    basis, tall = space.extended, space.tall
-    scale = jnp.maximum(largest_modulus(tall), jnp.abs(shift))
-    tall = jnp.where(space.filled[None, :], over(tall, scale), 0)
-    return Projection(basis, tall, over(theta, scale), vectors, shift / scale, scale)
+    unit = jnp.maximum(largest_modulus(space.tall), jnp.abs(shift))
+    tall = jnp.where(space.filled[None, :], over(space.tall, unit), 0)
+    return Projection(space.extended, tall, over(theta, unit), vectors, shift / unit, unit)
 
 
 def preconditioner_of(known: Projection) -> Preconditioner:

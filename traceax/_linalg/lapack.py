@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Float, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact, PyTree
 
-from traceax._linalg.columns import largest_modulus, times
+from traceax._linalg.columns import Number, Square, largest_modulus, times
 
 Decomposition = Callable[[Any], Any]
 
@@ -100,9 +100,7 @@ def cholesky_if_definite(matrix: Inexact[Array, "n n"]) -> tuple[Array, Bool[Arr
     return factor, jax.lax.cond(exists, lambda: jnp.array(False), is_singular)
 
 
-def eigh_above(
-    matrix: Inexact[Array, "k k"], bound: Float[Array, ""]
-) -> tuple[Array, Array, Array]:
+def eigh_above(matrix: Square, bound: Number) -> tuple[Array, Array, Array]:
     """Decompose a matrix whose eigenvalues should be at least `bound`.
 
     Return its eigenvalues, its eigenvectors, and how far rounding may have moved each
@@ -117,7 +115,7 @@ def eigh_above(
 
 
 @one_by_one
-def _eigh_semidefinite(shifted: Inexact[Array, "k k"]) -> tuple[Array, Array, Array]:
+def _eigh_semidefinite(shifted: Square) -> tuple[Array, Array, Array]:
     """Decompose a matrix that should be positive semidefinite.
 
     Return its eigenvalues, its eigenvectors, and how far rounding may have moved each
