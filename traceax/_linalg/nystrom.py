@@ -51,6 +51,8 @@ NOISE = 1e-2
 
 Tall = Inexact[Array, "n m"]
 Core = Inexact[Array, "m m"]
+OfCore = Float[Array, " m"]
+Directions = Inexact[Array, "a a"]
 
 
 class Fit(NamedTuple):
@@ -87,10 +89,7 @@ class Fit(NamedTuple):
 
 
 def fit_to_cores(
-    test: Tall,
-    images: Inexact[Array, "operators n m"],
-    directions: Inexact[Array, "a a"],
-    noise: Number,
+    test: Tall, images: Inexact[Array, "_ n m"], directions: Directions, noise: Number
 ) -> Fit:
     """Make the approximation of A, and of I if that is a second operator, in one batch.
 
@@ -124,22 +123,16 @@ def fit_to_cores(
     shift = jnp.where(is_wrong, jnp.nan, jnp.maximum(noise, depth[0]))
     ridge = shift * (traces / jnp.maximum(traces[0], shift))
     shifts = jnp.maximum(ridge, depth).at[0].set(shift)
-    each = jax.vmap(fit, in_axes=(0, 0, 0, None, 0, 0))
-    return each(values, vectors, images, directions, shifts, skew)
+    each = jax.vmap(fit, in_axes=(0, 0, 0, None, 0))
+    fits = each(values, vectors, images, directions, shifts)
+    return jax.vmap(_with_noise)(fits, values, vectors, skew)
 
 
 def fit(
-    values: Float[Array, " m"],
-    vectors: Core,
-    images: Tall,
-    directions: Inexact[Array, "a a"],
-    shift: Number,
-    skew: Core | None = None,
+    values: OfCore, vectors: Core, images: Tall, directions: Directions, shift: Number
 ) -> Fit:
-    """Make the approximation from the eigenvalues and eigenvectors of the core.
-
-    `skew` is the asymmetry of the core; without it there is no noise.
-    """
+    """Make the approximation, without noise, from the eigenvalues and eigenvectors of the
+    core."""
     again = directions.shape[0]
     k = values.size - again
     half = over(vectors, jnp.sqrt(jnp.maximum(values + shift, shift / 2))[None, :])
@@ -154,19 +147,23 @@ def fit(
     squares = 1 / column_norms_squared(g)
     residuals = times(squares[None, :], g)
     removed = jnp.stack([v.T, times(jnp.sqrt(squares)[:, None], g.T)], axis=-1)
-    noise = jnp.zeros_like(shift)
-    if skew is not None:
-        # The core has the noise (S* E + E* S)/2, and its asymmetry S* E - E* S is as large,
-        # entry by entry, in its eigenvectors, too. There a trace of A<S> changes by
-        # |F_a|^2/theta_a for a change of theta_a, and remainder j by x_j x_j*,
-        # x_j = H^{-1} e_j/(H^{-1})_jj.
-        skew = dot(vectors.conj().T, skew, vectors)
-        theta = jnp.maximum(values, 0) + shift
-        rates = jnp.sqrt(diagonal_of(gram).real / theta)
-        x = over(residuals, jnp.sqrt(theta)[:, None])
-        weights = rates[:, None] * rates[None, :] + jnp.abs(dot(x, x.conj().T)) / k
-        noise = frobenius_norm(weights * jnp.abs(skew)) / 2
-    return Fit(left, gram, removed, residuals, squares, shift, noise)
+    return Fit(left, gram, removed, residuals, squares, shift, jnp.zeros_like(shift))
+
+
+def _with_noise(fit: Fit, values: OfCore, vectors: Core, skew: Core) -> Fit:
+    """Add the noise of matvecs, which the asymmetry `skew` of the core shows.
+
+    The core has the noise (S* E + E* S)/2, and its asymmetry S* E - E* S is as large, entry
+    by entry, in its eigenvectors, too. There a trace of A<S> changes by |F_a|^2/theta_a for
+    a change of theta_a, and remainder j by x_j x_j*, x_j = H^{-1} e_j/(H^{-1})_jj.
+    """
+    skew = dot(vectors.conj().T, skew, vectors)
+    theta = jnp.maximum(values, 0) + fit.shift
+    rates = jnp.sqrt(diagonal_of(fit.gram).real / theta)
+    x = over(fit.residuals, jnp.sqrt(theta)[:, None])
+    tested = jnp.abs(dot(x, x.conj().T)) / fit.squares.size
+    weights = rates[:, None] * rates[None, :] + tested
+    return fit._replace(noise=frobenius_norm(weights * jnp.abs(skew)) / 2)
 
 
 class WithoutPairs(NamedTuple):
