@@ -340,7 +340,7 @@ def value_and_error(
     The third result are weights of the samples, 1 unless the forms of `near` are better.
     """
     (n, k), both = known.block.shape, known.fits(known.test)
-    without = jax.vmap(lambda fit: (fit.traces, fit.remainders))
+    without = jax.vmap(lambda fit: (fit.traces, fit.squares - fit.shift))
     (traces, ranks), (remainders, lengths) = without(both)
     factors = (n - ranks) / lengths if resphere else jnp.ones(k, traces.dtype)
     samples, weights = traces + factors * remainders, jnp.ones(k, factors.dtype)

@@ -82,11 +82,6 @@ class Fit(NamedTuple):
         removed = column_dots(self.columns, dot(self.gram, self.columns)).real
         return trace_of(self.gram).real - jnp.sum(removed.reshape(-1, 2), axis=1)
 
-    @property
-    def remainders(self) -> OfProbes:
-        """The remainders w_j* (A - A<S_-j>) w_j, by (2)."""
-        return self.squares - self.shift
-
 
 def fit_to_cores(
     test: Tall, images: Inexact[Array, "_ n m"], directions: Directions, noise: Number
