@@ -36,6 +36,11 @@ def promoted(*arrays: Array) -> tuple[Array, ...]:
     return tuple(array.astype(dtype) for array in arrays)
 
 
+def eps_of(x: Array) -> float:
+    """Return the unit roundoff of an array's dtype."""
+    return float(jnp.finfo(x.dtype).eps)
+
+
 def times(a: Inexact[Array, ...], b: Inexact[Array, ...]) -> Inexact[Array, ...]:
     """Multiply two arrays of any two dtypes, entry by entry."""
     return jnp.multiply(*promoted(a, b))

@@ -44,6 +44,7 @@ from traceax._linalg.columns import (
     column_norms_squared,
     diagonal_of,
     dot,
+    eps_of,
     largest_modulus,
     largest_of_rows,
     mean,
@@ -370,7 +371,7 @@ def slopes_of_others(x: OfProbes, y: OfProbes, *, floor: Float[Array, ""]) -> Of
     squares, means = sums_of_others(squared_modulus(x)), sums_of_others(x) / others
     about_mean = squares - others * squared_modulus(means)
     # Where they are all alike but for rounding, in this sum or in x itself.
-    grain = 1e3 * float(jnp.finfo(floor.dtype).eps) * squares + 16 * floor
+    grain = 1e3 * eps_of(floor) * squares + 16 * floor
     known = (about_mean > grain) & (others >= FEWEST_OTHERS)
     # y - mean(y) sums to zero over all, so to -y_i over the others.
     cross = sums_of_others(x.conj() * y) + means.conj() * y

@@ -65,6 +65,7 @@ from traceax._linalg.columns import (
     OfProbes,
     column_norms_squared,
     dot,
+    eps_of,
     largest_modulus,
     over,
     positive,
@@ -181,7 +182,6 @@ def _advance(differentiable: bool, j: Array, state: _State, product: Array) -> t
     fills the diagonal of T.
     """
     basis, q, previous, beta, scale, skew = state
-    eps = float(jnp.finfo(q.dtype).eps)
     alpha = dot(q.conj(), product).real
     scale = jnp.maximum(scale, jax.lax.stop_gradient(jnp.abs(alpha)))
     residual = product - times(alpha, q) - times(beta, previous)
@@ -193,10 +193,10 @@ def _advance(differentiable: bool, j: Array, state: _State, product: Array) -> t
     size = norm(residual)
     # A coupling that was made up causes rounding, but is not part of the scale of A.
     held, known = jax.lax.stop_gradient((size, jnp.maximum(scale, beta)))
-    alive = held > 10 * eps * q.size**0.5 * known
+    alive = held > 10 * eps_of(q) * q.size**0.5 * known
     scale = jnp.where(alive, jnp.maximum(scale, held), scale)
     if differentiable and basis is not None:
-        added = times(eps**0.5 * positive(scale), _new_direction(basis, j))
+        added = times(eps_of(q) ** 0.5 * positive(scale), _new_direction(basis, j))
         residual = jnp.where(alive, residual, residual + jax.lax.stop_gradient(added))
         size = norm(residual)
         alive = size > 0  # false only if the basis spans the whole space
@@ -307,7 +307,7 @@ def block_krylov(
     next block, too, from the last residual.
     """
     n, width = block.shape
-    rank, eps = depth * width, float(jnp.finfo(block.dtype).eps)
+    rank, eps = depth * width, eps_of(block)
 
     def step(carry: tuple, place: Array) -> tuple[tuple, None]:
         (basis, projection, residual, shown), (here, before) = carry, place
@@ -377,8 +377,8 @@ def next_block(basis: Inexact[Array, "n r"], residual: Residual) -> tuple[Panel,
     noise = positive(noise)[None, :]
     block = over(block, noise)
     sizes, right = approximate_svd(block)
-    eps = float(jnp.finfo(sizes.dtype).eps)
-    sizes = jnp.where(sizes > jnp.maximum(1, ROUNDINGS * eps * sizes[0]), sizes, 0)
+    least = jnp.maximum(1, ROUNDINGS * eps_of(sizes) * sizes[0])
+    sizes = jnp.where(sizes > least, sizes, 0)
     tall = dot(block, over(right.conj().T, jnp.where(sizes > 0, sizes, jnp.inf)[None, :]))
     tall = tall - dot(basis, dot(basis.conj().T, tall))
     root, inverse = square_roots(dot(tall.conj().T, tall))
@@ -421,7 +421,7 @@ class Frame(NamedTuple):
         each column has its own unit. The columns may differ by orders of magnitude. In
         other coordinates all columns have one unit.
         """
-        eps, image = float(jnp.finfo(block.dtype).eps), dot(self.square, block)
+        eps, image = eps_of(block), dot(self.square, block)
         lengths = jnp.sqrt(column_norms_squared(image))
         if self.axes is None:
             noise = eps**0.5 * jnp.max(lengths) + 100 * eps * len(block) ** 0.5
@@ -450,7 +450,7 @@ def frame_of(
     w_i, and it turns the eigenvectors V. So T itself is applied, and the frame is V Q. The
     orthonormal Q of the QR decomposition of V* T V turns V back to eigenvectors of A.
     """
-    scale, eps = largest_modulus(projection), float(jnp.finfo(projection.dtype).eps)
+    scale, eps = largest_modulus(projection), eps_of(projection)
     square = over(projection, scale)
     noise = ROUNDINGS * eps + (0.0 if asymmetry is None else asymmetry) / scale
     plain = Frame(None, square, noise)
@@ -529,8 +529,7 @@ def complements(
     `tests/linalg/test_left_out.py` compares with such spaces.
     """
     r, k = len(filled), starts.shape[0]
-    depth, dtype = r // k, starts.real.dtype
-    eps = float(jnp.finfo(dtype).eps)
+    depth, dtype, eps = r // k, starts.real.dtype, eps_of(starts)
     capacity = depth + k  # N_i has more than q columns only if ranks are exhausted
     # Second versions come first, and then all spaces as they are.
     twins = min(TWINS, k - kept)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Inexact, PyTree
 
-from traceax._linalg.columns import Number, Square, largest_modulus, times
+from traceax._linalg.columns import Number, Square, eps_of, largest_modulus, times
 
 Decomposition = Callable[[Any], Any]
 
@@ -126,7 +126,7 @@ def _eigh_semidefinite(shifted: Square) -> tuple[Array, Array, Array]:
     lose again. So even the smallest ones are moved by much less than by `eigh`, to which a
     matrix is left that has no Cholesky factor even so.
     """
-    eps = float(jnp.finfo(shifted.dtype).eps)
+    eps = eps_of(shifted)
     identity = jnp.eye(len(shifted), dtype=shifted.dtype)
     lift = 10 * eps * jnp.sum(jnp.abs(jnp.diagonal(shifted)))
     plain, lifted = (

@@ -36,6 +36,7 @@ from traceax._linalg.columns import (
     diagonal_of,
     dot,
     einsum,
+    eps_of,
     frobenius_norm,
     over,
     positive,
@@ -199,11 +200,9 @@ def left_out_in_pairs(fit: Fit) -> WithoutPairs:
     matrices = unit - dot(jnp.swapaxes(c, 2, 3).conj(), c)
     first, last = matrices[..., 0, 0].real, matrices[..., 1, 1].real
     corner = matrices[..., 1, 0]
-    eps = float(jnp.finfo(first.dtype).eps)
-    known = first > 1e3 * eps
-    above = jnp.where(known, 1 / jnp.where(known, first, 1), 0)
+    above = 1 / jnp.where(first > 1e3 * eps_of(first), first, jnp.inf)
     ratio = times(above, corner)
-    below = 1 / jnp.maximum(last - above * squared_modulus(corner), eps)
+    below = 1 / jnp.maximum(last - above * squared_modulus(corner), eps_of(first))
     off = -times(below, ratio)
     outer = above + squared_modulus(ratio) * below
     entries = jnp.stack(promoted(outer, off.conj(), off, below), axis=-1)
