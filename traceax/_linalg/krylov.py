@@ -132,13 +132,12 @@ def lanczos(
     """
 
     def step(state: _State, j: Array) -> tuple[_State, tuple[Array, ...]]:
-        basis, q, previous, beta, scale, skew = state
+        basis, q, *rest = state
         if basis is not None:
             basis = _updated(basis, q[:, None], (0, j, 0))
         # A stored matrix multiplies the columns of a block in half the time of its rows.
         product = linear_map(q.T).T
-        state = basis, q, previous, beta, scale, skew
-        return jax.vmap(partial(_advance, differentiable, j))(state, product)
+        return jax.vmap(partial(_advance, differentiable, j))((basis, q, *rest), product)
 
     count, n = starts.shape
     length = jax.vmap(norm)(starts)
@@ -147,9 +146,8 @@ def lanczos(
     basis = jnp.zeros((count, num_steps, n), q.dtype) if keeps_basis else None
     none = jnp.zeros_like(length)
     start = basis, q, q, none, none, none  # the first predecessor is multiplied by zero
-    (basis, new, _, below, scale, skew), outputs = jax.lax.scan(
-        step, start, jnp.asarray(np.arange(num_steps))
-    )
+    steps = jnp.asarray(np.arange(num_steps))
+    (basis, new, _, below, scale, skew), outputs = jax.lax.scan(step, start, steps)
     entries, rows = (jnp.moveaxis(x, 0, 1) for x in outputs)
     alphas, betas = entries[:, :, 0], entries[:, :, 1]
     # Columns of zeros follow a residual that is zero.
