@@ -149,9 +149,7 @@ def block_arnoldi(
         return times(1 - share, pair[0]) + times(share, pair[1])
 
     value = mixed(mean(samples), share)
-    error, gap = (
-        jnp.where(share == 0, part[0], mixed(part, share)) for part in (errors, gaps)
-    )
+    error, gap = (jnp.where(share == 0, x[0], mixed(x, share)) for x in (errors, gaps))
     weights = mixed(jnp.mean(weights[:, 0], axis=1)[:, None], share[:, None])
     matrices = mixed(matrices[:, None], share[:, None, None])
     pairs = ArnoldiPairs(space.basis, modes, matrices, real)
@@ -190,11 +188,9 @@ def _mode_weights(
     after = einsum("mr,krp->kpm", left, spaces.sides)
     before = einsum("krp,rm->kpm", spaces.sides.conj(), right)
     total = jnp.sum(left.T * jnp.where(spaces.inside[:, None], right, 0), axis=0)
-    inside = total[None, :] + jnp.sum(
-        times(spaces.signs[None, :, None], after * before), axis=1
-    )
+    changed = jnp.sum(times(spaces.signs[None, :, None], after * before), axis=1)
     plain = dot(left, starts.T).T * dot(starts.conj(), right)
-    return jnp.stack([plain, inside]), before, after
+    return jnp.stack([plain, total[None, :] + changed]), before, after
 
 
 def _samples(
@@ -223,12 +219,7 @@ def _samples(
 
 
 def coloured_arnoldi(
-    subject: MatrixFunction,
-    probes: ColouredProbes,
-    *,
-    depth: int,
-    design: Any,
-    real: bool,
+    subject: MatrixFunction, probes: ColouredProbes, *, depth: int, design: Any, real: bool
 ) -> Outcome:
     """Estimate tr f(A) by an Arnoldi process of `depth` steps for each coloured probe."""
     count = design.num_probes
@@ -262,12 +253,8 @@ def coloured_arnoldi(
         # What f(A) adds to the diagonal along the probes of some colours, and again.
         known = jnp.where(modes.inverse[..., None] == 0, 0, values[:, 0])
         chosen = jnp.concatenate([probes.chosen, jnp.arange(count, len(basis))])
-        inner = einsum(
-            "Nam,Nmp,Nm->Npa",
-            modes.vectors[chosen],
-            known[chosen],
-            modes.inverse[chosen],
-        )
+        factors = (x[chosen] for x in (modes.vectors, known, modes.inverse))
+        inner = einsum("Nam,Nmp,Nm->Npa", *factors)
         images = einsum("Nna,Npa->Npn", basis[chosen].astype(inner.dtype), inner)
         images = images * block.T[chosen].conj()[:, None].astype(images.dtype)
         once, again = jnp.split(images.real if real else images, 2)
