@@ -152,7 +152,7 @@ def block_arnoldi(
     error, gap = (jnp.where(share == 0, x[0], mixed(x, share)) for x in (errors, gaps))
     weights = mixed(jnp.mean(weights[:, 0], axis=1)[:, None], share[:, None])
     matrices = mixed(matrices[:, None], share[:, None, None])
-    pairs = ArnoldiPairs(space.basis, modes, matrices, real)
+    pairs = ArnoldiPairs(space.basis, modes, real, matrices)
     readout = Nodes(modes.nodes[None, None], weights[None, None], pairs)
     return Outcome(value, error, readout, quadrature_error=gap)
 
@@ -232,9 +232,9 @@ def coloured_arnoldi(
 
     basis, levels, lengths = jax.vmap(run)(block.T)
     modes = jax.vmap(partial(_modes, rank=1))(levels)
-    lengths = lengths.astype(modes.nodes.dtype)[:, None, None]
-    inverse = lengths * modes.inverse[..., 0]
-    weights = inverse * lengths.conj() * modes.vectors[:, :, 0]
+    lengths = lengths.astype(modes.nodes.dtype)[:, None, None, None]
+    inverse = lengths * modes.inverse
+    weights = (inverse * lengths.conj())[..., 0] * modes.vectors[:, :, 0]
     weights = jnp.where(jnp.any(jnp.isnan(levels)), jnp.nan, weights)
     values = at_nodes(subject.fn, modes.nodes)
     modes = Modes(modes.nodes[:, 0], modes.vectors[:, 0], inverse[:, 0])
@@ -251,9 +251,9 @@ def coloured_arnoldi(
         error = design.mean_and_error(samples, rounding)[1]
     else:
         # What f(A) adds to the diagonal along the probes of some colours, and again.
-        known = jnp.where(modes.inverse[..., None] == 0, 0, values[:, 0])
+        known = jnp.where(modes.inverse == 0, 0, values[:, 0])
         chosen = jnp.concatenate([probes.chosen, jnp.arange(count, len(basis))])
-        factors = (x[chosen] for x in (modes.vectors, known, modes.inverse))
+        factors = (x[chosen] for x in (modes.vectors, known, modes.inverse[..., 0]))
         inner = einsum("Nam,Nmp,Nm->Npa", *factors)
         images = einsum("Nna,Npa->Npn", basis[chosen].astype(inner.dtype), inner)
         images = images * block.T[chosen].conj()[:, None].astype(images.dtype)
@@ -264,7 +264,7 @@ def coloured_arnoldi(
 
     weights = weights[0].reshape(1, 1, 1, -1) / count
     modes = Modes(*(x[:count] for x in modes))
-    pairs = ColouredPairs(basis[:count], probes.first, modes, real)
+    pairs = ColouredPairs(basis[:count], modes, real, probes.first)
     readout = Nodes(modes.nodes.reshape(1, 1, -1), weights, pairs)
     return Outcome(mean(samples), jnp.hypot(error, gap), readout, quadrature_error=gap)
 
@@ -278,39 +278,42 @@ class ColouredProbes(NamedTuple):
     chosen: Int[Array, " t"]
 
 
-class ColouredPairs(eqx.Module):
-    """The derivative d tr f(A) = mean over probes of w_i* dA f'(A) w_i."""
+class Pairs(eqx.Module):
+    """The right vectors of the derivative, f'(A) Z[:, :r] ~ Z f'(H)[:, :r] of one basis Z
+    or of several."""
 
-    basis: Inexact[Array, "N n m"]
-    probes: Inexact[Array, "n N"]
+    basis: Inexact[Array, "*N n m"]
     modes: Modes
     real: bool = eqx.field(static=True)
 
-    def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
+    def right(self, subject: MatrixFunction) -> Inexact[Array, "p *N r n"]:
         modes = with_own_jvp(self.modes, refuse_second, subject.linear_map)
         slopes = at_nodes(Slope(subject.fn), modes.nodes).astype(modes.nodes.dtype)
-        inside = einsum("Nam,Nmp,Nm->pNa", modes.vectors, slopes, modes.inverse)
+        how = "...am,...mp,...mr->p...ar"
+        inside = einsum(how, modes.vectors, slopes, modes.inverse)
         inside = inside.real if self.real else inside
-        right = einsum("Nna,pNa->pNn", self.basis.astype(inside.dtype), inside)
+        return einsum("...na,p...ar->p...rn", self.basis.astype(inside.dtype), inside)
+
+
+class ColouredPairs(Pairs):
+    """The derivative d tr f(A) = mean over probes of w_i* dA f'(A) w_i."""
+
+    probes: Inexact[Array, "n N"]
+
+    def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
+        right = self.right(subject)[:, :, 0]
         left = self.probes.T.conj().astype(right.dtype) / len(self.basis)
         return jnp.sum(left[None] * direction.images(right), axis=(1, 2))
 
 
-class ArnoldiPairs(eqx.Module):
+class ArnoldiPairs(Pairs):
     """The derivative d tr f(A), by f(A) ~ Z f(H) Z*. Each value of f has its own M."""
 
-    basis: Inexact[Array, "n m"]
-    modes: Modes
     matrices: Inexact[Array, "p r r"]
-    real: bool = eqx.field(static=True)
 
     def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
         """Return tr(M Z_r* dA Z f'(H)[:, :r])."""
-        modes = with_own_jvp(self.modes, refuse_second, subject.linear_map)
-        slopes = jax.vmap(Slope(subject.fn))(modes.nodes).astype(modes.nodes.dtype)
-        inside = einsum("ma,ap,ar->pmr", modes.vectors, slopes, modes.inverse)
-        inside = inside.real if self.real else inside
-        right = einsum("nm,pmr->prn", self.basis.astype(inside.dtype), inside)
+        right = self.right(subject)
         copies = len(right) // len(self.matrices)
         matrices = jnp.repeat(self.matrices, copies, axis=0).astype(right.dtype)
         rows = self.basis[:, : matrices.shape[1]].conj().astype(right.dtype)
