@@ -136,9 +136,12 @@ def block_arnoldi(
     spread = jackknife.shared_error(samples[1], rounding[1])
     modes = Modes(*(x[0] for x in modes))
     if resphered and k > 1:
-        scale = largest_of_rows(values[0])
-        theory = _error_by_theory(before[0], after[0], over(values[0], scale[:, None]))
-        spread = jnp.maximum(spread, scale * theory)
+        # What theory makes of the part of f(A) on the N_i, as for Hermitian A.
+        scale, sides = largest_of_rows(values[0]), (before[0], after[0])
+        forms = forms_on_complements(*sides, over(values[0], scale[:, None]))[1]
+        lengths = jnp.abs(jnp.sum(before[0, :, -1] * after[0, :, -1], axis=-1))
+        square = squared_norm_on_complements(forms, lengths)
+        spread = jnp.maximum(spread, scale * jnp.sqrt(2 * square / k))
     errors = jnp.hypot(jnp.stack([error, spread]), gaps)
 
     # The mean of both, in which the e_i have a share. It is zero if no variance is known.
@@ -155,18 +158,6 @@ def block_arnoldi(
     pairs = ArnoldiPairs(space.basis, modes, real, matrices)
     readout = Nodes(modes.nodes[None, None], weights[None, None], pairs)
     return Outcome(value, error, readout, quadrature_error=gap)
-
-
-def _error_by_theory(
-    before: Inexact[Array, "k s m"],
-    after: Inexact[Array, "k s m"],
-    values: Inexact[Array, "v m"],
-) -> Float[Array, " v"]:
-    """Return what theory makes of the part of f(A) on the N_i, as for Hermitian A. The
-    arguments are those of `forms_on_complements`."""
-    forms = forms_on_complements(before, after, values)[1]
-    lengths = jnp.abs(jnp.sum(before[:, -1] * after[:, -1], axis=-1))
-    return jnp.sqrt(2 * squared_norm_on_complements(forms, lengths) / len(before))
 
 
 def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
