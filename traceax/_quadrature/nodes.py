@@ -100,7 +100,12 @@ SlopePairs = Callable[[MatrixFunction, Direction], Values]
 """The sum over all pairs of l^T dA r, for each of the p values of f."""
 
 
-EveryNode = Float[Array, "*N m"]
+EveryNode = Inexact[Array, "*N m"]
+AtNodes = Inexact[Array, "*N m p"]
+Bases = Inexact[Array, "N s n"]
+Soft = Float[Array, "N p"]  # the softenings
+Vectors = Inexact[Array, "2 p N count n"]  # g1(A) v, and g2(A) v
+OnBasis = Inexact[Array, "3 p N s count"]  # one of both, for the three kinds of pairs
 
 
 class Nodes(eqx.Module):
@@ -258,7 +263,7 @@ def weighted_sum(
     return summed(times(weights, jnp.where(weights == 0, 0, values)))
 
 
-def at_nodes(fn: Flat, nodes: Inexact[Array, "*N m"]) -> Inexact[Array, "*N m p"]:
+def at_nodes(fn: Flat, nodes: EveryNode) -> AtNodes:
     """Return all values of f at each node of any number of quadratures."""
     values = jax.vmap(fn)(jnp.ravel(nodes))
     return values.reshape(*nodes.shape, *values.shape[1:])
@@ -266,7 +271,7 @@ def at_nodes(fn: Flat, nodes: Inexact[Array, "*N m"]) -> Inexact[Array, "*N m p"
 
 def in_domain(
     fn: Flat, nodes: EveryNode, near: EveryNode, may_move: Bool[Array, "*N m"]
-) -> tuple[EveryNode, Inexact[Array, "*N m p"], Bool[Array, "*N m"]]:
+) -> tuple[EveryNode, AtNodes, Bool[Array, "*N m"]]:
     """Return the nodes, f at them, and which nodes have moved.
 
     Rounding may move a node to where f is undefined. If it `may_move`, such a node moves to
@@ -277,10 +282,7 @@ def in_domain(
 
 
 def slopes_at(
-    fn: Flat,
-    nodes: Inexact[Array, "*N m"],
-    step: Float[Array, "*N _"],
-    changes: Inexact[Array, "*N m p"] | None = None,
+    fn: Flat, nodes: EveryNode, step: Float[Array, "*N _"], changes: AtNodes | None = None
 ) -> Float[Array, "*N m p"]:
     """Return |f'| at the nodes, which multiplies their noise.
 
@@ -326,7 +328,7 @@ class SplitRule(eqx.Module):
     place slopes of unresolved kernels were off by factors of hundreds.)
     """
 
-    basis: Inexact[Array, "N s n"]
+    basis: Bases
     eigen: Eigen
     coefficients: Inexact[Array, "N count count"]
     num_steps: int = eqx.field(static=True)
@@ -351,8 +353,7 @@ class SplitRule(eqx.Module):
         soft = jax.vmap(partial(softening, subject.fn))(self.eigen.values)
         soft = jax.lax.stop_gradient(soft)
         count, m = self.coefficients.shape[1], self.eigen.values.shape[1]
-        basis = self.basis[:, :m]
-        vectors = _vectors(subject.fn, soft, basis, self.eigen, count=count)
+        vectors = _vectors(subject.fn, soft, self.basis[:, :m], self.eigen, None, count)
         again = eqx.Partial(self._by_recurrence, soft, vectors)
         vectors = with_own_jvp(vectors, again, subject)
         if self.radau is not None:
@@ -364,13 +365,7 @@ class SplitRule(eqx.Module):
         left = einsum("Nab,pNbn->pNan", coefficients, left.conj())
         return jnp.sum(left * direction.images(right), axis=(1, 2, 3))
 
-    def _mixed(
-        self,
-        fn: Flat,
-        direction: Direction,
-        soft: Float[Array, "N p"],
-        moved: Inexact[Array, "2 p N count n"],
-    ) -> Values:
+    def _mixed(self, fn: Flat, direction: Direction, soft: Soft, moved: Vectors) -> Values:
         """Return the derivative of the mixture.
 
         Few right vectors go through dA themselves. If they are more than the basis has
@@ -381,28 +376,21 @@ class SplitRule(eqx.Module):
         matters for second derivatives only, where it is the change of all vectors."""
         shares, left, right = self._pairs_on_basis(fn, soft)
         size, count = self.basis.shape[1], self.coefficients.shape[1]
-        numbers = self.coefficients, self.basis, shares
-        coefficients, basis, shares = (x.astype(left.dtype) for x in numbers)
+        shares, forms, basis, left = promoted(shares, self.coefficients, self.basis, left)
         if 3 * count < size:
             vectors = einsum("ljpNsa,Nsn->ljpNan", jnp.stack([left, right]), basis)
             left, right = vectors + moved[:, None]
             images = direction.images(right)
-            return einsum(
-                "jp,Nab,jpNbn,jpNan->p", shares, coefficients, left.conj(), images
-            )
-        kernel = einsum(
-            "jp,jpNsa,Nab,jpNtb->pNst", shares, right, coefficients, left.conj()
-        )
+            return einsum("jp,Nab,jpNbn,jpNan->p", shares, forms, left.conj(), images)
+        kernel = einsum("jp,jpNsa,Nab,jpNtb->pNst", shares, right, forms, left.conj())
         images = direction.images(self.basis).astype(basis.dtype)
         value = einsum("pNst,Ntn,Nsn->p", kernel, basis.conj(), images)
         # The pairs of Gauss's rule come first, and dA is Hermitian.
         before, after = (einsum("pNsa,Nsn->pNan", x[0], images) for x in (left, right))
-        value = value + einsum("Nab,pNbn,pNan->p", coefficients, moved[0].conj(), after)
-        return value + einsum("Nab,pNbn,pNan->p", coefficients, before.conj(), moved[1])
+        value = value + einsum("Nab,pNbn,pNan->p", forms, moved[0].conj(), after)
+        return value + einsum("Nab,pNbn,pNan->p", forms, before.conj(), moved[1])
 
-    def _pairs_on_basis(
-        self, fn: Flat, soft: Float[Array, "N p"]
-    ) -> tuple[Array, Inexact[Array, "3 p N s count"], Inexact[Array, "3 p N s count"]]:
+    def _pairs_on_basis(self, fn: Flat, soft: Soft) -> tuple[Array, OnBasis, OnBasis]:
         """Return shares, and the left and right vectors in the coordinates of the basis.
 
         The first pairs are those of Gauss's rule. For Radau's, let [p; y] be a vector
@@ -445,8 +433,8 @@ class SplitRule(eqx.Module):
         return jnp.stack([share, (1 - share) / 2, (1 - share) / 2]), left, right
 
     def _by_recurrence(
-        self, soft: Array, expected: Array, subject: MatrixFunction
-    ) -> Inexact[Array, "2 p N count n"]:
+        self, soft: Soft, expected: Array, subject: MatrixFunction
+    ) -> Vectors:
         """Return g1(A) v and g2(A) v by a recurrence that is differentiable in the operator
         and in f. They are NaN if g2(A) v is far from the `expected` vectors, because then
         the derivatives would be wrong."""
@@ -456,7 +444,7 @@ class SplitRule(eqx.Module):
         krylov = lanczos(subject.linear_map, starts, steps, differentiable=True)
         eigen = jax.lax.stop_gradient(decompose(krylov.projection))
         soft = jnp.repeat(soft, len(starts) // len(soft), axis=0)
-        vectors = _vectors(subject.fn, soft, krylov.basis, eigen, krylov.projection)
+        vectors = _vectors(subject.fn, soft, krylov.basis, eigen, krylov.projection, 1)
         vectors = vectors.reshape(expected.shape)
         error = largest_modulus(jax.lax.stop_gradient(vectors[1]) - expected[1])
         is_same = error < TOLERANCE * largest_modulus(expected[1])
@@ -464,14 +452,8 @@ class SplitRule(eqx.Module):
 
 
 def _vectors(
-    fn: Flat,
-    soft: Float[Array, "N p"],
-    basis: Inexact[Array, "N m n"],
-    eigen: Eigen,
-    projection: Inexact[Array, "N m m"] | None = None,
-    *,
-    count: int = 1,
-) -> Inexact[Array, "2 p N count n"]:
+    fn: Flat, soft: Soft, basis: Bases, eigen: Eigen, projection: Array | None, count: int
+) -> Vectors:
     """Return g1(A) v and g2(A) v for the first `count` rows v of every basis. They are
     differentiable in the projection that `eigen` decomposes, if that is given."""
 
