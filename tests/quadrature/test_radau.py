@@ -50,7 +50,7 @@ def test_the_longer_projection_is_as_defined(dtype: Any, side: int) -> None:
     noise = jnp.full(len(t), eps, jnp.finfo(dtype).dtype)
     eigen = decompose(jnp.asarray(t, dtype))
     rule = radau(
-        eigen, jnp.asarray(below), jnp.asarray(node, noise.dtype), noise, side=side
+        eigen, jnp.asarray(below), noise, jnp.asarray(node, noise.dtype), side=side
     )
     close(
         np.sort(np.append(rule.values, [node] * k)), np.linalg.eigvalsh(longer), 100 * eps
@@ -104,7 +104,7 @@ def test_the_truth_lies_between_both_rules(name: str) -> None:
         space = block_krylov(lambda z: spectrum[:, None] * z, start, steps, extend=True)
         tall = space.tall
         eigen = decompose(tall[:-1])
-        rule = radau(eigen, tall[-1:], node, jnp.full(steps, 1e-15))
+        rule = radau(eigen, tall[-1:], jnp.full(steps, 1e-15), node, side=1)
         gauss = jnp.sum(eigen.vectors[0] ** 2 * fn(eigen.values))
         rise = jnp.sum(rule.vectors[0] ** 2 * (fn(rule.values) - fn(node)))
         totals += [gauss, fn(node) + rise]

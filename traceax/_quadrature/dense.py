@@ -4,6 +4,7 @@ which is applied by Lanczos' process.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +20,19 @@ from traceax._core.questions import answer
 from traceax._core.rule import with_own_jvp
 from traceax._core.vectors import Structure, flatten, unflatten
 from traceax._linalg import lapack
-from traceax._linalg.columns import dot, einsum, over, promoted, squared_modulus, times
+from traceax._linalg.columns import (
+    Number,
+    dot,
+    einsum,
+    over,
+    promoted,
+    squared_modulus,
+    times,
+)
 from traceax._linalg.krylov import FINE, lanczos
 from traceax._quadrature.scalar import Flat, Slope, jacobian_and_tangent
+
+OfNodes = Float[Array, " m"]
 
 
 class Eigen(NamedTuple):
@@ -31,23 +42,26 @@ class Eigen(NamedTuple):
     vectors: Inexact[Array, "... m m"]
 
 
+def in_one_loop(function: Callable, *batch: PyTree[Array], axes: int) -> Any:
+    """Apply a function to each member of a batch, which has so many leading axes.
+
+    A loop for each axis would compile more slowly. The members are taken one by one. A
+    single call of LAPACK for all of them would wait for threads that, on a mesh of many
+    devices, wait for that call."""
+    if axes == 0:
+        return function(*batch)
+    shape = jax.tree.leaves(batch)[0].shape[:axes]
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), batch)
+    found = jax.vmap(function)(*flat)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+
+
 def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     """Decompose a Hermitian matrix, or each one of a batch.
 
     Eigenvalues at the level of rounding become zero. So the logarithm of a singular matrix
-    is infinite, and its square root is not NaN.
-
-    The matrices of a batch are decomposed one by one. A single call of LAPACK for all of
-    them would wait for threads that, on a mesh of many devices, wait for that call."""
-    if matrix.ndim > 2:  # one loop, not one for each axis
-        *batch, m, _ = matrix.shape
-        values, vectors = jax.vmap(_decompose)(matrix.reshape(-1, m, m))
-        return Eigen(values.reshape(*batch, m), vectors.reshape(*batch, m, m))
-    return _decompose(matrix)
-
-
-def _decompose(matrix: Inexact[Array, "m m"]) -> Eigen:
-    values, vectors = lapack.eigh(matrix)
+    is infinite, and its square root is not NaN."""
+    values, vectors = in_one_loop(lapack.eigh, matrix, axes=matrix.ndim - 2)
     rounding = 4 * jnp.finfo(values.dtype).eps * largest_of(values)
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
 
@@ -62,11 +76,9 @@ def decompose_above(
     if bound is None or eps < FINE:
         eigen = decompose(matrices)
         return eigen, jnp.broadcast_to(eps * largest_of(eigen.values), eigen.values.shape)
-    *batch, m, _ = matrices.shape
-    each = jax.vmap(lapack.eigh_above, in_axes=(0, None))
-    values, vectors, grain = each(matrices.reshape(-1, m, m), bound)
-    values, grain = (x.reshape(*batch, m) for x in (values, grain))
-    return Eigen(values, vectors.reshape(*batch, m, m)), grain
+    each, axes = partial(lapack.eigh_above, bound=bound), matrices.ndim - 2
+    values, vectors, grain = in_one_loop(each, matrices, axes=axes)
+    return Eigen(values, vectors), grain
 
 
 def largest_of(values: Float[Array, "... m"]) -> Float[Array, "... 1"]:
@@ -91,16 +103,11 @@ class Radau(NamedTuple):
     values: Float[Array, "... m"]
     vectors: Inexact[Array, "... s m"]
     solved: Inexact[Array, "... m k"]
-    node: Float[Array, ""]
+    node: Float[Array, "..."]
 
 
 def radau(
-    eigen: Eigen,
-    below: Inexact[Array, "k m"],
-    node: Float[Array, ""],
-    noise: Float[Array, " m"],
-    *,
-    side: int = 1,
+    eigen: Eigen, below: Inexact[Array, "k m"], noise: OfNodes, node: Number, *, side: int
 ) -> Radau:
     """Decompose T_R, given the decomposition V diag(values) V* of T, and `below` = B E*.
 
@@ -195,7 +202,7 @@ def _columns_jvp(
     return value, moved.astype(value.dtype)
 
 
-def divided_differences(fn: Flat, points: Float[Array, " m"]) -> Inexact[Array, "m m p"]:
+def divided_differences(fn: Flat, points: OfNodes) -> Inexact[Array, "m m p"]:
     """Return f[a, b] = (f(a) - f(b)) / (a - b) for all pairs of points. If two points are
     near each other it is computed as the mean of f' between them."""
     a, b = points[:, None], points[None, :]

@@ -58,7 +58,14 @@ from traceax._linalg.columns import (
     times,
 )
 from traceax._linalg.krylov import lanczos
-from traceax._quadrature.dense import Eigen, Radau, columns, decompose, radau
+from traceax._quadrature.dense import (
+    Eigen,
+    Radau,
+    columns,
+    decompose,
+    in_one_loop,
+    radau,
+)
 from traceax._quadrature.scalar import (
     Factors,
     Flat,
@@ -189,16 +196,8 @@ class Rules(NamedTuple):
         tag, and relies on this."""
         node, fn, side = subject.node, subject.fn, subject.side
         assert node is not None
-        # One loop over all levels and projections compiles faster than two.
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (*eigen, below, noise))
-
-        def one(values: Array, vectors: Array, below: Array, noise: Array) -> tuple:
-            return radau(Eigen(values, vectors), below, node, noise, side=side)[:3]
-
-        parts = jax.vmap(one)(*flat)
-        parts = (x.reshape(*eigen.values.shape[:2], *x.shape[1:]) for x in parts)
-        values, vectors, solved = parts
-        rule = Radau(values, vectors, solved, node)
+        each = partial(radau, node=node, side=side)
+        rule = in_one_loop(each, eigen, below, noise, axes=2)
         is_bound = jnp.all(side * (eigen.values[0] - node) + reach >= 0)
         at_node = jnp.where(is_bound, fn(node), jnp.nan)
 
@@ -340,8 +339,7 @@ class SplitRule(eqx.Module):
         """The decompositions of Radau's rule at full depth."""
         if self.rules.radau is None:
             return None
-        values, vectors, solved, node = self.rules.radau
-        return Radau(values[0], vectors[0], solved[0], node)
+        return Radau(*(x[0] for x in self.rules.radau))
 
     def nodes(self) -> Nodes:
         """Return the quadrature whose pairs this rule makes."""
@@ -417,8 +415,7 @@ class SplitRule(eqx.Module):
             bottoms = none, none, 2 * beyond
             return jnp.concatenate([jnp.stack(tops), jnp.stack(bottoms)], axis=2)
 
-        axes = Radau(0, 0, 0, None)  # pyright: ignore[reportArgumentType]
-        found = jax.vmap(of_one, (0, 0, axes), 2)(soft, self.eigen, longer)
+        found = jax.vmap(of_one, out_axes=2)(soft, self.eigen, longer)
         gauss, sums, rests = found.reshape(3, 2, -1, *found.shape[2:])
         left = jnp.stack([gauss[0], sums[0], rests[0]])
         right = jnp.stack([gauss[1], rests[1], sums[1]])
