@@ -309,7 +309,7 @@ def _functions(
 ) -> Inexact[Array, "levels rules m m"]:
     """Return f(T) at all levels, on the coordinates that are kept; with a node also
     f(T_R)."""
-    values, m = spectrum.values[:, :, 0], kept.shape[1]
+    values, m = spectrum.rules.values[:, :, 0, 0], kept.shape[1]
     one, rule = jax.vmap(_function), spectrum.rules.radau
     gauss = one(kept, *spectrum.eigen, values[:, 0, :m])
     if rule is None:

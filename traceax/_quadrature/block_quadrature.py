@@ -54,6 +54,9 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.rule import Outcome
 from traceax._linalg import jackknife
 from traceax._linalg.columns import (
+    Block,
+    Number,
+    OfProbes,
     diagonal_of,
     dot,
     einsum,
@@ -77,6 +80,7 @@ from traceax._linalg.krylov import (
 )
 from traceax._quadrature.dense import (
     Eigen,
+    OfNodes,
     decompose_above,
     largest_of,
 )
@@ -96,6 +100,13 @@ from traceax._quadrature.scalar import (
     Traces,
     traces_outcome,
 )
+
+Levels = Inexact[Array, "levels m m"]
+AllValues = Inexact[Array, "levels rules p w"]
+Bound = Float[Array, "p w"]
+Errors = Float[Array, " p"]
+Sides = Inexact[Array, "k s m"]
+Forms = Inexact[Array, "v k s s"]
 
 
 class Shape(NamedTuple):
@@ -140,12 +151,12 @@ class Run(NamedTuple):
     """A block Krylov space, and the probes that it begins with."""
 
     space: BlockKrylov
-    probes: Inexact[Array, "n k"]
+    probes: Block
 
 
 def krylov_run(
     subject: MatrixFunction,
-    probes: Inexact[Array, "n k"],
+    probes: Block,
     *,
     depth: int,
     hermitian: bool = True,
@@ -170,23 +181,18 @@ def trace_from_spectrum(
     """Estimate tr f(A) from a space, and the spectrum and the complements made of it."""
     rule = quadrature(spectrum, spaces.resphered())
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
-    split = SplitRule(
-        space.extended.T[None],
-        whole,
-        rule.matrix[None],
-        max(5 * space.depth, 40),
-        spectrum.rules,
-        jnp.mean(rule.weights, axis=2, keepdims=True),
-    )
-    samples = mixture(rule.samples(spectrum.values))[0]
-    known = spectrum.values, spectrum.bounds
-    traces = Traces(mean(samples), samples, *known, split.nodes())
+    weights = jnp.mean(rule.weights, axis=2, keepdims=True)
+    parts = space.extended.T[None], whole, rule.matrix[None], max(5 * space.depth, 40)
+    split = SplitRule(*parts, spectrum.rules, weights)
+    values = spectrum.rules.values[:, :, 0]
+    samples = mixture(rule.samples(values))[0]
+    traces = Traces(mean(samples), samples, values, spectrum.bounds, split.nodes())
     return traces_outcome(subject, traces, rule.error)
 
 
 def levels_and_complements(
     space: BlockKrylov, *, subject: MatrixFunction, kept: int = 0
-) -> tuple[Inexact[Array, "levels m m"], Complements]:
+) -> tuple[Levels, Complements]:
     """Return T at all of its levels, and the complements of the S_i.
 
     The first `kept` starts are not probes. They belong to every S_i, and S_i is still
@@ -218,18 +224,11 @@ class Spectrum(NamedTuple):
     eigen: Eigen
     theta: Float[Array, "levels m"]
     noise: Float[Array, "m m"]
-    bounds: tuple[Float[Array, "p w"], Float[Array, "p w"], Float[Array, "p w"]]
+    bounds: tuple[Bound, ...]
     rules: Rules
 
-    @property
-    def values(self) -> Inexact[Array, "levels rules p w"]:
-        """The values of f at the nodes of all rules."""
-        return self.rules.values[:, :, 0]
 
-
-def spectrum_of(
-    space: BlockKrylov, levels: Inexact[Array, "levels m m"], subject: MatrixFunction
-) -> Spectrum:
+def spectrum_of(space: BlockKrylov, levels: Levels, subject: MatrixFunction) -> Spectrum:
     """Decompose all levels of T, and evaluate f at their eigenvalues.
 
     Rounding may move a node to where f is undefined, below zero for a logarithm. Such a
@@ -278,15 +277,11 @@ def spectrum_of(
         theta = Eigen(eigen.values[:, None], eigen.vectors[:, None])
         around = jnp.maximum(grain, own * largest)[:, None]
         rules = rules.with_node(subject, theta, below[:, None], around, 10 * around[0])
-        sizes, slopes, bends = (jnp.pad(x, ((0, 0), (0, 1))) for x in bounds)
-        bounds = sizes, slopes, bends
-    known = Eigen(nodes, eigen.vectors), eigen.values
-    return Spectrum(*known, noise, bounds, rules)
+        bounds = tuple(jnp.pad(x, ((0, 0), (0, 1))) for x in bounds)
+    return Spectrum(Eigen(nodes, eigen.vectors), eigen.values, noise, bounds, rules)
 
 
-def bend_at_edge(
-    fn: Flat, edge: Float[Array, ""], reach: Float[Array, ""]
-) -> Float[Array, " p"]:
+def bend_at_edge(fn: Flat, edge: Number, reach: Number) -> Float[Array, " p"]:
     """Return how far f bends away from its tangent within `reach` of the edge.
 
     The noise that T - T* shows lacks the errors that both halves of T share, which are
@@ -303,9 +298,7 @@ def bend_at_edge(
 _NEAR = 4
 
 
-def _noise(
-    space: BlockKrylov, eigen: Eigen, grain: Float[Array, " m"]
-) -> Float[Array, "m m"]:
+def _noise(space: BlockKrylov, eigen: Eigen, grain: OfNodes) -> Float[Array, "m m"]:
     """Return the standard deviations of the entries of V* T V, over the largest eigenvalue.
     `grain` is the rounding error of each eigenvalue.
 
@@ -340,20 +333,16 @@ class Quadrature(eqx.Module):
 
     vectors: Inexact[Array, "m m"]
     weights: Float[Array, "levels rules k w"]
-    sides: Inexact[Array, "k s m"]
+    sides: Sides
     matrix: Inexact[Array, "r r"]
     blur: Float[Array, "m m"]
     inside: Filled
 
-    def samples(
-        self, values: Inexact[Array, "levels rules p w"]
-    ) -> Inexact[Array, "levels rules p k"]:
+    def samples(self, values: AllValues) -> Inexact[Array, "levels rules p k"]:
         """Return all samples of the trace of a function, given its values at all nodes."""
         return weighted_sum(self.weights[:, :, None], values[..., None, :])
 
-    def error(
-        self, values: Inexact[Array, "levels rules p w"], *bounds: Float[Array, "p w"]
-    ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+    def error(self, values: AllValues, *bounds: Bound) -> tuple[Errors, Errors]:
         """Return the error of sampling and rounding, and the error of quadrature, of the
         trace of a function, given its values at the nodes and its `bounds` as in
         `Spectrum`."""
@@ -380,7 +369,7 @@ class Quadrature(eqx.Module):
             error = jnp.maximum(error, scales[1] * theory)
         return error, jackknife.error_of_rules(mean(every), share, rounding=rounding)
 
-    def _error_by_theory(self, values: Inexact[Array, "p m"]) -> Float[Array, " p"]:
+    def _error_by_theory(self, values: Inexact[Array, "p m"]) -> Errors:
         """Return what theory makes of B = (I - P_i) f(A) (I - P_i), given f at the nodes.
 
         The variance of a sample is a |B|_F^2, with a = 2 if B is real and 1 if it is
@@ -401,10 +390,8 @@ class Quadrature(eqx.Module):
 
 
 def forms_on_complements(
-    before: Inexact[Array, "k s m"],
-    after: Inexact[Array, "k s m"],
-    values: Inexact[Array, "v m"],
-) -> tuple[Inexact[Array, "v m"], Inexact[Array, "v k s s"]]:
+    before: Sides, after: Sides, values: Inexact[Array, "v m"]
+) -> tuple[Inexact[Array, "v m"], Forms]:
     """Return f less the mean of r_i* f(A) r_i / |r_i|^2, and [N_i, r_i]* f(A) [N_i, r_i] of
     what is left. The factors c_i keep a multiple of I from changing the samples.
 
@@ -420,9 +407,7 @@ def forms_on_complements(
 
 
 def squared_norm_on_complements(
-    forms: Inexact[Array, "v k s s"],
-    lengths: Float[Array, " k"],
-    beyond: Float[Array, "v k"] | float = 0.0,
+    forms: Forms, lengths: OfProbes, beyond: Float[Array, "v k"] | float = 0.0
 ) -> Float[Array, " v"]:
     """Return |B|_F^2, in which the part on N_i counts twice, as `Quadrature` needs it.
 
@@ -459,7 +444,7 @@ def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
 
 def _weights(
     spaces: Complements, vectors: Inexact[Array, "r m"]
-) -> tuple[Float[Array, "k m"], Inexact[Array, "k s m"]]:
+) -> tuple[Float[Array, "k m"], Sides]:
     """Return the diagonal of V* M_i V and [N_i, r_i]* V for every i, where V has the
     eigenvectors of one level, and `vectors` are their first coordinates."""
     sides = einsum("krp,rm->kpm", spaces.sides.conj(), vectors)
