@@ -154,17 +154,10 @@ class Run(NamedTuple):
     probes: Block
 
 
-def krylov_run(
-    subject: MatrixFunction,
-    probes: Block,
-    *,
-    depth: int,
-    hermitian: bool = True,
-    meter: Any = None,
-) -> Run:
-    """Make a block Krylov space of `depth` blocks, which a meter shows. It has the next
-    block, too, if the subject has a node."""
-    how = {"hermitian": hermitian, "meter": meter, "extend": subject.node is not None}
+def krylov_run(subject: MatrixFunction, probes: Block, *, depth: int, **how: Any) -> Run:
+    """Make a block Krylov space of `depth` blocks. It has the next block, too, if the
+    subject has a node. `how` are further arguments of `block_krylov`."""
+    how["extend"] = subject.node is not None
     return Run(block_krylov(subject.linear_map, probes, depth, **how), probes)
 
 
