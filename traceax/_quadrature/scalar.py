@@ -42,7 +42,9 @@ from traceax._core.vectors import Structure, as_result, flatten
 from traceax._linalg.columns import dot, mean, over, promoted
 
 Scalar = Inexact[Array, ""]
-Flat = Callable[[Scalar], Inexact[Array, " p"]]
+Total = Inexact[Array, " p"]
+Samples = Inexact[Array, "p k"]
+Flat = Callable[[Scalar], Total]
 
 # The jackknife needs so many samples to estimate the bias.
 FEWEST_SAMPLES = 3
@@ -223,8 +225,8 @@ class Traces(NamedTuple):
     """All traces of a run: their mean, the samples, the values of f that the standard error
     is computed from, bounds of such values, and the readout of the traces."""
 
-    total: Inexact[Array, " p"]
-    samples: Inexact[Array, "p k"]
+    total: Total
+    samples: Samples
     values: Inexact[Array, "levels rules p m"]
     bounds: tuple[Float[Array, "p m"], ...]
     readout: Readout
@@ -259,7 +261,7 @@ def traces_outcome(
 
 
 def exact_outcome(
-    combine: ScalarFunction | None, total: Inexact[Array, " p"], readout: Readout
+    combine: ScalarFunction | None, total: Total, readout: Readout
 ) -> Outcome:
     """Return exact traces, or their combination, with an error bar of zero."""
     if combine is not None:
@@ -268,7 +270,7 @@ def exact_outcome(
 
 
 def _read_combination(
-    traces: Readout, shifts: Inexact[Array, "p k"] | None, subject: MatrixFunction
+    traces: Readout, shifts: Samples | None, subject: MatrixFunction
 ) -> Inexact[Array, " q"]:
     """Read the combination of the traces of another operator or another function."""
     assert subject.combine is not None
@@ -281,9 +283,7 @@ def _real_parts(values: Inexact[Array, "..."], axis: int) -> Float[Array, "..."]
     return jnp.concatenate(parts, axis=axis)
 
 
-def _slope_of(
-    combine: ScalarFunction, total: Inexact[Array, " p"]
-) -> Inexact[Array, "q _"]:
+def _slope_of(combine: ScalarFunction, total: Total) -> Inexact[Array, "q _"]:
     """Return Dg(t), the derivatives in the real parts of t."""
 
     def of_parts(parts: Float[Array, " _"]) -> Inexact[Array, " q"]:
@@ -304,9 +304,7 @@ def _through(
     return jnp.where(undefined > 0, jnp.nan, image)
 
 
-def _unbiased(
-    combine: ScalarFunction, total: Values, shifts: Inexact[Array, "p k"] | None
-) -> Inexact[Array, " q"]:
+def _unbiased(combine: ScalarFunction, total: Total, shifts: Samples | None) -> Values:
     """Return g(t) without its bias, as the jackknife finds it from the shifts d_i."""
     value = combine(total)
     if shifts is None:
@@ -316,9 +314,7 @@ def _unbiased(
     return value + (shifts.shape[1] - 1) * mean(combine(held)[:, None] - others)
 
 
-def _shifts(
-    combine: ScalarFunction, total: Inexact[Array, " p"], samples: Inexact[Array, "p k"]
-) -> Inexact[Array, "p k"] | None:
+def _shifts(combine: ScalarFunction, total: Total, samples: Samples) -> Samples | None:
     """Return the d_i if there are enough samples. They are zero if g is undefined at some
     t_{-i}, as the log of a negative number is, because then the bias is unknown."""
     k = samples.shape[1]
