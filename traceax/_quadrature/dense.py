@@ -179,9 +179,7 @@ def columns(
 
 
 @columns.def_jvp
-def _columns_jvp(
-    primals: tuple[Flat, Array | None, Eigen], tangents: tuple[Any, Any, Any], *, count: int
-) -> tuple[Array, Array]:
+def _columns_jvp(primals: Any, tangents: Any, *, count: int) -> tuple[Array, Array]:
     fn, matrix, eigen = primals
     fn_tangent, matrix_tangent, _ = tangents
     value = columns(fn, matrix, eigen, count=count)

@@ -107,6 +107,7 @@ SlopePairs = Callable[[MatrixFunction, Direction], Values]
 """The sum over all pairs of l^T dA r, for each of the p values of f."""
 
 
+Rows = Inexact[Array, "... m"]
 EveryNode = Inexact[Array, "*N m"]
 AtNodes = Inexact[Array, "*N m p"]
 Bases = Inexact[Array, "N s n"]
@@ -211,9 +212,7 @@ class Rules(NamedTuple):
         return Rules(joined(self.nodes, rule.values, node), values, rule)
 
     def weights(
-        self,
-        gauss: Float[Array, "levels *N m"],
-        of_vectors: Callable[[Inexact[Array, "levels N s m"]], Float[Array, "levels *N m"]],
+        self, gauss: Float[Array, "levels *N m"], of_vectors: Callable[[Array], Array]
     ) -> Float[Array, "levels rules *N w"]:
         """Return the weights of all nodes, given those of Gauss's rules, and a function
         that makes weights of the vectors of Radau's rules.
@@ -235,9 +234,7 @@ def read(subject: MatrixFunction, nodes: Nodes) -> Inexact[Array, " p"]:
 
 
 @read.def_jvp
-def _read_jvp(
-    primals: tuple[MatrixFunction, Nodes], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
+def _read_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     (subject, nodes), (tangent, _) = primals, tangents
     value = read(subject, nodes)
     parts = []
@@ -254,9 +251,7 @@ def _read_jvp(
     return value, moved
 
 
-def weighted_sum(
-    weights: Inexact[Array, "... m"], values: Inexact[Array, "... m"]
-) -> Inexact[Array, "..."]:
+def weighted_sum(weights: Rows, values: Rows) -> Inexact[Array, "..."]:
     """Return the sum over nodes of weights times values. A node of weight zero does not
     count, even if its value is infinite."""
     return summed(times(weights, jnp.where(weights == 0, 0, values)))
@@ -337,9 +332,8 @@ class SplitRule(eqx.Module):
     @property
     def radau(self) -> Radau | None:
         """The decompositions of Radau's rule at full depth."""
-        if self.rules.radau is None:
-            return None
-        return Radau(*(x[0] for x in self.rules.radau))
+        rules = self.rules.radau
+        return None if rules is None else Radau(*(x[0] for x in rules))
 
     def nodes(self) -> Nodes:
         """Return the quadrature whose pairs this rule makes."""
@@ -348,8 +342,8 @@ class SplitRule(eqx.Module):
 
     def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
         """Return the sum of C_i (g1(A) v)* dA (g2(A) v)."""
-        soft = jax.vmap(partial(softening, subject.fn))(self.eigen.values)
-        soft = jax.lax.stop_gradient(soft)
+        held = frozen(subject).fn
+        soft = jax.vmap(partial(softening, held))(self.eigen.values)
         count, m = self.coefficients.shape[1], self.eigen.values.shape[1]
         vectors = _vectors(subject.fn, soft, self.basis[:, :m], self.eigen, None, count)
         again = eqx.Partial(self._by_recurrence, soft, vectors)
@@ -357,7 +351,7 @@ class SplitRule(eqx.Module):
         if self.radau is not None:
             # This is zero, but has a derivative.
             moved = vectors - jax.lax.stop_gradient(vectors)
-            return self._mixed(frozen(subject).fn, direction, soft, moved)
+            return self._mixed(held, direction, soft, moved)
         left, right = vectors
         coefficients = self.coefficients.astype(left.dtype)
         left = einsum("Nab,pNbn->pNan", coefficients, left.conj())
@@ -435,9 +429,8 @@ class SplitRule(eqx.Module):
         """Return g1(A) v and g2(A) v by a recurrence that is differentiable in the operator
         and in f. They are NaN if g2(A) v is far from the `expected` vectors, because then
         the derivatives would be wrong."""
-        starts = self.basis[:, : self.coefficients.shape[1]]
-        starts = starts.reshape(-1, starts.shape[2])
-        steps = min(self.num_steps, starts.shape[1])
+        count, n = self.coefficients.shape[1], self.basis.shape[2]
+        starts, steps = self.basis[:, :count].reshape(-1, n), min(self.num_steps, n)
         krylov = lanczos(subject.linear_map, starts, steps, differentiable=True)
         eigen = jax.lax.stop_gradient(decompose(krylov.projection))
         soft = jnp.repeat(soft, len(starts) // len(soft), axis=0)
@@ -462,14 +455,12 @@ def _vectors(
     return rows.reshape(2, -1, *rows.shape[1:])
 
 
-def perturbation(matrix: Inexact[Array, "... m m"], size: float) -> Inexact[Array, "..."]:
+def perturbation(matrix: Inexact[Array, "m m"], size: float) -> Inexact[Array, "m m"]:
     """Return a random matrix of `size` times the largest entry. A nilpotent matrix has no
     basis of eigenvectors, but almost every perturbation of it has one."""
-    m = matrix.shape[-1]
+    m = len(matrix)
     noise = np.random.default_rng(m).normal(size=(m, m)) / m**0.5
-    noise = noise.reshape((1,) * (matrix.ndim - 2) + (m, m))
-    largest = jnp.max(jnp.abs(matrix), axis=(-2, -1), keepdims=True)
-    return times(size * largest, jnp.asarray(noise, matrix.dtype))
+    return times(size * jnp.max(jnp.abs(matrix)), jnp.asarray(noise, matrix.dtype))
 
 
 def refuse_second(linear_map: LinearMap) -> Any:
