@@ -161,8 +161,8 @@ def block_arnoldi(
 
 
 def _modes(levels: Inexact[Array, "levels m m"], rank: int) -> Modes:
-    """Decompose all levels of H, one by one as in `dense.decompose`. A perturbation at the
-    level of rounding makes the eigenvectors independent."""
+    """Decompose all levels of H, one by one as in `dense.in_one_loop`. A perturbation at
+    the level of rounding makes the eigenvectors independent."""
     eps = float(jnp.finfo(levels.dtype).eps)
     nodes, vectors = jax.vmap(lambda h: lapack.eig(h + perturbation(h, eps)))(levels)
     unit = jnp.eye(nodes.shape[1], rank, dtype=nodes.dtype)

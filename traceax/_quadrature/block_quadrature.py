@@ -304,11 +304,9 @@ def _noise(space: BlockKrylov, eigen: Eigen, grain: OfNodes) -> Float[Array, "m 
     neighbours.
     """
     skew = space.projection - space.projection.conj().T
-    tiny = jnp.finfo(grain.dtype).tiny
-    largest = jnp.maximum(largest_of(eigen.values[0])[0], tiny)
+    largest = jnp.maximum(largest_of(eigen.values[0])[0], jnp.finfo(grain.dtype).tiny)
     vectors = eigen.vectors[0]
-    turned = dot(vectors.conj().T, over(skew, largest), vectors)
-    squares = squared_modulus(turned) / 4
+    squares = squared_modulus(dot(vectors.conj().T, over(skew, largest), vectors)) / 4
     m = grain.size
     apart = np.abs(np.arange(m)[:, None] - np.arange(m))
     near = jnp.asarray((apart > 0) & (apart <= _NEAR), squares.dtype)
@@ -430,8 +428,7 @@ def quadrature(spectrum: Spectrum, spaces: Complements) -> Quadrature:
     weights = spectrum.rules.weights(weights, of_vectors)
     matrix, first = quadrature_matrix(spaces), vectors[0, :rank]
     pairs = squared_modulus(dot(first.conj().T, matrix, first))
-    both = jnp.where(np.eye(len(pairs), dtype=bool), 1, 2)
-    blur = both * pairs * spectrum.noise**2
+    blur = jnp.where(np.eye(len(pairs), dtype=bool), pairs, 2 * pairs) * spectrum.noise**2
     return Quadrature(vectors[0], weights, sides[0], matrix, blur, spaces.inside)
 
 

@@ -42,16 +42,15 @@ class Eigen(NamedTuple):
     vectors: Inexact[Array, "... m m"]
 
 
-def in_one_loop(function: Callable, *batch: PyTree[Array], axes: int) -> Any:
-    """Apply a function to each member of a batch, which has so many leading axes.
+def in_one_loop(function: Callable, shape: tuple[int, ...], *batch: PyTree[Array]) -> Any:
+    """Apply a function to each member of a batch of this shape, by a single `vmap`.
 
-    A loop for each axis would compile more slowly. The members are taken one by one. A
-    single call of LAPACK for all of them would wait for threads that, on a mesh of many
-    devices, wait for that call."""
-    if axes == 0:
+    So decompositions become one loop, which compiles faster than a loop for each axis. It
+    calls LAPACK for one matrix after the other. A single call for all of them would wait
+    for threads that, on a mesh of many devices, wait for that call."""
+    if not shape:
         return function(*batch)
-    shape = jax.tree.leaves(batch)[0].shape[:axes]
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), batch)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(shape) :]), batch)
     found = jax.vmap(function)(*flat)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
 
@@ -61,7 +60,7 @@ def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
 
     Eigenvalues at the level of rounding become zero. So the logarithm of a singular matrix
     is infinite, and its square root is not NaN."""
-    values, vectors = in_one_loop(lapack.eigh, matrix, axes=matrix.ndim - 2)
+    values, vectors = in_one_loop(lapack.eigh, matrix.shape[:-2], matrix)
     rounding = 4 * jnp.finfo(values.dtype).eps * largest_of(values)
     return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
 
@@ -76,8 +75,8 @@ def decompose_above(
     if bound is None or eps < FINE:
         eigen = decompose(matrices)
         return eigen, jnp.broadcast_to(eps * largest_of(eigen.values), eigen.values.shape)
-    each, axes = partial(lapack.eigh_above, bound=bound), matrices.ndim - 2
-    values, vectors, grain = in_one_loop(each, matrices, axes=axes)
+    each = partial(lapack.eigh_above, bound=bound)
+    values, vectors, grain = in_one_loop(each, matrices.shape[:-2], matrices)
     return Eigen(values, vectors), grain
 
 

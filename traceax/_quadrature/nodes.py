@@ -198,7 +198,7 @@ class Rules(NamedTuple):
         node, fn, side = subject.node, subject.fn, subject.side
         assert node is not None
         each = partial(radau, node=node, side=side)
-        rule = in_one_loop(each, eigen, below, noise, axes=2)
+        rule = in_one_loop(each, noise.shape[:2], eigen, below, noise)
         is_bound = jnp.all(side * (eigen.values[0] - node) + reach >= 0)
         at_node = jnp.where(is_bound, fn(node), jnp.nan)
 
@@ -259,8 +259,7 @@ def weighted_sum(weights: Rows, values: Rows) -> Inexact[Array, "..."]:
 
 def at_nodes(fn: Flat, nodes: EveryNode) -> AtNodes:
     """Return all values of f at each node of any number of quadratures."""
-    values = jax.vmap(fn)(jnp.ravel(nodes))
-    return values.reshape(*nodes.shape, *values.shape[1:])
+    return in_one_loop(fn, nodes.shape, nodes)
 
 
 def in_domain(
