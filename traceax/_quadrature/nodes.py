@@ -130,14 +130,14 @@ class Nodes(eqx.Module):
 
     def total(self, fn: Flat) -> Inexact[Array, " p"]:
         """Return the sum over the nodes of the weights times f."""
-        return mixture(self.totals(fn)[..., None])[0][:, 0]
+        return mixture(self.totals(fn))[0][:, 0]
 
-    def totals(self, fn: Flat) -> Inexact[Array, "levels rules p"]:
-        """Return this sum for each rule."""
+    def totals(self, fn: Flat) -> Inexact[Array, "levels rules p 1"]:
+        """Return this sum for each rule, as a single sample."""
         values = jnp.swapaxes(at_nodes(fn, self.nodes), -1, -2)
         # The Jacobian of f has several values for each value of f.
         copies = values.shape[-2] // self.weights.shape[-2]
-        return weighted_sum(jnp.repeat(self.weights, copies, axis=-2), values)
+        return weighted_sum(jnp.repeat(self.weights, copies, axis=-2), values)[..., None]
 
 
 def mixture(
@@ -310,13 +310,13 @@ class SplitRule(eqx.Module):
     the `coefficients` C_i being Hermitian matrices. The starts v are the first `count` rows
     of each basis. Second derivatives run a recurrence of `num_steps` from each start.
 
-    With `radau`, the basis has one more block, and the derivative is that of the mixture.
-    With Z for the rows of the basis and Z_b for those of the last block, the derivative of
-    T_R in the direction dA is
+    With Radau's rules, the basis has one more block, and the derivative is that of the
+    mixture. With Z for the rows of the basis and Z_b for those of the last block, the
+    derivative of T_R in the direction dA is
 
         [[dT, dB*], [dB, dB X + X* dB* - X* dT X]],    dT = Z* dA Z, dB = Z_b* dA Z,
 
-    X being `radau.solved`. Its last block is the derivative of the corner, and must not be
+    X being `Radau.solved`. Its last block is the derivative of the corner, and must not be
     replaced by Z_b* dA Z_b, which has nothing to do with the corner. (With that in its
     place slopes of unresolved kernels were off by factors of hundreds.)
     """
@@ -328,15 +328,9 @@ class SplitRule(eqx.Module):
     rules: Rules
     weights: Float[Array, "levels rules _ m"]
 
-    @property
-    def radau(self) -> Radau | None:
-        """The decompositions of Radau's rule at full depth."""
-        rules = self.rules.radau
-        return None if rules is None else Radau(*(x[0] for x in rules))
-
     def nodes(self) -> Nodes:
         """Return the quadrature whose pairs this rule makes."""
-        nodes = self.rules.nodes[: 1 if self.radau is None else None]
+        nodes = self.rules.nodes[: 1 if self.rules.radau is None else None]
         return Nodes(nodes.reshape(*nodes.shape[:2], -1), self.weights[: len(nodes)], self)
 
     def __call__(self, subject: MatrixFunction, direction: Direction) -> Values:
@@ -347,7 +341,7 @@ class SplitRule(eqx.Module):
         vectors = _vectors(subject.fn, soft, self.basis[:, :m], self.eigen, None, count)
         again = eqx.Partial(self._by_recurrence, soft, vectors)
         vectors = with_own_jvp(vectors, again, subject)
-        if self.radau is not None:
+        if self.rules.radau is not None:
             # This is zero, but has a derivative.
             moved = vectors - jax.lax.stop_gradient(vectors)
             return self._mixed(held, direction, soft, moved)
@@ -390,8 +384,8 @@ class SplitRule(eqx.Module):
             [P; Y]* dT_R [p; y] = (s'* dA q + q'* dA s) / 2,
             s = Z (p + X y),    q = Z (p - X y) + 2 Z_b y,    s', q' likewise of [P; Y].
         """
-        longer, count = self.radau, self.coefficients.shape[1]
-        assert longer is not None
+        assert self.rules.radau is not None
+        longer, count = Radau(*(x[0] for x in self.rules.radau)), self.coefficients.shape[1]
 
         def of_one(soft: Array, eigen: Eigen, longer: Radau) -> Inexact[Array, "3 pp s c"]:
             factors, rows = Factors(fn, soft), longer.vectors
@@ -412,8 +406,7 @@ class SplitRule(eqx.Module):
         gauss, sums, rests = found.reshape(3, 2, -1, *found.shape[2:])
         left = jnp.stack([gauss[0], sums[0], rests[0]])
         right = jnp.stack([gauss[1], rests[1], sums[1]])
-        both = (self.nodes().totals(f)[..., None] for f in (fn, Slope(fn)))
-        share, of_slope = (mixture(totals)[1] for totals in both)
+        share, of_slope = (mixture(self.nodes().totals(f))[1] for f in (fn, Slope(fn)))
         # If f' is singular at the node, as that of x log x is at 0, R overrates it.
         usable = (of_slope < SINGULAR) | (of_slope == 1)
         usable &= jnp.all(jnp.isfinite(left) & jnp.isfinite(right), axis=(0, 2, 3, 4))
@@ -422,11 +415,9 @@ class SplitRule(eqx.Module):
         left, right = (x.at[1:].set(jnp.where(alone, 0, x[1:])) for x in (left, right))
         return jnp.stack([share, (1 - share) / 2, (1 - share) / 2]), left, right
 
-    def _by_recurrence(
-        self, soft: Soft, expected: Array, subject: MatrixFunction
-    ) -> Vectors:
+    def _by_recurrence(self, soft: Soft, known: Array, subject: MatrixFunction) -> Vectors:
         """Return g1(A) v and g2(A) v by a recurrence that is differentiable in the operator
-        and in f. They are NaN if g2(A) v is far from the `expected` vectors, because then
+        and in f. They are NaN if g2(A) v is far from the `known` vectors, because then
         the derivatives would be wrong."""
         count, n = self.coefficients.shape[1], self.basis.shape[2]
         starts, steps = self.basis[:, :count].reshape(-1, n), min(self.num_steps, n)
@@ -434,9 +425,9 @@ class SplitRule(eqx.Module):
         eigen = jax.lax.stop_gradient(decompose(krylov.projection))
         soft = jnp.repeat(soft, len(starts) // len(soft), axis=0)
         vectors = _vectors(subject.fn, soft, krylov.basis, eigen, krylov.projection, 1)
-        vectors = vectors.reshape(expected.shape)
-        error = largest_modulus(jax.lax.stop_gradient(vectors[1]) - expected[1])
-        is_same = error < TOLERANCE * largest_modulus(expected[1])
+        vectors = vectors.reshape(known.shape)
+        error = largest_modulus(jax.lax.stop_gradient(vectors[1]) - known[1])
+        is_same = error < TOLERANCE * largest_modulus(known[1])
         return jnp.where(is_same, 1, jnp.nan) * vectors
 
 
