@@ -200,11 +200,9 @@ def _samples(
         # nearly misses all large values says nothing about that.
         crossed = jnp.abs(levels[0].imag) > 1e-3 * jnp.maximum(sizes, mean(sizes)[:, None])
         levels = jnp.where(crossed, jnp.nan, levels.real)
-    means = mean(levels)
     # Without a shorter run to compare with, the quadrature error is unknown.
-    eps = float(jnp.finfo(sizes.dtype).eps)
-    rounding = 4 * eps * mean(sizes)
-    gap = jackknife.quadrature_error(means, unresolved=True, rounding=rounding)
+    rounding = 4 * float(jnp.finfo(sizes.dtype).eps) * mean(sizes)
+    gap = jackknife.quadrature_error(mean(levels), unresolved=True, rounding=rounding)
     moved = weighted_sum(jnp.abs(weights[0])[None], moves)
     return levels[0], 4 * mean(sizes + moved), gap.astype(sizes.dtype)
 
