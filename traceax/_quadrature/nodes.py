@@ -361,7 +361,8 @@ class SplitRule(eqx.Module):
         matters for second derivatives only, where it is the change of all vectors."""
         shares, left, right = self._pairs_on_basis(fn, soft)
         size, count = self.basis.shape[1], self.coefficients.shape[1]
-        shares, forms, basis, left = promoted(shares, self.coefficients, self.basis, left)
+        numbers = shares, self.coefficients, self.basis, left, right
+        shares, forms, basis, left, right = promoted(*numbers)
         if 3 * count < size:
             vectors = einsum("ljpNsa,Nsn->ljpNan", jnp.stack([left, right]), basis)
             left, right = vectors + moved[:, None]
