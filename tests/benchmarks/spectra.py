@@ -39,7 +39,7 @@ from traceax._estimators.call import begin
 from traceax._functions.arguments import subject_of
 from traceax._functions.function_trace import block_trace
 from traceax._quadrature.block_quadrature import Shape, shape_for
-from traceax._quadrature.dense import FunctionOfOperator
+from traceax._quadrature.dense import FunctionMap
 from traceax._quadrature.scalar import scalar_function
 
 N = 600
@@ -232,7 +232,10 @@ def diagonal_row(case: Case, shape: Shape, keys: Array) -> str:
     tags = lx.positive_semidefinite_tag if np.min(case.spectrum) >= 0 else ()
     operator = lx.FunctionLinearOperator(lambda v: matrix @ v, structure, tags)
     converted, _ = scalar_function("function_diagonal", case.fn, jnp.dtype(float))
-    applied = FunctionOfOperator(operator, converted, shape.depth)
+    mapped = FunctionMap(operator, fn=converted, num_steps=shape.depth)
+    applied = lx.FunctionLinearOperator(
+        lambda v: mapped(v[:, None])[:, 0], structure, lx.symmetric_tag
+    )
 
     def one(key: Array) -> tuple[Array, ...]:
         result = tx.function_diagonal(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -152,7 +153,7 @@ class LinearMap(eqx.Module):
         """The conjugate transpose. A Hermitian operator is its own."""
         if self.is_hermitian:
             return self
-        return LinearMap(lx.conj(self.operator).transpose())
+        return replace(self, operator=lx.conj(self.operator).transpose())
 
 
 def _apply(operator: Operator, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:

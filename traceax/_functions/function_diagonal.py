@@ -51,7 +51,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
 
 from traceax._core.checks import check_samples, check_scalar
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, frozen
+from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome
 from traceax._core.vectors import as_result
 from traceax._estimators.call import Call, begin
@@ -85,7 +85,7 @@ from traceax._quadrature.block_quadrature import (
     shape_for,
     spectrum_of,
 )
-from traceax._quadrature.dense import FunctionOfOperator, columns, decompose
+from traceax._quadrature.dense import FunctionMap, columns, decompose
 from traceax._quadrature.nodes import mixture
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
@@ -201,11 +201,11 @@ def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:
 def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
     """Estimate with the probes of colours, from one Lanczos run for each probe."""
     steps, name = min(shape.depth, call.operator.in_size()), call.name
-    subject = FunctionOfOperator(call.operator, fn, steps)
+    subject = FunctionMap(call.operator, fn=fn, num_steps=steps)
     key, test_key = keys_of(call.key, 2, BLOCKS)
-    of_function = replace(call, operator=subject, key=key, num_matvecs=shape.width)
+    of_function = replace(call, key=key, num_matvecs=shape.width)
     of_function = of_function.reading(by_row(call.operator))
-    estimate = estimate_by_ratio(of_function, method=name)
+    estimate = estimate_by_ratio(of_function, name, subject=subject)
     quadrature = _quadrature_error(name, subject, test_key)
     quadrature = as_result(quadrature, call.operator.in_structure())
     on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
@@ -220,7 +220,7 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
 
 
 def _quadrature_error(
-    name: str, subject: FunctionOfOperator, key: PRNGKeyArray
+    name: str, subject: FunctionMap, key: PRNGKeyArray
 ) -> Float[Array, " n"]:
     """Estimate the quadrature error of each entry, with a few probes.
 
@@ -231,8 +231,8 @@ def _quadrature_error(
     tests = draw(name, rademacher, key, subject.operator, _TESTS)
     if subject.num_steps == 1:
         return jnp.full(tests.shape[0], jnp.inf, tests.real.dtype)
-    half = FunctionOfOperator(subject.operator, subject.fn, subject.num_steps // 2)
-    difference = LinearMap(subject)(tests) - LinearMap(half)(tests)
+    half = replace(subject, num_steps=subject.num_steps // 2)
+    difference = subject(tests) - half(tests)
     return jnp.sqrt(mean(squared_modulus(difference)))
 
 
@@ -299,9 +299,8 @@ def _read_spaces(
     weight: TwoSided, num_steps: Static, subject: MatrixFunction
 ) -> Float[Array, " n"]:
     """Read the diagonal of f(A) for another operator. Lanczos' process applies f(A)."""
-    operator = subject.linear_map.operator
-    applied = FunctionOfOperator(operator, subject.fn, num_steps.value)
-    return weight(LinearMap(applied)).real
+    operator, steps = subject.linear_map.operator, num_steps.value
+    return weight(FunctionMap(operator, fn=subject.fn, num_steps=steps)).real
 
 
 def _functions(

@@ -1,5 +1,5 @@
-"""Functions of small Hermitian matrices, by an eigendecomposition; and f(A) as an operator,
-which is applied by Lanczos' process.
+"""Functions of small Hermitian matrices, by an eigendecomposition; and f(A) as a linear
+map, which is applied by Lanczos' process.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact
 
-from traceax._core.operator import LinearMap, Operator, working_dtype
-from traceax._core.questions import answer
+from traceax._core.layout import through
+from traceax._core.operator import LinearMap, layout_tag
 from traceax._core.rule import with_own_jvp
-from traceax._core.vectors import Structure, flatten, unflatten
+from traceax._core.vectors import flatten, unflatten
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
     Number,
@@ -218,56 +217,42 @@ def divided_differences(fn: Flat, points: OfNodes) -> Inexact[Array, "m m p"]:
     return jnp.where(near[..., None], mean, secant)
 
 
-class FunctionOfOperator(Operator):
-    """f(A) as an operator, for real f and Hermitian A, by f(A) v ~ |v| Q f(T) e_1.
+class FunctionMap(LinearMap):
+    """f(A) as a linear map, for real f and Hermitian A, by f(A) v ~ |v| Q f(T) e_1.
 
     Each of its matvecs takes `num_steps` matvecs of A. Its derivative in A is that of the
     Lanczos recurrence.
     """
 
-    operator: Operator
-    fn: Flat
-    num_steps: int = eqx.field(static=True)
+    fn: Flat = eqx.field(kw_only=True)
+    num_steps: int = eqx.field(static=True, kw_only=True)
 
-    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        column = flatten(vector, working_dtype(self.operator))
-        subject = LinearMap(self.operator), self.fn, column
-        apply = partial(_apply_function, num_steps=self.num_steps)
-        value = apply(subject, differentiable=False)
-        value = with_own_jvp(value, partial(apply, differentiable=True), subject)
-        return unflatten(value, self.operator.out_structure())
+    def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        return through(self._image, block, layout_tag(self.operator))
 
-    def as_matrix(self) -> Inexact[Array, "n n"]:
-        return LinearMap(self).dense()
+    @property
+    def is_hermitian(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.floating)
 
-    def transpose(self) -> FunctionOfOperator:
-        return FunctionOfOperator(self.operator.transpose(), self.fn, self.num_steps)
+    def _image(self, column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        subject = self, self._rounded(column)
+        value = _apply_function(subject, differentiable=False)
+        again = partial(_apply_function, differentiable=True)
+        return self._rounded(with_own_jvp(value, again, subject))
 
-    def in_structure(self) -> Structure:
-        return self.operator.in_structure()
-
-    def out_structure(self) -> Structure:
-        return self.operator.out_structure()
+    def _rounded(self, column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        """Round a vector to the dtypes of the operator's leaves."""
+        return flatten(unflatten(column, self.operator.in_structure()), self.dtype)
 
 
 def _apply_function(
-    subject: tuple[LinearMap, Flat, Array], *, num_steps: int, differentiable: bool
+    subject: tuple[FunctionMap, Array], *, differentiable: bool
 ) -> Inexact[Array, " n"]:
-    """Return f(A) v, where the subject holds A, f and v."""
-    linear_map, fn, column = subject
-    krylov = lanczos(linear_map, column[None], num_steps, differentiable=differentiable)
+    """Return f(A) v, where the subject holds f(A) and v."""
+    function, column = subject
+    linear_map, steps = LinearMap(function.operator), function.num_steps
+    krylov = lanczos(linear_map, column[None], steps, differentiable=differentiable)
     projection = krylov.projection[0]
     eigen = jax.lax.stop_gradient(decompose(projection))
-    coordinates = columns(fn, projection, eigen, count=1)[0, :, 0]
+    coordinates = columns(function.fn, projection, eigen, count=1)[0, :, 0]
     return times(krylov.length[0], dot(*promoted(coordinates, krylov.basis[0])))
-
-
-@lx.conj.register(FunctionOfOperator)
-def _(operator: FunctionOfOperator) -> FunctionOfOperator:
-    return FunctionOfOperator(lx.conj(operator.operator), operator.fn, operator.num_steps)
-
-
-answer(
-    FunctionOfOperator,
-    lambda f: (lx.symmetric_tag,) if working_dtype(f.operator).kind == "f" else (),
-)
