@@ -90,6 +90,9 @@ from traceax._quadrature.nodes import mixture
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
 OfNodes = Float[Array, " m"]
+OfRows = Float[Array, " n"]
+OnRun = Inexact[Array, "m m"]  # a function of T
+Kept = Bool[Array, "... m"]
 
 # The number of probes that test the quadrature error if the estimate uses colours.
 _TESTS = 4
@@ -203,25 +206,21 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
     steps, name = min(shape.depth, call.operator.in_size()), call.name
     subject = FunctionMap(call.operator, fn=fn, num_steps=steps)
     key, test_key = keys_of(call.key, 2, BLOCKS)
-    of_function = replace(call, key=key, num_matvecs=shape.width)
-    of_function = of_function.reading(by_row(call.operator))
-    estimate = estimate_by_ratio(of_function, name, subject=subject)
+    call = replace(call, key=key, num_matvecs=shape.width, reduce=by_row(call.operator))
+    estimate = estimate_by_ratio(call, name, subject=subject)
     quadrature = _quadrature_error(name, subject, test_key)
     quadrature = as_result(quadrature, call.operator.in_structure())
     on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
-    return Estimate(
-        jax.tree.map(jnp.real, estimate.value),
-        jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
-        estimate.num_matvecs * steps + on_tests,
-        estimate.degrees_of_freedom,
-        method=estimate.method,
+    return replace(
+        estimate,
+        value=jax.tree.map(jnp.real, estimate.value),
+        standard_error=jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
+        num_matvecs=estimate.num_matvecs * steps + on_tests,
         quadrature_error=quadrature,
     )
 
 
-def _quadrature_error(
-    name: str, subject: FunctionMap, key: PRNGKeyArray
-) -> Float[Array, " n"]:
+def _quadrature_error(name: str, subject: FunctionMap, key: PRNGKeyArray) -> OfRows:
     """Estimate the quadrature error of each entry, with a few probes.
 
     It is the row norm of the difference between f(A) from all steps and from half of the
@@ -236,9 +235,7 @@ def _quadrature_error(
     return jnp.sqrt(mean(squared_modulus(difference)))
 
 
-def _exact_diagonal(
-    fn: ScalarFunction, array: Inexact[Array, " *entries"]
-) -> Float[Array, " n"]:
+def _exact_diagonal(fn: ScalarFunction, array: Inexact[Array, " *entries"]) -> OfRows:
     """Return the diagonal of f(A), where `array` is the matrix A or its diagonal."""
     if array.ndim == 1:
         return jax.vmap(fn)(array)[:, 0]
@@ -259,7 +256,7 @@ def block_diagonal(subject: MatrixFunction, made: Run) -> Outcome:
     functions = _functions(spectrum, kept)
     identity = jnp.diag(space.filled.astype(functions.dtype))
 
-    def mean_of(function: Inexact[Array, "m m"]) -> Float[Array, " n"]:
+    def mean_of(function: OnRun) -> OfRows:
         level = run.level(function)
         return run.mean(function - times(level, identity)) + level
 
@@ -295,17 +292,13 @@ def block_diagonal(subject: MatrixFunction, made: Run) -> Outcome:
     return Outcome(mean(samples), error, readout, quadrature_error=quadrature)
 
 
-def _read_spaces(
-    weight: TwoSided, num_steps: Static, subject: MatrixFunction
-) -> Float[Array, " n"]:
+def _read_spaces(weight: TwoSided, num_steps: Static, subject: MatrixFunction) -> OfRows:
     """Read the diagonal of f(A) for another operator. Lanczos' process applies f(A)."""
     operator, steps = subject.linear_map.operator, num_steps.value
     return weight(FunctionMap(operator, fn=subject.fn, num_steps=steps)).real
 
 
-def _functions(
-    spectrum: Spectrum, kept: Bool[Array, "levels m"]
-) -> Inexact[Array, "levels rules m m"]:
+def _functions(spectrum: Spectrum, kept: Kept) -> Inexact[Array, "levels rules m m"]:
     """Return f(T) at all levels, on the coordinates that are kept; with a node also
     f(T_R)."""
     values, m = spectrum.rules.values[:, :, 0, 0], kept.shape[1]
@@ -321,9 +314,7 @@ def _functions(
     return jnp.stack([gauss, radau], axis=1)
 
 
-def _function(
-    kept: Bool[Array, " m"], nodes: OfNodes, vectors: Inexact[Array, "m m"], values: OfNodes
-) -> Inexact[Array, "m m"]:
+def _function(kept: Kept, nodes: OfNodes, vectors: OnRun, values: OfNodes) -> OnRun:
     """Return V diag(values) V* on the coordinates that are kept.
 
     A node without weight does not count, even if its value is infinite.
@@ -346,15 +337,15 @@ class SpacesLeftOut(eqx.Module):
     probes: Block
     spaces: Complements
 
-    def level(self, f: Inexact[Array, "m m"]) -> Number:
+    def level(self, f: OnRun) -> Number:
         """Return c, for which c I is nearest to the parts of F that the S_i leave."""
         lengths = jnp.sum(squared_modulus(self.spaces.remainders))
         return jnp.sum(self._forms(f)) / jnp.where(lengths > 0, lengths, 1)
 
-    def samples(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
+    def samples(self, f: OnRun) -> Float[Array, "n k"]:
         """Return the d_i of F."""
 
-        def removed(complement: Inexact[Array, "r p"]) -> Float[Array, " n"]:
+        def removed(complement: Inexact[Array, "r p"]) -> OfRows:
             r = len(complement)
             image = dot(f[:, :r], complement)
             within = self._padded(dot(complement, dot(complement.conj().T, image[:r])))
@@ -365,7 +356,7 @@ class SpacesLeftOut(eqx.Module):
         left = jax.lax.map(removed, self.spaces.vectors).T
         return self._diagonal(self._inside(f))[:, None] - left + self._tested(f)
 
-    def mean(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
+    def mean(self, f: OnRun) -> OfRows:
         """Return the mean of the samples, which reads Z once for all probes."""
         complement = self.spaces.vectors
         k, r, _ = complement.shape
@@ -375,17 +366,17 @@ class SpacesLeftOut(eqx.Module):
         lost = self._padded(lost) + 2 * times(self._outside, dot(f[:, :r], lacks))
         return self._diagonal(self._inside(f) - lost) + mean(self._tested(f))
 
-    def largest(self, f: Inexact[Array, "m m"]) -> Float[Array, " n"]:
+    def largest(self, f: OnRun) -> OfRows:
         """Return a bound on the size of the terms of a sample, for positive F."""
         known = jnp.maximum(self._diagonal(f), 0)
         return known + jnp.sqrt(known) * mean(jnp.sqrt(jnp.maximum(self._forms(f), 0)))
 
-    def _forms(self, f: Inexact[Array, "m m"]) -> OfProbes:
+    def _forms(self, f: OnRun) -> OfProbes:
         """Return r_i* F r_i."""
         r = self.spaces.remainders
         return jnp.sum(r.conj() * dot(r, f[: r.shape[1], : r.shape[1]].T), axis=1).real
 
-    def _tested(self, f: Inexact[Array, "m m"]) -> Float[Array, "n k"]:
+    def _tested(self, f: OnRun) -> Float[Array, "n k"]:
         """Return Re conj(w_i) o Z G_i F r_i."""
         complement, remainder = self.spaces.vectors, self.spaces.remainders
         r = remainder.shape[1]
@@ -394,7 +385,7 @@ class SpacesLeftOut(eqx.Module):
         outside = times(self._outside, image)
         return (self.probes.conj() * dot(self.basis, outside + self._padded(within))).real
 
-    def _inside(self, f: Inexact[Array, "m m"]) -> Inexact[Array, "m r"]:
+    def _inside(self, f: OnRun) -> Inexact[Array, "m r"]:
         """Return (J + 2 E) F J, where J = I - E.
 
         For Hermitian F it has the same real quadratic forms as F - E F E, but fewer
@@ -403,7 +394,7 @@ class SpacesLeftOut(eqx.Module):
         kept = times(1 + self._outside, f[:, : self.spaces.inside.size])
         return jnp.where(self.spaces.inside[None, :], kept, 0)
 
-    def _diagonal(self, f: Inexact[Array, "m r"]) -> Float[Array, " n"]:
+    def _diagonal(self, f: Inexact[Array, "m r"]) -> OfRows:
         """Return Re diag(Z F Z*)."""
         return row_dots(dot(self.basis, f), self.basis[:, : f.shape[1]]).real
 
