@@ -13,12 +13,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray, PyTree
 
 from traceax._core.canonical import compiled
-from traceax._core.checks import Shift, check_shift, check_vector, invalid
+from traceax._core.checks import Shift, check_shift, check_vector
 from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
-from traceax._core.vectors import Structure, as_columns, flatten, unflatten, unflatten_rows
+from traceax._core.vectors import Structure, as_columns, flatten, unflatten
 from traceax._estimators.call import begin
 from traceax._functions.arguments import real_dtype
 from traceax._linalg.columns import Block, Number
@@ -67,44 +67,15 @@ def whitened(operator: Operator, shift: Shift) -> White:
     return White(white, one, scale, jnp.asarray(logs, dtype))
 
 
-class RightHandSides(eqx.Module):
-    """One or several right-hand sides, as the columns of a block."""
-
-    columns: Sides
-    structure: Structure = eqx.field(static=True)
-    several: bool = eqx.field(static=True)
-
-    def like(self, columns: Sides) -> PyTree[Inexact[Array, "..."]]:
-        """Return columns in the structure that the user gave the right-hand sides."""
-        if self.several:
-            return unflatten_rows(columns.T, self.structure)
-        return unflatten(columns[:, 0], self.structure)
-
-
 def right_hand_sides(
     name: str, operator: Operator, vector: PyTree[ArrayLike], argument: str = "vector"
-) -> RightHandSides:
-    """Check a vector, or several along a leading axis, and return it as columns."""
-    structure, dtype = operator.in_structure(), working_dtype(operator)
+) -> tuple[Sides, bool]:
+    """Check a vector, or several along a leading axis. Return it as columns, and whether
+    there are several."""
     several = check_vector(name, operator, vector, argument)
-    vector = jax.tree.map(jnp.asarray, vector)
+    dtype, vector = working_dtype(operator), jax.tree.map(jnp.asarray, vector)
     columns = as_columns(vector, dtype) if several else flatten(vector, dtype)[:, None]
-    return RightHandSides(columns, structure, several)
-
-
-def guessed(
-    name: str, operator: Operator, sides: RightHandSides, guess: PyTree[ArrayLike]
-) -> Sides:
-    """Check a guess of the solution, and return it as columns, a constant.
-
-    It must have the same structure, and as many columns, as the right-hand sides.
-    """
-    found = right_hand_sides(name, operator, guess, "guess")
-    if (found.several, found.columns.shape) != (sides.several, sides.columns.shape):
-        must, cure = "be like `vector`", "Pass the solution of a call with such a vector."
-        got = f"{found.columns.shape[1]} for {sides.columns.shape[1]}"
-        raise invalid(ValueError, name, "guess", must, got, cure)
-    return jax.lax.stop_gradient(found.columns)
+    return columns, several
 
 
 def preconditioner(

@@ -34,13 +34,14 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
 
-from traceax._core.checks import Shift, check_rtol, check_shift
+from traceax._core.checks import Shift, check_rtol, check_shift, require
 from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
+from traceax._core.vectors import unflatten_rows
 from traceax._estimators.call import Call, begin
 from traceax._functions.arguments import logarithm_of
-from traceax._functions.equations import guessed, right_hand_sides, whitened
+from traceax._functions.equations import right_hand_sides, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
     asymmetry_error,
@@ -192,12 +193,18 @@ def inv_quad_logdet(
     call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift, several=False)
     check_rtol(name, rtol)
-    sides = right_hand_sides(name, call.operator, vector)
-    start = None if guess is None else guessed(name, call.operator, sides, guess)
+    columns, several = right_hand_sides(name, call.operator, vector)
+    start, structure = None, call.operator.in_structure()
+    if guess is not None:
+        start, many = right_hand_sides(name, call.operator, guess, "guess")
+        must, cure = "be like `vector`", "Pass the solution of a call with such a vector."
+        got = f"{start.shape[1]} for {columns.shape[1]}"
+        is_like = (many, start.shape) == (several, columns.shape)
+        require(is_like, name, "guess", must, got, cure)
     is_zero = isinstance(shift, int | float) and not shift
     operator, shift, scale, rest = whitened(call.operator, shift)
-    scale = scale.reshape(-1, 1).astype(sides.columns.dtype)
-    columns = scale * sides.columns
+    scale = scale.reshape(-1, 1).astype(columns.dtype)
+    columns = scale * columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
         solution, values, error = _exact_solve(known.array, shift, columns)
         values_of = Partial(_exact_values, *jax.lax.stop_gradient((shift, columns)))
@@ -207,10 +214,12 @@ def inv_quad_logdet(
     else:
         function, _ = logarithm_of(name, operator, shift, is_zero=is_zero)
         subject = Likelihood(function, columns, shift)
-        start = None if start is None else start / scale
+        start = None if start is None else jax.lax.stop_gradient(start) / scale
         call = call.on(operator)
         form, logdet, solution = _estimated(call, subject, float(rtol), rest, start)
-    return InvQuadLogdet(form, logdet, sides.like(scale * solution))
+    solution = unflatten_rows((scale * solution).T, structure)
+    one = solution if several else jax.tree.map(lambda leaf: leaf[0], solution)
+    return InvQuadLogdet(form, logdet, one)
 
 
 def _exact_solve(
