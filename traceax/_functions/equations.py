@@ -7,9 +7,6 @@ the solvers of lineax.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -18,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, PRNGKeyArray, PyTree
 from traceax._core.canonical import compiled
 from traceax._core.checks import Shift, check_shift, check_vector
 from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
-from traceax._core.vectors import Structure, as_columns, flatten, unflatten
+from traceax._core.vectors import as_columns, flatten, unflatten
 from traceax._estimators.call import begin
 from traceax._functions.arguments import real_dtype
 from traceax._linalg.columns import Block, Number
@@ -33,26 +30,20 @@ from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.dense import decompose
 
-
-class White(NamedTuple):
-    """The factors of A + D = D^{1/2} (B + shift I) D^{1/2}, and log det D.
-
-    `operator` is B = D^{-1/2} A D^{-1/2}, `shift` is 1, and `scale` is the diagonal of
-    D^{-1/2}. For A + shift I nothing is scaled: B is A, and `scale` is 1.
-    """
-
-    operator: Operator
-    shift: Float[Array, "*shifts"]
-    scale: Float[Array, "*n"]
-    log_determinant: Number
+White = tuple[Operator, Float[Array, "*shifts"], Float[Array, "*n"], Number]
 
 
 def whitened(operator: Operator, shift: Shift) -> White:
-    """Factor A + D or A + shift I. The log-determinant is log det D or 0."""
+    """Factor A + D = D^{1/2} (B + shift I) D^{1/2}, or A + shift I.
+
+    The factors are B = D^{-1/2} A D^{-1/2}; the shift, which is 1; the diagonal of
+    D^{-1/2}; and log det D. For A + shift I nothing is scaled: B is A, the diagonal is 1,
+    and the logarithm is 0.
+    """
     dtype = real_dtype(operator)
     one = jnp.ones((), dtype)
     if not isinstance(shift, lx.DiagonalLinearOperator):
-        return White(operator, jnp.asarray(shift, dtype), one, 0 * one)
+        return operator, jnp.asarray(shift, dtype), one, 0 * one
     entries = jax.tree.map(lambda d: jnp.asarray(d, dtype), shift.diagonal)
     logs = sum(jnp.sum(jnp.log(leaf)) for leaf in jax.tree.leaves(entries))
     root = jax.tree.map(
@@ -64,7 +55,7 @@ def whitened(operator: Operator, shift: Shift) -> White:
     if stores_matrix(operator) and not lx.is_diagonal(operator):
         matrix = scale[:, None] * LinearMap(operator).dense() * scale[None, :]
         white = lx.MatrixLinearOperator(matrix)
-    return White(white, one, scale, jnp.asarray(logs, dtype))
+    return white, one, scale, jnp.asarray(logs, dtype)
 
 
 def right_hand_sides(
@@ -136,7 +127,13 @@ def preconditioner(
     (probes,) = call.on(operator).using(sphere).draw(shape.width)
     shift, scale = jax.lax.stop_gradient((shift, scale))
     inverse = compiled(_preconditioner, frozen(operator), probes, shift, shape.depth)
-    scaled = _Scaled(inverse, scale.astype(inverse.basis.dtype), structure)
+    scale = scale.astype(inverse.basis.dtype)
+
+    def scaled(vector: PyTree[Array]) -> PyTree[Array]:
+        """Apply D^{-1/2} P^{-1} D^{-1/2}."""
+        column = scale * flatten(vector, scale.dtype)
+        return unflatten(scale * inverse(column[:, None])[:, 0], structure)
+
     return lx.FunctionLinearOperator(scaled, structure, lx.positive_semidefinite_tag)
 
 
@@ -146,16 +143,3 @@ def _preconditioner(
     """Make P from a block Krylov run of `depth` blocks that begins with the probes."""
     space = block_krylov(LinearMap(operator), probes, depth, extend=True)
     return preconditioner_of(projected(space, shift, *decompose(space.completed())))
-
-
-class _Scaled(eqx.Module):
-    """The map D^{-1/2} P^{-1} D^{-1/2} of pytrees. `scale` is the diagonal of D^{-1/2}."""
-
-    inverse: Preconditioner
-    scale: Array
-    structure: Structure = eqx.field(static=True)
-
-    def __call__(self, vector: PyTree[Array]) -> PyTree[Array]:
-        column = self.scale * flatten(vector, self.inverse.basis.dtype)
-        image = self.scale * self.inverse(column[:, None])[:, 0]
-        return unflatten(image, self.structure)
