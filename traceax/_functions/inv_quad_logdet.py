@@ -32,7 +32,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
-from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core.checks import Shift, check_rtol, check_shift, require
 from traceax._core.estimate import Estimate, exportable
@@ -259,14 +259,14 @@ def _estimated(
     )
     outcome = run(stages, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
-    spent, report = shape.num_matvecs, outcome.report
+    spent, (solve, num_steps) = shape.num_matvecs, outcome.report
     degrees, method = shared_degrees_of_freedom(width), call.name
     logdet = Estimate(logs + rest, error, spent, degrees, method=method)
     if outcome.quadrature_error is not None:
         logdet = replace(logdet, quadrature_error=outcome.quadrature_error[0])
     checks = 1 if start is None else 2
-    form = Estimate(form, bound, spent + t * (report.num_steps + checks), method=method)
-    return form, logdet, report.solution(subject)
+    form = Estimate(form, bound, spent + t * (num_steps + checks), method=method)
+    return form, logdet, _solution(solve, subject)
 
 
 class Likelihood(eqx.Module):
@@ -294,19 +294,6 @@ class Likelihood(eqx.Module):
     def __call__(self, block: Block) -> Block:
         """Return B block."""
         return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
-
-
-class Report(eqx.Module):
-    """The solve, as a function that can be differentiated, and its number of steps."""
-
-    solve: Solve
-    num_steps: Int[Array, ""]
-
-    def __call__(self, subject: Likelihood) -> Sides:
-        return self.solve(subject, subject.vectors)
-
-    def solution(self, subject: Likelihood) -> Sides:
-        return with_own_jvp(self.solve.solution, self, subject)
 
 
 def likelihood_run(
@@ -380,25 +367,29 @@ def likelihood_solved(
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solution = times(sizes[None, :], solution)
     solve = Solve(solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
-    report = Report(solve, rest.num_steps)
     assert traced.quadrature_error is not None
     gap = jnp.append(traced.quadrature_error, 0)
     return Outcome(
         jnp.append(traced.value, value),
         jnp.append(traced.standard_error, error),
-        Partial(_read_both, traced.readout, report),
-        report,
+        Partial(_read_both, traced.readout, solve),
+        (solve, rest.num_steps),
         quadrature_error=gap,
     )
 
 
-def _read_both(traces: Readout, report: Report, subject: Likelihood) -> Float[Array, " 2"]:
+def _solution(solve: Solve, subject: Likelihood) -> Sides:
+    """Return the solution, with the derivative of the equation."""
+    return with_own_jvp(solve.solution, solve, subject)
+
+
+def _read_both(traces: Readout, solve: Solve, subject: Likelihood) -> Float[Array, " 2"]:
     """Return both values as functions of the subject.
 
     The first derivative holds the solution u. Only the second one includes the change of u.
     """
-    form = _form(frozen(subject), report.solve.solution)
-    form = with_own_jvp(form, _form, subject, report.solution)
+    form = _form(frozen(subject), solve.solution)
+    form = with_own_jvp(form, _form, subject, Partial(_solution, solve))
     return jnp.append(traces(subject.function), form)
 
 

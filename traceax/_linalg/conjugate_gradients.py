@@ -284,7 +284,8 @@ Parts = tuple[Float[Array, "n t"], ...]
 
 
 class Solve(eqx.Module):
-    """The `solution` of B x = y, which is known already, as a function of B and y.
+    """The `solution` of B x = y, which is known already, as a function of the equation. It
+    is called as B, and its `vectors` are y.
 
     It is differentiable to any order, because the derivative of a solution is a solution.
     Complex blocks are pairs of real ones, on which B is symmetric. So JAX never asks for
@@ -296,17 +297,17 @@ class Solve(eqx.Module):
     rtol: Number
     max_steps: int = eqx.field(static=True)
 
-    def __call__(self, apply: Matvecs, y: Sides) -> Sides:
+    def __call__(self, equation: Any) -> Sides:
         how = {"rtol": self.rtol, "max_steps": self.max_steps}
 
         def on_parts(parts: Parts) -> Parts:
-            return _as_parts(apply(_complex(parts)))
+            return _as_parts(equation(_complex(parts)))
 
         def solve(_: Any, parts: Parts) -> Parts:
             found = conjugate_gradients(apply, self.precondition, _complex(parts), **how)
             return _as_parts(found.solution)
 
-        rest = _as_parts(y - apply(self.solution))
+        rest = _as_parts(equation.vectors - equation(self.solution))
         more = jax.lax.custom_linear_solve(on_parts, rest, solve, symmetric=True)
         return self.solution + _complex(more)
 
