@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -296,16 +296,17 @@ class Likelihood(eqx.Module):
         return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
 
 
+Started = tuple[BlockKrylov, Sides, Sides]
+"""A run, what a guess leaves of the right-hand sides, and the guess."""
+Prepared = tuple[Outcome, Projection, Preconditioner, Sides, Sides]
+"""The log-determinant, and what conjugate gradients need: the projection of B and its
+preconditioner, and the first solution and what it leaves."""
+
+
 def likelihood_run(
-    subject: Likelihood,
-    probes: tuple[Block, Sides | None],
-    *,
-    depth: int,
-    kept: int,
-    meter: ProgressMeter,
-) -> tuple[BlockKrylov, Sides, Sides]:
-    """Return a block Krylov space with its next block, what a guess leaves of the
-    right-hand sides, and the guess.
+    subject: Likelihood, probes: tuple[Block, Any], *, depth: int, kept: int, meter: Any
+) -> Started:
+    """Make a block Krylov space with its next block.
 
     `probes` are a block of probes, and the guess or None. The first `kept` right-hand sides
     are in the run, or their residuals if there is a guess.
@@ -322,20 +323,7 @@ def likelihood_run(
     return block_krylov(subject.function.linear_map, block, depth, **how), left, guess
 
 
-class Prepared(NamedTuple):
-    """The log-determinant, and what conjugate gradients need: the projection of B and its
-    preconditioner, and the first solution and what it leaves."""
-
-    traced: Outcome
-    known: Projection
-    inverse: Preconditioner
-    start: Sides
-    residual: Sides
-
-
-def likelihood_prepared(
-    subject: Likelihood, made: tuple[BlockKrylov, Sides, Sides], *, kept: int
-) -> Prepared:
+def likelihood_prepared(subject: Likelihood, made: Started, *, kept: int) -> Prepared:
     """Estimate the log-determinant, and prepare the solve, from a run."""
     (space, left, guess), function = made, subject.function
     levels, spaces = levels_and_complements(space, kept=kept, subject=function)
@@ -343,7 +331,7 @@ def likelihood_prepared(
     traced = trace_from_spectrum(space, spectrum, spaces, function)
     known = projected(space, subject.shift, spectrum.theta[0], spectrum.eigen.vectors[0])
     start, residual = galerkin(known, left)
-    return Prepared(traced, known, preconditioner_of(known), guess + start, residual)
+    return traced, known, preconditioner_of(known), guess + start, residual
 
 
 def likelihood_solved(
