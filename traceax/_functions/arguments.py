@@ -28,6 +28,7 @@ from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_fu
 Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
 """The type of f in f(A): a function of a scalar."""
 Real = float | Float[Array, ""]
+Shifts = Float[Array, "*shifts"]
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
@@ -51,7 +52,7 @@ def subject_of(
 
 
 def logarithm_of(
-    name: str, operator: Operator, shift: Float[Array, "*shifts"], *, is_zero: bool
+    name: str, operator: Operator, shift: Shifts, *, is_zero: bool
 ) -> tuple[MatrixFunction, PyTree]:
     """Return log(A + shift I) as the subject of the derivative rule, and the structure of
     its traces.

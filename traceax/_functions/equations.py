@@ -17,7 +17,7 @@ from traceax._core.checks import Shift, check_shift, check_vector
 from traceax._core.operator import LinearMap, Operator, frozen, stores_matrix, working_dtype
 from traceax._core.vectors import as_columns, flatten, unflatten
 from traceax._estimators.call import begin
-from traceax._functions.arguments import real_dtype
+from traceax._functions.arguments import Shifts, real_dtype
 from traceax._linalg.columns import Block, Number
 from traceax._linalg.conjugate_gradients import (
     Preconditioner,
@@ -30,7 +30,7 @@ from traceax._probes.samplers import sphere
 from traceax._quadrature.block_quadrature import shape_for
 from traceax._quadrature.dense import decompose
 
-White = tuple[Operator, Float[Array, "*shifts"], Float[Array, "*n"], Number]
+White = tuple[Operator, Shifts, Float[Array, "*n"], Number]
 
 
 def whitened(operator: Operator, shift: Shift) -> White:

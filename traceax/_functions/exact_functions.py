@@ -27,7 +27,13 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate, exact_estimate
-from traceax._core.operator import LinearMap, Operator, known_diagonal, stores_matrix
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    frozen,
+    known_diagonal,
+    stores_matrix,
+)
 from traceax._core.rule import Algorithm, Outcome, Values, with_own_jvp
 from traceax._core.vectors import Structure, as_result
 from traceax._estimators.call import SMALL, Call
@@ -81,6 +87,9 @@ def is_cheap(operator: Operator, num_matvecs: int) -> bool:
     return lx.is_diagonal(operator) or is_small(operator, num_matvecs)
 
 
+AllEntries = Inexact[Array, " *entries"]
+
+
 class Entries(NamedTuple):
     """All entries of an operator, and the number of matvecs that they took.
 
@@ -88,7 +97,7 @@ class Entries(NamedTuple):
     operator is clearly not Hermitian.
     """
 
-    array: Inexact[Array, " *entries"]
+    array: AllEntries
     spent: int
 
 
@@ -126,20 +135,18 @@ def hermitian_or_nan(matrix: Array) -> Array:
 
 
 def asymmetry_error(
-    matrix: Inexact[Array, " *entries"],
-    value: Inexact[Array, "*values"],
-    of_matrix: Callable[[Array], Array],
+    matrix: AllEntries, value: Values, function: Callable[..., Any], *known: Any
 ) -> Float[Array, "*values"]:
     """Return how much the exact value of a Hermitian matrix depends on its asymmetry.
 
     The value is of the Hermitian part. The error is its distance from the value of the
     Hermitian matrix that has the same lower triangle. It is 0 if the asymmetry is rounding,
     and then no second matrix is decomposed. A diagonal can be given instead of the matrix.
-    `of_matrix` returns the value of a matrix.
+    `function(*known, matrix)` returns the value of a matrix, and perhaps more after it.
     """
     if matrix.ndim == 1:
         return jnp.zeros_like(value.real)
-    return compiled(_asymmetry_error, *jax.lax.stop_gradient((matrix, value)), of_matrix)
+    return compiled(_asymmetry_error, *frozen((matrix, value, Partial(function, *known))))
 
 
 def _asymmetry_error(matrix: Array, value: Array, of_matrix: Callable) -> Array:
@@ -153,7 +160,7 @@ def _asymmetry_error(matrix: Array, value: Array, of_matrix: Callable) -> Array:
             lower = jnp.tril(matrix, -1)
             diagonal = jnp.diag(jnp.diagonal(matrix).real).astype(matrix.dtype)
             symmetric = lower + diagonal + lower.conj().T
-            change = eqx.combine(arrays, rest)(symmetric) - value
+            change = jax.tree.leaves(eqx.combine(arrays, rest)(symmetric))[0] - value
             return jnp.where(jnp.isfinite(change), jnp.abs(change), jnp.inf)
 
         none = jnp.zeros_like(value.real)
@@ -192,7 +199,7 @@ def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     matrix = hermitian_or_nan(subject.linear_map.dense())
     nodes, fn, combine = _eigenvalues(matrix), subject.fn, subject.combine
     outcome = exact_outcome(combine, nodes.total(fn), nodes)
-    error = asymmetry_error(matrix, outcome.value, Partial(_total, fn, combine))
+    error = asymmetry_error(matrix, outcome.value, _total, fn, combine)
     return eqx.tree_at(lambda o: o.standard_error, outcome, error)
 
 
@@ -218,7 +225,7 @@ def _matrix_pairs(
 
 
 def factorised(
-    array: Inexact[Array, " *entries"], shift: Number
+    array: AllEntries, shift: Number
 ) -> tuple[Callable[[Block], Block], Number, Number]:
     """Return a function y -> B^{-1} y of B = A + shift I, log det B, and its error.
 

@@ -58,7 +58,12 @@ from traceax._estimators.call import Call, begin
 from traceax._estimators.hutchinson import estimate_by_ratio
 from traceax._estimators.readouts import TwoSided, by_row, leave_one_out, two_sided
 from traceax._functions.arguments import Function, checked_run, real_dtype, subject_of
-from traceax._functions.exact_functions import asymmetry_error, entries, exact_estimate
+from traceax._functions.exact_functions import (
+    AllEntries,
+    asymmetry_error,
+    entries,
+    exact_estimate,
+)
 from traceax._linalg.columns import (
     Block,
     Number,
@@ -179,8 +184,7 @@ def function_diagonal(
     check_samples(name, shape.width, colours, "num_probes")
     if (known := entries(operator, budget)) is not None:
         value = _exact_diagonal(converted, known.array)
-        held = Partial(_exact_diagonal, frozen(converted))
-        error = asymmetry_error(known.array, value, held)
+        error = asymmetry_error(known.array, value, _exact_diagonal, converted)
         value, error = (as_result(x, operator.in_structure()) for x in (value, error))
         return exact_estimate(value, known.spent, error if known.array.ndim > 1 else None)
     if colours > 1:
@@ -235,7 +239,7 @@ def _quadrature_error(name: str, subject: FunctionMap, key: PRNGKeyArray) -> OfR
     return jnp.sqrt(mean(squared_modulus(difference)))
 
 
-def _exact_diagonal(fn: ScalarFunction, array: Inexact[Array, " *entries"]) -> OfRows:
+def _exact_diagonal(fn: ScalarFunction, array: AllEntries) -> OfRows:
     """Return the diagonal of f(A), where `array` is the matrix A or its diagonal."""
     if array.ndim == 1:
         return jax.vmap(fn)(array)[:, 0]

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jax.tree_util import Partial
-from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from traceax._core.checks import Shift, check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
@@ -27,6 +26,7 @@ from traceax._estimators.call import SMALL, Call, begin
 from traceax._functions.arguments import (
     Function,
     Real,
+    Shifts,
     checked_run,
     logarithm_of,
     real_dtype,
@@ -36,6 +36,7 @@ from traceax._functions.equations import whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
     EIGENVALUES,
+    AllEntries,
     asymmetry_error,
     entries,
     exact_estimate,
@@ -264,24 +265,16 @@ def logdet(
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
     if (known := entries(operator, budget, CHOLESKY)) is not None:
         logs, error = _log_determinants(shift, known.array)
-        logs_of = Partial(_logs, jax.lax.stop_gradient(shift))
-        error = error + asymmetry_error(known.array, logs, logs_of)
+        error = error + asymmetry_error(known.array, logs, _log_determinants, shift)
         return exact_estimate(logs + rest, known.spent, error)
     subject, structure = logarithm_of(name, operator, shift, is_zero=is_zero)
     estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
     return dataclasses.replace(estimate, value=estimate.value + rest)
 
 
-def _log_determinants(
-    shift: Float[Array, "*shifts"], array: Inexact[Array, " *entries"]
-) -> tuple[Float[Array, "*shifts"], Float[Array, "*shifts"]]:
+def _log_determinants(shift: Shifts, array: AllEntries) -> tuple[Shifts, Shifts]:
     """Return log det of a diagonal or a matrix plus shift I, for all shifts, and errors."""
-
     return jnp.vectorize(lambda shift: factorised(array, shift)[1:])(shift)
-
-
-def _logs(shift: Float[Array, "*shifts"], matrix: Array) -> Float[Array, "*shifts"]:
-    return _log_determinants(shift, matrix)[0]
 
 
 _POWERS = (

@@ -44,6 +44,7 @@ from traceax._functions.arguments import logarithm_of
 from traceax._functions.equations import right_hand_sides, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
+    AllEntries,
     asymmetry_error,
     entries,
     exact_estimate,
@@ -51,7 +52,6 @@ from traceax._functions.exact_functions import (
 )
 from traceax._linalg.columns import (
     Block,
-    Matrix,
     Number,
     OfProbes,
     column_dots,
@@ -206,9 +206,9 @@ def inv_quad_logdet(
     scale = scale.reshape(-1, 1).astype(columns.dtype)
     columns = scale * columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
-        solution, values, error = _exact_solve(known.array, shift, columns)
-        values_of = Partial(_exact_values, *jax.lax.stop_gradient((shift, columns)))
-        errors = error + asymmetry_error(known.array, values, values_of)
+        values, error, solution = _exact_solve(shift, columns, known.array)
+        more = asymmetry_error(known.array, values, _exact_solve, shift, columns)
+        errors = error + more
         form = exact_estimate(values[0], known.spent, errors[0])
         logdet = exact_estimate(values[1] + rest, known.spent, errors[1])
     else:
@@ -222,21 +222,15 @@ def inv_quad_logdet(
     return InvQuadLogdet(form, logdet, one)
 
 
-def _exact_solve(
-    array: Inexact[Array, " *entries"], shift: Number, y: Sides
-) -> tuple[Sides, Float[Array, " 2"], Number]:
-    """Return the solution, the quadratic form and the log-determinant, and their error.
+def _exact_solve(shift: Number, y: Sides, array: AllEntries) -> tuple[Array, Number, Sides]:
+    """Return the quadratic form and the log-determinant, their error, and the solution.
 
     `array` is the matrix A, or its diagonal if it has no other entries.
     """
     solve, logs, error = factorised(array, shift)
     solution = solve(y)
     form = jnp.sum(column_dots(y, solution).real)
-    return solution, jnp.stack([form, logs]), error
-
-
-def _exact_values(shift: Number, y: Sides, matrix: Matrix) -> Float[Array, " 2"]:
-    return _exact_solve(matrix, shift, y)[1]
+    return jnp.stack([form, logs]), error, solution
 
 
 def _estimated(
