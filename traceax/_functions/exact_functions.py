@@ -61,7 +61,7 @@ from traceax._quadrature.scalar import (
     MatrixFunction,
     ScalarFunction,
     Slope,
-    exact_outcome,
+    read_combination,
 )
 
 # Up to these dimensions, on two cores, the eigendecomposition of a stored matrix takes a
@@ -196,23 +196,22 @@ def _from_matrix(
 
 def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     """Compute tr f(A) from the eigenvalues of a Hermitian matrix."""
-    matrix = hermitian_or_nan(subject.linear_map.dense())
-    nodes, fn, combine = _eigenvalues(matrix), subject.fn, subject.combine
-    outcome = exact_outcome(combine, nodes.total(fn), nodes)
-    error = asymmetry_error(matrix, outcome.value, _total, fn, combine)
-    return eqx.tree_at(lambda o: o.standard_error, outcome, error)
+    matrix, combine = hermitian_or_nan(subject.linear_map.dense()), subject.combine
+    value, nodes = _total(subject.fn, combine, matrix)
+    error = asymmetry_error(matrix, value, _total, subject.fn, combine)
+    readout = nodes if combine is None else Partial(read_combination, nodes, None)
+    return Outcome(value, error, readout)
 
 
-def _eigenvalues(matrix: Matrix) -> Nodes:
+def _total(
+    fn: Flat, combine: ScalarFunction | None, matrix: Matrix
+) -> tuple[Values, Nodes]:
+    """Return tr f(A), or the combination of traces, and the eigenvalues as nodes."""
     eigen = decompose(matrix)
     nodes, pairs = eigen.values[None, None], Partial(_matrix_pairs, matrix, eigen)
-    return Nodes(nodes, jnp.ones_like(nodes)[:, :, None], pairs)
-
-
-def _total(fn: Flat, combine: ScalarFunction | None, matrix: Array) -> Values:
-    """Return tr f(A), or the combination of traces."""
-    total = _eigenvalues(matrix).total(fn)
-    return total if combine is None else combine(total)
+    nodes = Nodes(nodes, jnp.ones_like(nodes)[:, :, None], pairs)
+    total = nodes.total(fn)
+    return total if combine is None else combine(total), nodes
 
 
 def _matrix_pairs(

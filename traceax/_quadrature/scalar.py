@@ -247,7 +247,7 @@ def traces_outcome(
         bounds = (_through(jnp.abs(slope), jnp.tile(x, (copies, 1))) for x in bounds)
         error, gap = error_of(_through(slope, _real_parts(values, axis=-2)), *bounds)
         shifts = _shifts(combine, total, samples)
-        readout = Partial(_read_combination, readout, shifts)
+        readout = Partial(read_combination, readout, shifts)
         value = _unbiased(combine, total, shifts)
         eps = float(jnp.finfo(subject.linear_map.dtype).eps)
         error = jnp.hypot(error, 4 * eps * jnp.abs(value))
@@ -259,16 +259,7 @@ def traces_outcome(
     return Outcome(value, error, readout, quadrature_error=gap)
 
 
-def exact_outcome(
-    combine: ScalarFunction | None, total: Total, readout: Readout
-) -> Outcome:
-    """Return exact traces, or their combination, with an error bar of zero."""
-    if combine is not None:
-        total, readout = combine(total), Partial(_read_combination, readout, None)
-    return Outcome(total, jnp.zeros_like(total.real), readout)
-
-
-def _read_combination(
+def read_combination(
     traces: Readout, shifts: Samples | None, subject: MatrixFunction
 ) -> Inexact[Array, " q"]:
     """Read the combination of the traces of another operator or another function."""
