@@ -15,7 +15,6 @@ because tr(f'(A + E) dA) is analytic in E. So derivatives keep half of their dig
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -76,15 +75,11 @@ def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) ->
     """Return whether the whole matrix of an operator costs no more than an estimate.
 
     It takes n matvecs, or none if the operator stores it. In the second case the dimension
-    must be at most `stored`, because the matrix is decomposed.
+    must be at most `stored`, because the matrix is decomposed. If the matrix is not square,
+    n is its smaller dimension.
     """
-    n = operator.in_size()
+    n = min(operator.in_size(), operator.out_size())
     return n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= stored)
-
-
-def is_cheap(operator: Operator, num_matvecs: int) -> bool:
-    """Return whether all eigenvalues cost no more than an estimate."""
-    return lx.is_diagonal(operator) or is_small(operator, num_matvecs)
 
 
 AllEntries = Inexact[Array, " *entries"]
@@ -179,18 +174,17 @@ def exact_function_trace(
     known = _of_diagonal(call.operator)
     if known is None:
         subject = MatrixFunction(LinearMap(call.operator), fn, combine)
-        return _from_matrix(call, _exact_trace, subject, structure)
+        return from_matrix(call, _exact_trace, subject, structure)
     total = jnp.sum(jax.vmap(fn)(known.array), axis=0)
     total = total if combine is None else combine(total)
     return exact_estimate(as_result(total, structure), known.spent)
 
 
-def _from_matrix(
+def from_matrix(
     call: Call, algorithm: Algorithm, subject: MatrixFunction, structure: Structure
 ) -> Estimate:
     """Run an algorithm that makes the whole matrix, under the derivative rule."""
-    spent, degrees = price(call.operator), call.operator.in_size()
-    how = {"method": "exact", "spent": spent, "degrees": degrees}
+    how = {"method": "exact", "spent": price(call.operator), "degrees": call.num_exact}
     return call.finish(algorithm, None, structure=structure, subject=subject, **how)
 
 
@@ -203,9 +197,7 @@ def _exact_trace(subject: MatrixFunction, _: None) -> Outcome:
     return Outcome(value, error, readout)
 
 
-def _total(
-    fn: Flat, combine: ScalarFunction | None, matrix: Matrix
-) -> tuple[Values, Nodes]:
+def _total(fn: Flat, combine: Callable | None, matrix: Matrix) -> tuple[Values, Nodes]:
     """Return tr f(A), or the combination of traces, and the eigenvalues as nodes."""
     eigen = decompose(matrix)
     nodes, pairs = eigen.values[None, None], Partial(_matrix_pairs, matrix, eigen)
@@ -303,7 +295,8 @@ def exact_power_sum(call: Call, p: Any) -> Estimate:
     values = jnp.where(values > rounding, values, 0)
     slopes = p * power(values, p - 1)
     slope = dot(times(left, slopes[None, :]), right)
-    held = Partial(_slope_of_powers, slope)
+    # The slope p B (B* B)^(p/2 - 1) is known; its derivative is that of the formula.
+    held = Partial(with_own_jvp, slope, _by_square)
     along = lambda subject, slope: _along(subject[0], slope)  # noqa: E731
     moved = with_own_jvp(jnp.zeros_like(values[0]), along, (matrix, p), held)
     spent = 0 if stores_matrix(call.operator) else call.num_exact
@@ -317,11 +310,6 @@ def power(x: Array, p: Any) -> Array:
     return jnp.where(size == 0, 0, jnp.where(size == 0, 1, size) ** p)
 
 
-def _slope_of_powers(slope: Array, subject: tuple[Array, Any]) -> Array:
-    """Return the `slope` p B (B* B)^(p/2 - 1), with the derivative of this formula."""
-    return with_own_jvp(slope, _by_square, subject)
-
-
 def _by_square(subject: tuple[Array, Any]) -> Array:
     matrix, p = subject
     square = dot(matrix.conj().T, matrix)
@@ -330,18 +318,10 @@ def _by_square(subject: tuple[Array, Any]) -> Array:
     return dot(matrix, columns(fn, square, eigen, count=len(square))[0])
 
 
-def exact_general_trace(
-    call: Call, fn: Flat, structure: Structure, *, real: bool
-) -> Estimate:
-    """Return the exact tr f(A) of a square operator. It should be real if `real` is set."""
-    subject = MatrixFunction(LinearMap(call.operator), fn)
-    return _from_matrix(call, partial(_exact_general, real=real), subject, structure)
-
-
-def _exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
+def exact_general(subject: MatrixFunction, _: None, *, real: bool) -> Outcome:
     """Compute tr f(A) from the eigenvalues of a square matrix.
 
-    If it should be real and has an imaginary part beyond rounding, the value is NaN.
+    If it should be `real` and has an imaginary part beyond rounding, the value is NaN.
     """
     matrix = subject.linear_map.dense()
     nodes = lapack.eigvals(matrix)

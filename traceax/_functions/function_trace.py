@@ -21,8 +21,8 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from traceax._core.checks import Shift, check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, gram, stores_matrix, working_dtype
-from traceax._estimators.call import SMALL, Call, begin
+from traceax._core.operator import LinearMap, Operator, gram, working_dtype
+from traceax._estimators.call import Call, begin
 from traceax._functions.arguments import (
     Function,
     Real,
@@ -35,16 +35,16 @@ from traceax._functions.arguments import (
 from traceax._functions.equations import whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
-    EIGENVALUES,
     AllEntries,
     asymmetry_error,
     entries,
     exact_estimate,
     exact_function_trace,
-    exact_general_trace,
+    exact_general,
     exact_power_sum,
     factorised,
-    is_cheap,
+    from_matrix,
+    is_small,
     power,
 )
 from traceax._functions.slq import quadratures
@@ -158,7 +158,7 @@ def function_trace(
     fn, structure = scalar_function(name, fn, real_dtype(call.operator))
     combined, structure = combination(name, combine, fn, structure)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
-    if is_cheap(call.operator, budget):
+    if lx.is_diagonal(call.operator) or is_small(call.operator, budget):
         return exact_function_trace(call, fn, structure, combined)
     subject = subject_of(call.operator, fn, combined)
     return block_trace(call, subject, structure, shape, pattern)
@@ -351,11 +351,10 @@ def schatten_norm(
     fn, structure = scalar_function(name, lambda x: power(x, exponent), real_dtype(target))
     products = max((num_matvecs - 1) // cost, 1)
     shape, budget = checked_run(name, products, num_probes, num_steps)
-    n = target.in_size()
-    is_stored = stores_matrix(scaled) and n <= EIGENVALUES
-    if lx.is_diagonal(target) or (cost == 1 and (is_stored or n <= max(budget, SMALL))):
+    small = is_small(scaled, budget)
+    if lx.is_diagonal(target) or (cost == 1 and small):
         traced = exact_function_trace(call.on(target), fn, structure)
-    elif is_stored or n <= max(budget, SMALL):
+    elif small:
         exponent = jnp.asarray(p, real_dtype(target))
         traced, cost = exact_power_sum(call.on(scaled), exponent), 1
     else:
@@ -482,9 +481,9 @@ def arnoldi_trace(
     _, structure = scalar_function(name, fn, dtype)
     fn, _ = scalar_function(name, fn, np.result_type(dtype, np.complex64))
     is_real = not any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(structure))
-    if call.is_exact:
-        return exact_general_trace(call, fn, structure, real=is_real)
     subject = MatrixFunction(LinearMap(call.operator), fn)
+    if call.is_exact:
+        return from_matrix(call, partial(exact_general, real=is_real), subject, structure)
     if sampler is None:
         most = num_probes or _most_colours(budget)
         coloured = for_pattern(name, call.operator, most, pattern, 2, tests=0)
