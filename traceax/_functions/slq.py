@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ from traceax._core.operator import (
     frozen,
 )
 from traceax._core.rule import Outcome, Readout
-from traceax._estimators.call import Call, begin
+from traceax._estimators.call import Call, Streamed, begin
 from traceax._functions.arguments import (
     Function,
     Real,
@@ -41,7 +41,7 @@ from traceax._functions.exact_functions import exact_function_trace, price
 from traceax._linalg import jackknife
 from traceax._linalg.columns import Block, einsum, largest_modulus, promoted
 from traceax._linalg.krylov import Krylov, lanczos, truncated
-from traceax._probes.probing import Neighbourhood, neighbour_residuals
+from traceax._probes.probing import neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 from traceax._quadrature.block_quadrature import Shape
@@ -169,14 +169,14 @@ def quadratures(
     steps = min(shape.depth, call.operator.in_size()), reorthogonalise
     if krylov is None:
         streamed = replace(call, num_matvecs=shape.width).stream()
-        design, spent, probes = streamed.design, streamed.num_matvecs, streamed.probes
+        design, spent, source = streamed.design, streamed.num_matvecs, streamed.probes
         near = streamed.neighbourhood if design.num_samples == 1 else None
-        algorithm = partial(_slq_in_batches, design=design, steps=steps, meter=call.meter)
-        if probes.shown(call.meter).is_whole:
+        algorithm, probes = partial(_slq_in_batches, steps=steps), streamed
+        if source.shown(call.meter).is_whole:
             algorithm = partial(_spaces, steps=steps), partial(_slq, design=design)
-            probes = probes.source, near
+            probes = source.source, near
     else:
-        near, spent, probes = None, shape.width, Spaces(krylov)
+        near, spent, probes = None, shape.width, (krylov, None, None)
         design = SamplingDesign(spent, spent, 1.0)
         algorithm = partial(_slq, design=design)
     cost = {"spent": spent * steps[0], "degrees": design.degrees(near is not None)}
@@ -187,13 +187,9 @@ Steps = tuple[int, bool]
 """The number of Lanczos steps, and whether each is made orthogonal to all earlier ones."""
 
 
-class Spaces(NamedTuple):
-    """The Krylov spaces of some probes. If these are a single repeat of `probing`, they are
-    kept, and `near` is the neighbourhood of their colours."""
-
-    krylov: Krylov
-    probes: Inexact[Array, "n b"] | None = None
-    near: Neighbourhood | None = None
+Spaces = tuple[Krylov, Any, Any]
+"""The Krylov spaces of some probes. If these are a single repeat of `probing`, they come
+next, with the neighbourhood of their colours."""
 
 
 def _spaces(subject: MatrixFunction, made: tuple[Block, Any], *, steps: Steps) -> Spaces:
@@ -201,7 +197,7 @@ def _spaces(subject: MatrixFunction, made: tuple[Block, Any], *, steps: Steps) -
     z, near = made
     block, (num_steps, again) = z if near is None else near.with_test(z), steps
     krylov = lanczos(subject.linear_map, block.T, num_steps, reorthogonalise=again)
-    return Spaces(krylov) if near is None else Spaces(krylov, z, near)
+    return krylov, None if near is None else z, near
 
 
 def _slq(subject: MatrixFunction, spaces: Spaces, *, design: SamplingDesign) -> Outcome:
@@ -210,18 +206,11 @@ def _slq(subject: MatrixFunction, spaces: Spaces, *, design: SamplingDesign) -> 
     return samples.outcome(subject, design, readout)
 
 
-def _slq_in_batches(
-    subject: MatrixFunction,
-    probes: Stream,
-    *,
-    design: SamplingDesign,
-    steps: Steps,
-    meter: Any,
-) -> Outcome:
+def _slq_in_batches(subject: MatrixFunction, made: Streamed, *, steps: Steps) -> Outcome:
     """Estimate the traces from one batch of probes after the other."""
-    how = Static((design.num_probes, steps))
-    samples = probes.shown(meter).collect(lambda z: _of_batch(subject, how, z)[0], meter)
-    return samples.outcome(subject, design, Partial(_read_batches, probes, how))
+    how, probes = Static((made.design.num_probes, steps)), made.probes
+    samples = probes.collect(lambda z: _of_batch(subject, how, z)[0], made.meter)
+    return samples.outcome(subject, made.design, Partial(_read_batches, probes, how))
 
 
 def _of_batch(subject: MatrixFunction, how: Static, z: Block) -> tuple[Sampled, Nodes]:
@@ -241,23 +230,26 @@ def _read_batches(
     return probes.reduce(lambda z: _of_batch(held, how, z)[1](subject))
 
 
+Levels = Inexact[Array, "levels rules p N"]
+Terms = Float[Array, "p N"]
+Errors = tuple[Float[Array, " p"], Float[Array, " p"]]
+
+
 class Sampled(eqx.Module):
     """The results of N probes for the traces of p functions.
 
     `levels` has the term of each probe in the estimate, first from all steps and then from
     fewer steps. `sizes` and `slopes` are the same terms of |f| and of |f'|, and `moved` is
-    the distance by which noise may have moved a node. `indicator`, if it is known, has the
+    the distance by which noise may have moved a node. `indicator` is empty, or has the
     errors of the entries of the diagonal, which all probes together show by neighbour
-    residuals. The quadrature error of a single step is unknown, unless n = 1: it is
-    `unresolved`.
+    residuals. The quadrature error of a single step is unknown, unless n = 1.
     """
 
-    levels: Inexact[Array, "levels rules p N"]
-    sizes: Float[Array, "p N"]
-    slopes: Float[Array, "p N"]
+    levels: Levels
+    sizes: Terms
+    slopes: Terms
     moved: Float[Array, " N"]
-    indicator: Float[Array, "p n"] | None
-    unresolved: bool = eqx.field(static=True)
+    indicator: tuple[Float[Array, "p n"], ...]
 
     def outcome(
         self, subject: MatrixFunction, design: SamplingDesign, readout: Readout
@@ -267,16 +259,12 @@ class Sampled(eqx.Module):
         eps = float(jnp.finfo(self.moved.dtype).eps)
         total = jnp.sum(terms, axis=1)
         samples = design.totals(terms * design.num_samples)
-        by_neighbours = () if self.indicator is None else (self.indicator,)
-        bounds = self.sizes, self.slopes, *by_neighbours
+        bounds = self.sizes, self.slopes, *self.indicator
+        # A single step has a single level.
+        is_unresolved = len(self.levels) == 1 and subject.linear_map.operator.in_size() > 1
         traces = Traces(total, samples, self.levels, bounds, readout)
 
-        def error_of(
-            levels: Inexact[Array, "levels rules p N"],
-            sizes: Float[Array, "p N"],
-            slopes: Float[Array, "p N"],
-            indicator: Float[Array, "p n"] | None = None,
-        ) -> tuple[Float[Array, " p"], Float[Array, " p"]]:
+        def error_of(levels: Levels, sizes: Terms, slopes: Terms, *rows: Array) -> Errors:
             """Return the error of sampling and rounding, and the error of quadrature.
 
             The rounding error includes the change of f at nodes that noise has moved.
@@ -285,11 +273,11 @@ class Sampled(eqx.Module):
             rounding = 4 * eps * jnp.sum(sizes, axis=1)
             rounding = rounding + jnp.max(self.moved) * jnp.sum(slopes, axis=1)
             terms, share = mixture(levels)
-            if indicator is None:
-                error = design.mean_and_error(terms * design.num_probes, rounding)[1]
+            if rows:
+                error = jackknife.length(*rows, rounding)
             else:
-                error = jackknife.length(indicator, rounding)
-            how = {"rounding": rounding, "unresolved": self.unresolved}
+                error = design.mean_and_error(terms * design.num_probes, rounding)[1]
+            how = {"rounding": rounding, "unresolved": is_unresolved}
             return error, jackknife.error_of_rules(totals, share, **how)
 
         return traces_outcome(subject, traces, error_of)
@@ -303,7 +291,7 @@ def sample(
     `num_probes` counts the probes of all batches. The second result has the nodes and
     weights of the quadratures, from which the derivative is read.
     """
-    krylov, probes, near = spaces
+    krylov, _, near = spaces
     num_steps = krylov.projection.shape[1]
     sizes = _sizes(num_steps, mixed=subject.node is not None)
     projections = jax.vmap(partial(truncated, sizes=sizes), out_axes=1)(krylov.projection)
@@ -333,10 +321,7 @@ def sample(
     weights = rules.weights(each(found.vectors), each)
     rows = weights.reshape(*weights.shape[:2], 1, -1)
     split = SplitRule(basis, whole, coefficients, num_steps, rules, rows)
-    indicator = None
-    if probes is not None and near is not None:
-        values = jnp.swapaxes(values[0], -1, -2)
-        indicator = _indicator(probes, krylov, whole, values, near)
+    indicator = () if near is None else (_indicator(spaces, whole, values[0]),)
     first = weights[0, 0, :, None]
     terms = (
         weighted_sum(weights[..., None, :], rules.values),
@@ -344,9 +329,7 @@ def sample(
         weighted_sum(first, slopes),
     )
     levels, sizes, slopes = (jnp.moveaxis(x, -1, -2)[..., :num_probes] for x in terms)
-    unresolved = num_steps == 1 and krylov.basis.shape[-1] > 1
-    parts = levels, sizes, slopes, moved[:num_probes], indicator, unresolved
-    return Sampled(*parts), split.nodes()
+    return Sampled(levels, sizes, slopes, moved[:num_probes], indicator), split.nodes()
 
 
 def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
@@ -371,19 +354,16 @@ def _below(krylov: Krylov, sizes: list[int]) -> Inexact[Array, "levels N 1 m"]:
 
 
 def _indicator(
-    z: Inexact[Array, "n k"],
-    krylov: Krylov,
-    eigen: Eigen,
-    values: Inexact[Array, "N m p"],
-    near: Neighbourhood,
+    spaces: Spaces, eigen: Eigen, values: Inexact[Array, "N p m"]
 ) -> Float[Array, "p n"]:
     """Return the errors of the entries of the diagonal of f(A), for each of p functions.
 
     They come from neighbour residuals, so f(A) z is computed for the probes z of one
     repeat.
     """
+    krylov, z, near = spaces
     first = krylov.length[:, None] * eigen.vectors[:, 0].conj()
-    values = jnp.where(first[..., None] == 0, 0, values)
+    values = jnp.where(first[:, None] == 0, 0, values)
     eps, real = float(jnp.finfo(z.dtype).eps), not jnp.iscomplexobj(z)
 
     def of_one(values: Inexact[Array, "N m"]) -> Float[Array, " n"]:
@@ -392,7 +372,7 @@ def _indicator(
         residuals = neighbour_residuals(z, products, near)
         return residuals.error_in_sum(near, eps, real=real, hermitian=True)
 
-    return jax.lax.map(of_one, jnp.moveaxis(values, -1, 0))
+    return jax.lax.map(of_one, jnp.swapaxes(values, 0, 1))
 
 
 _WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."
