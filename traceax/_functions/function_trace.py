@@ -153,8 +153,7 @@ def function_trace(
     `schatten_norm`.
     """
     name = "function_trace"
-    call = begin(name, operator, key, num_matvecs, least=6)
-    call = call.in_batches(None, progress_meter)
+    call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
     fn, structure = scalar_function(name, fn, real_dtype(call.operator))
     combined, structure = combination(name, combine, fn, structure)
     shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
@@ -257,8 +256,7 @@ def logdet(
     **See also**: `inv_quad_logdet`, `function_trace`, `arnoldi_trace`.
     """
     name = "logdet"
-    call = begin(name, operator, key, num_matvecs, least=6)
-    call = call.in_batches(None, progress_meter)
+    call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
     is_zero = isinstance(shift, int | float) and not shift
     operator, shift, _, rest = whitened(call.operator, shift)

@@ -189,8 +189,7 @@ def inv_quad_logdet(
     **See also**: `logdet`, `preconditioner`.
     """
     name = "inv_quad_logdet"
-    call = begin(name, operator, key, num_matvecs, least=6)
-    call = call.in_batches(None, progress_meter)
+    call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
     check_shift(name, call.operator, shift, several=False)
     check_rtol(name, rtol)
     columns, several = right_hand_sides(name, call.operator, vector)
