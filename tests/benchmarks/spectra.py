@@ -148,7 +148,7 @@ def forced(shape: Shape, operator: Any, fn: Any, key: Any) -> tx.Estimate:
     converted, structure = scalar_function("function_trace", fn, jnp.dtype(float))
     call = begin("function_trace", operator, key, shape.num_matvecs)
     subject = subject_of(call.operator, converted)
-    return block_trace(call, subject, structure, shape)
+    return block_trace(call, subject, structure, shape, None)
 
 
 def errors(case: Case, estimator: Callable[..., tx.Estimate], keys: Array) -> Array:

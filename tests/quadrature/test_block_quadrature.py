@@ -120,7 +120,7 @@ def test_unbiased() -> None:
         fn, structure = scalar_function("test", lambda x: x**3, jnp.dtype(float))
         call = begin("test", operator, key, SHAPE.num_matvecs)
         subject = MatrixFunction(LinearMap(call.operator), fn)
-        return block_trace(call, subject, structure, SHAPE).value
+        return block_trace(call, subject, structure, SHAPE, None).value
 
     values, slopes = over_keys(lambda key: jax.value_and_grad(value)(0.0, key), KEY, 400)
     assert is_unbiased(values, jnp.trace(matrix @ matrix @ matrix), 4.5)

@@ -29,6 +29,8 @@ Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
 """The type of f in f(A): a function of a scalar."""
 Real = float | Float[Array, ""]
 Shifts = Float[Array, "*shifts"]
+Budgets = tuple[int, int | None, int | None]
+"""The arguments `num_matvecs`, `num_probes` and `num_steps` of a function."""
 
 
 def real_dtype(operator: Operator) -> jnp.dtype:
@@ -76,12 +78,7 @@ def _zero_if_defined(fn: ScalarFunction, dtype: jnp.dtype) -> Float[Array, ""] |
 
 
 def checked_run(
-    name: str,
-    num_matvecs: int,
-    num_probes: int | None,
-    num_steps: int | None,
-    choose: Callable[[int], Shape] = shape_for,
-    tests: int = 0,
+    name: str, budgets: Budgets, choose: Callable[[int], Shape] = shape_for, tests: int = 0
 ) -> tuple[Shape, int]:
     """Return the shape of the block Krylov run that the user asks for, and its budget.
 
@@ -89,7 +86,8 @@ def checked_run(
     shape from a budget if the user gives neither `num_probes` nor `num_steps`. If the user
     gives one of them, the budget also pays for the matvecs of `tests` more probes.
     """
-    why, num_matvecs = "the fewest that can be used", int(num_matvecs)
+    num_matvecs, num_probes, num_steps = int(budgets[0]), *budgets[1:]
+    why = "the fewest that can be used"
     if num_probes is not None:
         num_probes = checks.check_count(name, "num_probes", num_probes, 1, why)
     if num_steps is not None:

@@ -71,7 +71,7 @@ EIGENVALUES, CHOLESKY = 1024, 2048
 MATRIX_ASYMMETRY = 1e-2
 
 
-def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) -> bool:
+def is_small(operator: Operator, budget: int, stored: int = EIGENVALUES) -> bool:
     """Return whether the whole matrix of an operator costs no more than an estimate.
 
     It takes n matvecs, or none if the operator stores it. In the second case the dimension
@@ -79,7 +79,7 @@ def is_small(operator: Operator, num_matvecs: int, stored: int = EIGENVALUES) ->
     n is its smaller dimension.
     """
     n = min(operator.in_size(), operator.out_size())
-    return n <= max(num_matvecs, SMALL) or (stores_matrix(operator) and n <= stored)
+    return n <= max(budget, SMALL) or (stores_matrix(operator) and n <= stored)
 
 
 AllEntries = Inexact[Array, " *entries"]
@@ -96,13 +96,11 @@ class Entries(NamedTuple):
     spent: int
 
 
-def entries(
-    operator: Operator, num_matvecs: int, stored: int = EIGENVALUES
-) -> Entries | None:
+def entries(operator: Operator, budget: int, stored: int = EIGENVALUES) -> Entries | None:
     """Return all entries of an operator, or None if they cost more than an estimate."""
     if (known := _of_diagonal(operator)) is not None:
         return known
-    if not is_small(operator, num_matvecs, stored):
+    if not is_small(operator, budget, stored):
         return None
     matrix = hermitian_or_nan(LinearMap(operator).dense())
     return Entries(matrix, price(operator))

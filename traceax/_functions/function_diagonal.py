@@ -180,7 +180,8 @@ def function_diagonal(
     choose, tests = shape_for, 0
     if colours > 1:
         choose, tests = partial(_coloured, name=name, colours=colours), 3 * _TESTS // 2
-    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps, choose, tests)
+    budgets = num_matvecs, num_probes, num_steps
+    shape, budget = checked_run(name, budgets, choose, tests)
     check_samples(name, shape.width, colours, "num_probes")
     if (known := entries(operator, budget)) is not None:
         value = _exact_diagonal(converted, known.array)
@@ -190,12 +191,10 @@ def function_diagonal(
     if colours > 1:
         return _probed(call, converted, shape)
     subject = subject_of(operator, converted)
-    first = partial(krylov_run, depth=shape.depth, meter=call.meter)
+    stages = partial(krylov_run, depth=shape.depth, meter=call.meter), block_diagonal
     (probes,), space = call.draw(shape.width), operator.in_structure()
     how: dict[str, Any] = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
-    return call.finish(
-        (first, block_diagonal), probes, structure=space, subject=subject, **how
-    )
+    return call.finish(stages, probes, structure=space, subject=subject, **how)
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:

@@ -24,6 +24,7 @@ from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator, gram, working_dtype
 from traceax._estimators.call import Call, begin
 from traceax._functions.arguments import (
+    Budgets,
     Function,
     Real,
     Shifts,
@@ -156,7 +157,7 @@ def function_trace(
     call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
     fn, structure = scalar_function(name, fn, real_dtype(call.operator))
     combined, structure = combination(name, combine, fn, structure)
-    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    shape, budget = checked_run(name, (num_matvecs, num_probes, num_steps))
     if lx.is_diagonal(call.operator) or is_small(call.operator, budget):
         return exact_function_trace(call, fn, structure, combined)
     subject = subject_of(call.operator, fn, combined)
@@ -164,11 +165,7 @@ def function_trace(
 
 
 def block_trace(
-    call: Call,
-    subject: MatrixFunction,
-    structure: PyTree,
-    shape: Shape,
-    pattern: Any = None,
+    call: Call, subject: MatrixFunction, structure: PyTree, shape: Shape, pattern: Any
 ) -> Estimate:
     """Estimate a trace of f(A) from a block Krylov run of this shape.
 
@@ -260,7 +257,7 @@ def logdet(
     check_shift(name, call.operator, shift)
     is_zero = isinstance(shift, int | float) and not shift
     operator, shift, _, rest = whitened(call.operator, shift)
-    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    shape, budget = checked_run(name, (num_matvecs, num_probes, num_steps))
     if (known := entries(operator, budget, CHOLESKY)) is not None:
         logs, error = _log_determinants(shift, known.array)
         error = error + asymmetry_error(known.array, logs, _log_determinants, shift)
@@ -348,7 +345,7 @@ def schatten_norm(
         target, exponent, cost = gram(scaled), p / 2, 2
     fn, structure = scalar_function(name, lambda x: power(x, exponent), real_dtype(target))
     products = max((num_matvecs - 1) // cost, 1)
-    shape, budget = checked_run(name, products, num_probes, num_steps)
+    shape, budget = checked_run(name, (products, num_probes, num_steps))
     small = is_small(scaled, budget)
     if lx.is_diagonal(target) or (cost == 1 and small):
         traced = exact_function_trace(call.on(target), fn, structure)
@@ -357,7 +354,7 @@ def schatten_norm(
         traced, cost = exact_power_sum(call.on(scaled), exponent), 1
     else:
         subject = subject_of(target, fn)
-        traced = block_trace(call.on(target), subject, structure, shape)
+        traced = block_trace(call.on(target), subject, structure, shape, None)
     unit = unit.astype(traced.value.dtype)
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
@@ -473,7 +470,8 @@ def arnoldi_trace(
     call = begin(
         name, operator, key, num_matvecs, least=6, sampler=sampler, takes="coloured"
     )
-    shape, budget = checked_run(name, num_matvecs, num_probes, num_steps)
+    budgets = num_matvecs, num_probes, num_steps
+    shape, budget = checked_run(name, budgets)
     call = dataclasses.replace(call, num_matvecs=budget)
     dtype = working_dtype(call.operator)
     _, structure = scalar_function(name, fn, dtype)
@@ -487,7 +485,6 @@ def arnoldi_trace(
         coloured = for_pattern(name, call.operator, most, pattern, 2, tests=0)
         call = call if coloured is None else call.using(coloured)
     if call.group > 1:
-        budgets = num_matvecs, num_probes, num_steps
         return _coloured_trace(call, subject, structure, budgets, real=is_real)
     call = call.using(rademacher)
     resphered = call.resphere or call.sampler is rademacher
@@ -514,16 +511,9 @@ def _most_colours(num_matvecs: int) -> int:
 
 
 def _coloured_trace(
-    call: Call,
-    subject: MatrixFunction,
-    structure: PyTree,
-    budgets: tuple[int, int | None, int | None],
-    *,
-    real: bool,
+    call: Call, subject: MatrixFunction, structure: PyTree, budgets: Budgets, *, real: bool
 ) -> Estimate:
-    """Estimate the trace by an Arnoldi process for each probe of a colouring.
-
-    `budgets` are the three arguments of `arnoldi_trace` that set the budget."""
+    """Estimate the trace by an Arnoldi process for each probe of a colouring."""
     colours, tests = call.group, min(call.group, _TESTS)
 
     def choose(num_matvecs: int) -> Shape:
@@ -532,7 +522,7 @@ def _coloured_trace(
         more = tests if repeats == 1 else 0
         return Shape(width, max(1, num_matvecs // (width + more)))
 
-    shape, _ = checked_run(call.name, *budgets, choose, tests)
+    shape, _ = checked_run(call.name, budgets, choose, tests)
     check_samples(call.name, shape.width, colours, "num_probes")
     depth, (first_key, *others) = shape.depth, keys_of(call.key, 3, BLOCKS)
     streamed = dataclasses.replace(call, num_matvecs=shape.width, key=first_key).stream()

@@ -348,8 +348,7 @@ def likelihood_solved(
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solution = times(sizes[None, :], solution)
     solve = Solve(solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
-    assert traced.quadrature_error is not None
-    gap = jnp.append(traced.quadrature_error, 0)
+    gap = jax.tree.map(lambda gap: jnp.append(gap, 0), traced.quadrature_error)
     return Outcome(
         jnp.append(traced.value, value),
         jnp.append(traced.standard_error, error),

@@ -28,7 +28,7 @@ from traceax._core.operator import (
     Operator,
     frozen,
 )
-from traceax._core.rule import Outcome, Readout
+from traceax._core.rule import Outcome, Readout, Values
 from traceax._estimators.call import Call, Streamed, begin
 from traceax._functions.arguments import (
     Function,
@@ -218,9 +218,7 @@ def _of_batch(subject: MatrixFunction, how: Static, z: Block) -> tuple[Sampled, 
     return sample(subject, _spaces(subject, (z, None), steps=steps), num_probes)
 
 
-def _read_batches(
-    probes: Stream, how: Static, subject: MatrixFunction
-) -> Inexact[Array, " p"]:
+def _read_batches(probes: Stream, how: Static, subject: MatrixFunction) -> Values:
     """Read the traces by quadratures that are made again, one batch at a time, because the
     batches do not keep their Krylov spaces.
 
@@ -452,7 +450,7 @@ def spectral_density(
     name, takes = "spectral_density", "independent" if grid is None else "coloured"
     call = begin(name, operator, key, num_matvecs, sampler=sampler, takes=takes)
     call = call.in_batches(batch_size, progress_meter)
-    shape, _ = checked_run(name, num_matvecs, num_probes, num_steps, _resolving)
+    shape, _ = checked_run(name, (num_matvecs, num_probes, num_steps), _resolving)
     checks.check_samples(name, shape.width, call.group, "num_probes")
     checks.check_positive(name, "width", 1.0 if width is None else width, _WIDTHS)
     n, spent, krylov = call.operator.in_size(), 0, None

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Inexact
 from traceax._core.layout import through
 from traceax._core.operator import LinearMap, layout_tag
 from traceax._core.rule import with_own_jvp
-from traceax._core.vectors import flatten, unflatten
+from traceax._core.vectors import Column, flatten, unflatten
 from traceax._linalg import lapack
 from traceax._linalg.columns import (
     Number,
@@ -234,20 +234,18 @@ class FunctionMap(LinearMap):
     def is_hermitian(self) -> bool:
         return jnp.issubdtype(self.dtype, jnp.floating)
 
-    def _image(self, column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    def _image(self, column: Column) -> Column:
         subject = self, self._rounded(column)
         value = _apply_function(subject, differentiable=False)
         again = partial(_apply_function, differentiable=True)
         return self._rounded(with_own_jvp(value, again, subject))
 
-    def _rounded(self, column: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+    def _rounded(self, column: Column) -> Column:
         """Round a vector to the dtypes of the operator's leaves."""
         return flatten(unflatten(column, self.operator.in_structure()), self.dtype)
 
 
-def _apply_function(
-    subject: tuple[FunctionMap, Array], *, differentiable: bool
-) -> Inexact[Array, " n"]:
+def _apply_function(subject: tuple[FunctionMap, Column], *, differentiable: bool) -> Column:
     """Return f(A) v, where the subject holds f(A) and v."""
     function, column = subject
     linear_map, steps = LinearMap(function.operator), function.num_steps
