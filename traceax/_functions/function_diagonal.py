@@ -281,9 +281,8 @@ def block_diagonal(subject: MatrixFunction, made: Run) -> Outcome:
     sizes = sizes[0, :m] + slopes[0, :m] * jnp.diagonal(noise) / eps
     moved = _function(kept[0], eigen.values[0], eigen.vectors[0], sizes)
     rounding = run.largest(moved) + jnp.abs(level) + mean(jnp.abs(samples))
-    error = shared_error(samples, 4 * eps * rounding)
     # If there is no shorter run to compare with, the quadrature error is unknown.
-    error = jnp.hypot(error, quadrature)
+    error = jnp.hypot(shared_error(samples, 4 * eps * rounding), quadrature)
     # The sketch of f(A) - c I uses half of the probes. A multiple of them is added, so that
     # its columns are independent.
     tested = probes[:, : (k + 1) // 2]

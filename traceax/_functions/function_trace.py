@@ -533,11 +533,8 @@ def _coloured_trace(
         chosen, again = chosen[:0], again[:, :0]
     # The error of a single repeat is computed from a few colours, which may differ much.
     few = max(1, tests - 1) if design.num_samples == 1 else math.inf
-    return call.finish(
-        partial(coloured_arnoldi, depth=depth, design=design, real=real),
-        ColouredProbes(first, again, chosen),
-        spent=(first.shape[1] + again.shape[1]) * depth,
-        degrees=min(design.degrees(has_neighbours=True), few),
-        structure=structure,
-        subject=subject,
-    )
+    algorithm = partial(coloured_arnoldi, depth=depth, design=design, real=real)
+    probes, degrees = ColouredProbes(first, again, chosen), design.degrees(True)
+    spent = (first.shape[1] + again.shape[1]) * depth
+    how = {"spent": spent, "degrees": min(degrees, few), "structure": structure}
+    return call.finish(algorithm, probes, subject=subject, **how)

@@ -334,11 +334,8 @@ def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
     """Return the numbers of steps at which T is read: all, and a quarter and two quarters
     of them less, and one and two less than all (see `jackknife.quadrature_error`); or, for
     the mixture of two rules, two steps less and one less (`jackknife.bracket_error`)."""
-    if mixed:
-        fewer = [0, 2, 1] if num_steps > 2 else range(num_steps)
-        return [num_steps - less for less in fewer]
     stride = max(1, num_steps // 4)
-    fewer = [0, stride, 2 * stride, *range(1, min(stride, 3))]
+    fewer = [0, 2, 1] if mixed else [0, stride, 2 * stride, *range(1, min(stride, 3))]
     return [num_steps - less for less in fewer if less < num_steps]
 
 
@@ -470,10 +467,8 @@ def spectral_density(
             matrix, spent = seen.dense(), price(call.operator)
         else:  # The density is computed from the same run.
             (block,) = call.draw(shape.width)
-            run = partial(
-                lanczos, num_steps=min(shape.depth, n), reorthogonalise=reorthogonalise
-            )
-            krylov = compiled(run, seen, block.T)
+            how = {"num_steps": min(shape.depth, n), "reorthogonalise": reorthogonalise}
+            krylov = compiled(partial(lanczos, **how), seen, block.T)
             matrix = krylov.projection
         points, spread = _about(decompose(matrix).values, width, shape.depth)
     scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * n)
