@@ -206,8 +206,7 @@ def inv_quad_logdet(
     columns = scale * columns
     if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
         values, error, solution = _exact_solve(shift, columns, known.array)
-        more = asymmetry_error(known.array, values, _exact_solve, shift, columns)
-        errors = error + more
+        errors = error + asymmetry_error(known.array, values, _exact_solve, shift, columns)
         form = exact_estimate(values[0], known.spent, errors[0])
         logdet = exact_estimate(values[1] + rest, known.spent, errors[1])
     else:
