@@ -40,15 +40,13 @@ def whitened(operator: Operator, shift: Shift) -> White:
     D^{-1/2}; and log det D. For A + shift I nothing is scaled: B is A, the diagonal is 1,
     and the logarithm is 0.
     """
-    dtype = real_dtype(operator)
+    dtype, space = real_dtype(operator), operator.in_structure()
     one = jnp.ones((), dtype)
     if not isinstance(shift, lx.DiagonalLinearOperator):
         return operator, jnp.asarray(shift, dtype), one, 0 * one
     entries = jax.tree.map(lambda d: jnp.asarray(d, dtype), shift.diagonal)
     logs = sum(jnp.sum(jnp.log(leaf)) for leaf in jax.tree.leaves(entries))
-    root = jax.tree.map(
-        lambda d, like: (d**-0.5).astype(like.dtype), entries, operator.in_structure()
-    )
+    root = jax.tree.map(lambda d, like: (d**-0.5).astype(like.dtype), entries, space)
     root = lx.DiagonalLinearOperator(root)
     white = root @ operator @ root
     scale = flatten(root.diagonal, working_dtype(operator))

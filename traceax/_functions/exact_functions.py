@@ -98,12 +98,10 @@ class Entries(NamedTuple):
 
 def entries(operator: Operator, budget: int, stored: int = EIGENVALUES) -> Entries | None:
     """Return all entries of an operator, or None if they cost more than an estimate."""
-    if (known := _of_diagonal(operator)) is not None:
-        return known
-    if not is_small(operator, budget, stored):
-        return None
-    matrix = hermitian_or_nan(LinearMap(operator).dense())
-    return Entries(matrix, price(operator))
+    known = _of_diagonal(operator)
+    if known is None and is_small(operator, budget, stored):
+        return Entries(hermitian_or_nan(LinearMap(operator).dense()), price(operator))
+    return known
 
 
 def price(operator: Operator) -> int:

@@ -347,14 +347,10 @@ def likelihood_solved(
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solution = times(sizes[None, :], solution)
     solve = Solve(solution, inverse, jnp.asarray(rtol, value.dtype), max_steps)
-    gap = jax.tree.map(lambda gap: jnp.append(gap, 0), traced.quadrature_error)
-    return Outcome(
-        jnp.append(traced.value, value),
-        jnp.append(traced.standard_error, error),
-        Partial(_read_both, traced.readout, solve),
-        (solve, rest.num_steps),
-        quadrature_error=gap,
-    )
+    of_logs = traced.value, traced.standard_error, traced.quadrature_error
+    value, error, gap = jax.tree.map(jnp.append, of_logs, (value, error, 0))
+    readout = Partial(_read_both, traced.readout, solve)
+    return Outcome(value, error, readout, (solve, rest.num_steps), gap)
 
 
 def _solution(solve: Solve, subject: Likelihood) -> Sides:

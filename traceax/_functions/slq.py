@@ -230,6 +230,7 @@ def _read_batches(probes: Stream, how: Static, subject: MatrixFunction) -> Value
 
 Levels = Inexact[Array, "levels rules p N"]
 Terms = Float[Array, "p N"]
+OfRows = Float[Array, "p n"]
 Errors = tuple[Float[Array, " p"], Float[Array, " p"]]
 
 
@@ -247,7 +248,7 @@ class Sampled(eqx.Module):
     sizes: Terms
     slopes: Terms
     moved: Float[Array, " N"]
-    indicator: tuple[Float[Array, "p n"], ...]
+    indicator: tuple[OfRows, ...]
 
     def outcome(
         self, subject: MatrixFunction, design: SamplingDesign, readout: Readout
@@ -262,7 +263,7 @@ class Sampled(eqx.Module):
         is_unresolved = len(self.levels) == 1 and subject.linear_map.operator.in_size() > 1
         traces = Traces(total, samples, self.levels, bounds, readout)
 
-        def error_of(levels: Levels, sizes: Terms, slopes: Terms, *rows: Array) -> Errors:
+        def error_of(levels: Levels, sizes: Terms, slopes: Terms, *rows: OfRows) -> Errors:
             """Return the error of sampling and rounding, and the error of quadrature.
 
             The rounding error includes the change of f at nodes that noise has moved.
@@ -348,9 +349,7 @@ def _below(krylov: Krylov, sizes: list[int]) -> Inexact[Array, "levels N 1 m"]:
     return jnp.stack(rows)
 
 
-def _indicator(
-    spaces: Spaces, eigen: Eigen, values: Inexact[Array, "N p m"]
-) -> Float[Array, "p n"]:
+def _indicator(spaces: Spaces, eigen: Eigen, values: Inexact[Array, "N p m"]) -> OfRows:
     """Return the errors of the entries of the diagonal of f(A), for each of p functions.
 
     They come from neighbour residuals, so f(A) z is computed for the probes z of one
