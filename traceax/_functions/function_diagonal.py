@@ -214,13 +214,11 @@ def _probed(call: Call, fn: ScalarFunction, shape: Shape) -> Estimate:
     quadrature = _quadrature_error(name, subject, test_key)
     quadrature = as_result(quadrature, call.operator.in_structure())
     on_tests = 0 if steps == 1 else _TESTS * (steps + steps // 2)
-    return replace(
-        estimate,
-        value=jax.tree.map(jnp.real, estimate.value),
-        standard_error=jax.tree.map(jnp.hypot, estimate.standard_error, quadrature),
-        num_matvecs=estimate.num_matvecs * steps + on_tests,
-        quadrature_error=quadrature,
-    )
+    value = jax.tree.map(jnp.real, estimate.value)
+    error = jax.tree.map(jnp.hypot, estimate.standard_error, quadrature)
+    spent = estimate.num_matvecs * steps + on_tests
+    estimate = replace(estimate, value=value, standard_error=error, num_matvecs=spent)
+    return replace(estimate, quadrature_error=quadrature)
 
 
 def _quadrature_error(name: str, subject: FunctionMap, key: PRNGKeyArray) -> OfRows:

@@ -272,12 +272,6 @@ def _log_determinants(shift: Shifts, array: AllEntries) -> tuple[Shifts, Shifts]
     return jnp.vectorize(lambda shift: factorised(array, shift)[1:])(shift)
 
 
-_POWERS = (
-    "Pass 1 for the nuclear norm; for the largest singular value, p = inf, use an "
-    "eigensolver: scipy.sparse.linalg.svds, for example."
-)
-
-
 def schatten_norm(
     operator: Operator,
     p: Real,
@@ -334,7 +328,9 @@ def schatten_norm(
     """
     name = "schatten_norm"
     call = begin(name, operator, key, num_matvecs, least=13, square=False)
-    check_positive(name, "p", p, _POWERS)
+    cure = "Pass 1 for the nuclear norm; for the largest singular value, p = inf, use an "
+    cure += "eigensolver: scipy.sparse.linalg.svds, for example."
+    check_positive(name, "p", p, cure)
     operator = call.operator
     unit, dtype = _unit(name, operator, key)
     # XLA would turn (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
@@ -359,12 +355,9 @@ def schatten_norm(
     total = jax.lax.stop_gradient(traced.value)
     rate = jnp.where(total > 0, total, 1) ** (1 / p - 1) / p
     rate = jax.lax.stop_gradient(jnp.where(total > 0, rate, 1))
-    return dataclasses.replace(
-        traced,
-        value=unit * traced.value ** (1 / p),
-        standard_error=unit * (traced.standard_error * rate),
-        num_matvecs=traced.num_matvecs * cost + 1,
-    )
+    value, error = unit * traced.value ** (1 / p), unit * (traced.standard_error * rate)
+    spent = traced.num_matvecs * cost + 1
+    return dataclasses.replace(traced, value=value, standard_error=error, num_matvecs=spent)
 
 
 def _unit(name: str, operator: Operator, key: PRNGKeyArray) -> tuple[Array, jnp.dtype]:
