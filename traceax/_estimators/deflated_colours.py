@@ -41,7 +41,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Inexact, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Inexact
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap
@@ -51,13 +51,13 @@ from traceax._estimators.readouts import Pairs, leave_one_out, outside
 from traceax._estimators.second_batch import missed_shares
 from traceax._linalg.columns import Block, column_dots, dot, over, squared_modulus, times
 from traceax._linalg.jackknife import length
-from traceax._probes.draw import draw, for_pattern
+from traceax._probes.colouring import memo
+from traceax._probes.draw import for_pattern
 from traceax._probes.probing import (
     DEGREES,
     Neighbourhood,
     Probing,
     neighbour_residuals,
-    neighbourhood_of,
 )
 
 # The number of colours in the first batch, and the shares of the variance and of the
@@ -78,49 +78,40 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     for one more probe, which tests the pattern. `pattern` is the sparsity pattern from
     which the coarse colouring is made.
     """
-    count, near = fine.num_colours, fine.neighbourhood
-    if near is None or count < 4 * SKETCH or not count < call.num_matvecs < 2 * count:
+    count, most = fine.num_colours, fine.num_colours - 2 * SKETCH
+    fits = most >= 2 * SKETCH and count < call.num_matvecs < 2 * count
+    coarse = for_pattern(call.name, call.operator, most, pattern, tests=0) if fits else None
+    if coarse is None or fine.neighbourhood is None:
         return None
-    most = count - 2 * SKETCH
-    coarse = for_pattern(call.name, call.operator, most, pattern, tests=0)
-    if coarse is None:
-        return None
-    order = _adjacent_first(fine.colours, near.neighbours)
-    z, near = _probes_of(call, fine, call.key)
-    colours = jnp.argsort(order)[near.colours]
-    near = replace(near, colours=colours, beyond=near.beyond[:, order])
-    others = _probes_of(call, coarse, jax.random.fold_in(call.key, 1))
-    probes = (z[:, order], near), others
-    how = {"spent": count + near.num_tests, "degrees": DEGREES}
+    call = call.using(_adjacent_first(fine))
+    key, budget = jax.random.fold_in(call.key, 1), coarse.num_colours + 1
+    others = replace(call, sampler=coarse, key=key, num_matvecs=budget)
+    streams = call.stream(), others.stream()
+    probes = tuple((stream.probes.source, stream.neighbourhood) for stream in streams)
     method = "the better of hutchpp_trace and hutchinson_trace"
-    return call.using(fine).finish(_deflated, probes, method=method, **how)
+    return call.finish(_deflated, probes, method=method, spent=count + 1, degrees=DEGREES)
 
 
-def _probes_of(call: Call, sampler: Probing, key: PRNGKeyArray) -> tuple[Block, Any]:
-    """Draw one probe for each colour, and return them with their neighbourhood."""
-    operator, count = call.operator, sampler.num_colours
-    block = draw(call.name, sampler, key, operator, count)
-    near = neighbourhood_of(sampler, operator.in_structure())
-    return block, None if near is None else near.tested(key, block.dtype)
-
-
-def _adjacent_first(
-    colours: Int[np.ndarray, " n"], neighbours: Int[np.ndarray, "n m"]
-) -> Int[np.ndarray, " c"]:
-    """Return all colours in an order that begins with the colours of the sketch.
+@memo
+def _adjacent_first(fine: Probing) -> Probing:
+    """Return the sampler with its colours in an order that begins with those of the sketch.
 
     These are chosen so that many of their dimensions are neighbours of each other, because
     the decision compares neighbours.
     """
-    edges = np.zeros((colours.max() + 1,) * 2)
-    np.add.at(edges, (colours[:, None], colours[neighbours]), 1)
+    colours, near = fine.colours, fine.neighbourhood
+    assert near is not None
+    edges = np.zeros((fine.num_colours,) * 2)
+    np.add.at(edges, (colours[:, None], colours[near.neighbours]), 1)
     np.fill_diagonal(edges, 0)
     first, reached = [], edges.sum(axis=0)
     for _ in range(SKETCH):
         reached[first] = -1
         first.append(int(np.argmax(reached)))
         reached = edges[first].sum(axis=0)
-    return np.array(first + [c for c in range(len(edges)) if c not in first])
+    order = np.array(first + [c for c in range(len(edges)) if c not in first])
+    colours = np.argsort(order)[colours]
+    return Probing(colours, replace(near, colours=colours, beyond=near.beyond[:, order]))
 
 
 def _deflated(linear_map: LinearMap, probes: tuple[Coloured, Coloured]) -> Outcome:
@@ -182,9 +173,8 @@ def decide(sketch: Block, z: Block, near: Neighbourhood) -> tuple[Block, Bool[Ar
     shown = jnp.sum(own * over(sketch, loo.basis.scale), axis=1)
     forms = jnp.sum(z, axis=1).conj()[:, None] * jnp.hstack([shown[:, None], removed])
     differ = squared_modulus(forms[near.neighbours] - forms[:, None, :])
-    within, others = jnp.sum(own.real, axis=1), 1 - own.real
-    both = (within[:, None] * within[near.neighbours])[:, :, None]
-    counted = both * others[:, None, :] * others[near.neighbours]
+    others = jnp.sum(own.real, axis=1)[:, None] - own.real  # in a tested colour but not i
+    counted = others[:, None, :] * others[near.neighbours]
     whole = jnp.sum(counted * differ[:, :, :1], axis=(0, 1))
     left = jnp.sum(counted * differ[:, :, 1:], axis=(0, 1))
     missed = missed_shares(loo, over(sketch, loo.basis.scale))
