@@ -55,26 +55,16 @@ class NearDiagonal(eqx.Module):
     """The forms f_i of a batch of probes, and how diagonal the operator is.
 
     `off` is, for each probe, the estimate of |A - diag A|_F^2 from all others, and `share`
-    is v, this number over the squared length of the part of A w_j across w_j.
+    is v, this number over the squared length of the part of A w_j across w_j. `excess` is
+    the variance of f_i, over the variance that entries off the diagonal cause.
     """
 
     probes: Block
     products: Block
     off: OfProbes
     share: OfProbes
-
-    @property
-    def theta(self) -> OfProbes:
-        return (1 - self.share) / (1 - self.share + self.share / self._others)
-
-    @property
-    def excess(self) -> OfProbes:
-        """The variance of f_i, over the variance that entries off the diagonal cause."""
-        return 1 + self.theta / self._others
-
-    @property
-    def _others(self) -> float:
-        return max(self.probes.shape[1] - 3, 1)
+    theta: OfProbes
+    excess: OfProbes
 
     def samples(self, eps: Number | float) -> Samples:
         """Return the f_i as samples of the trace."""
@@ -85,7 +75,8 @@ class NearDiagonal(eqx.Module):
         values = jnp.sum(forms, axis=0) - times(self.theta, control)
         rounding = 4 * eps * jnp.sum(jnp.abs(forms)) / forms.shape[1]
         # The f_i share the probes from which the D_i are estimated.
-        return Samples(values, rounding, jnp.ones_like(rounding), 1 + 1 / self._others)
+        sharing = 1 + 1 / max(forms.shape[1] - 3, 1)
+        return Samples(values, rounding, jnp.ones_like(rounding), sharing)
 
     def left(self, weights: OfProbes) -> Block:
         """Return L with sum of conj(L) o (A Omega) = sum_i weights_i f_i, for every A."""
@@ -115,8 +106,9 @@ def near_diagonal(probes: Block, products: Block) -> NearDiagonal:
     along = squares_of(column_dots(probes, products)) / column_norms_squared(probes)
     across = jnp.maximum(column_norms_squared(products) - along, 0)
     across = sums_of_others(across) / (k - 1)
-    share = off / jnp.where(across > 0, across, 1)
-    return NearDiagonal(probes, products, off, jnp.minimum(share, 1))
+    share, others = jnp.minimum(off / jnp.where(across > 0, across, 1), 1), max(k - 3, 1)
+    theta = (1 - share) / (1 - share + share / others)
+    return NearDiagonal(probes, products, off, share, theta, 1 + theta / others)
 
 
 def _others(x: Block) -> Block:
