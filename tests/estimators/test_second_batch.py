@@ -69,8 +69,7 @@ def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
             known = products_of_sketch(sketch, block)
             return second_batch.nystrom_shares(known, known.fitted)
         loo = leave_one_out(sketch, block, resphere=what == "trace")
-        sketch = over(sketch, loo.basis.scale)
-        return second_batch.missed_shares(loo, sketch, of_diagonal=what == "diagonal")
+        return second_batch.missed_shares(loo, of_diagonal=what == "diagonal")
 
     def share(i: int) -> Any:
         block = np.asarray(probes[:, :k])
@@ -154,10 +153,8 @@ def test_the_mean_over_all_probes_and_choices(
     def both(block: Any) -> Any:
         sketch = matrix @ block
         loo = leave_one_out(sketch, block, resphere=False)
-        of_probes = (
-            second_batch.trace_weights if of_trace else second_batch.diagonal_weights
-        )
-        weights = of_probes(loo, near_diagonal(block, over(sketch, loo.basis.scale)))
+        near = near_diagonal(block, over(sketch, loo.basis.scale))
+        weights = second_batch.weights_of(loo, near, of_diagonal=not of_trace)
         sampled = jax.vmap(lambda row: outcome(block, row, 1 - 1e-9))(fresh)
         return weights, outcome(block, fresh[0], 0.0), jnp.mean(sampled, axis=0)
 

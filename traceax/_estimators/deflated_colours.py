@@ -177,5 +177,5 @@ def decide(sketch: Block, z: Block, near: Neighbourhood) -> tuple[Block, Bool[Ar
     counted = others[:, None, :] * others[near.neighbours]
     whole = jnp.sum(counted * differ[:, :, :1], axis=(0, 1))
     left = jnp.sum(counted * differ[:, :, 1:], axis=(0, 1))
-    missed = missed_shares(loo, over(sketch, loo.basis.scale))
+    missed = missed_shares(loo)
     return q, (left < MOST_DISTURBED * whole) & (missed < MOST_LEFT)

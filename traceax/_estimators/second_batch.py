@@ -75,7 +75,7 @@ from traceax._estimators.krylov_nystrom import (
     products,
     products_of_sketch,
 )
-from traceax._estimators.near_diagonal import FEWEST, NearDiagonal, near_diagonal
+from traceax._estimators.near_diagonal import NearDiagonal, near_diagonal
 from traceax._estimators.readouts import (
     LeaveOneOut,
     Pairs,
@@ -155,7 +155,7 @@ def sketched_or_sampled_trace(
     first, fresh, uniform = probes
     loo, eps = sketched_by(linear_map, first, resphere=resphere)
     near = near_diagonal(first, over(loo.sketch, loo.basis.scale))
-    select, weights = choose(trace_weights(loo, near), uniform)
+    select, weights = choose(weights_of(loo, near), uniform)
     image = linear_map(select(loo.basis.columns, fresh))
     sketched, scale = xtrace_of(loo, image, eps, weights), loo.basis.scale
     forms = independent(fresh.conj() * image, scale, eps, False, total)
@@ -173,10 +173,9 @@ def sketched_or_sampled_diagonal(
     (first, fresh, uniform), hermitian = probes, linear_map.is_hermitian
     loo, eps = sketched_by(linear_map, first, resphere=False)
     near = near_diagonal(first, over(loo.sketch, loo.basis.scale))
-    select, weights = choose(diagonal_weights(loo, near), uniform)
+    select, weights = choose(weights_of(loo, near, of_diagonal=True), uniform)
     image = linear_map.adjoint(select(loo.basis.columns, fresh))
-    samples = xdiag_samples(loo, image, eps, reduce, hermitian)
-    sketched = samples.value_and_error(weights)
+    sketched = xdiag_samples(loo, image, eps, reduce, hermitian).value_and_error(weights)
 
     how = loo.basis.scale, eps, hermitian, reduce
     forms = independent(fresh * image.conj(), *how)
@@ -213,27 +212,19 @@ def choose(weights: OfProbes, uniform: Number) -> tuple[Callable[..., Any], OfPr
     return partial(jax.tree.map, partial(jnp.where, sketches)), weights / whole
 
 
-def trace_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
-    """Return the weights a_i of the estimates of a trace."""
-    k = near.share.size
-    least = 0.2 + 0.9 / k**0.5 if k >= DECISIVE else 1.2
-    sampled = near.share * (near.excess + 1) / 2
-    shares = missed_shares(loo, near.products) / sampled
-    return jnp.clip(1 - (shares - least) / 0.3, 0, 1)
+def weights_of(loo: LeaveOneOut, near: NearDiagonal, of_diagonal: bool = False) -> OfProbes:
+    """Return the weights a_i of the estimates of a trace, or of a diagonal."""
+    k, sampled = near.share.size, near.share
+    least, width = 0.4 + 1.2 / k, 0.2
+    if not of_diagonal:
+        least, width, sampled = 0.2 + 0.9 / k**0.5, 0.3, sampled * (near.excess + 1) / 2
+    shares = missed_shares(loo, of_diagonal) / sampled
+    return jnp.clip(1 - (shares - (least if k >= DECISIVE else 1.2)) / width, 0, 1)
 
 
-def diagonal_weights(loo: LeaveOneOut, near: NearDiagonal) -> OfProbes:
-    """Return the weights a_i of the estimates of a diagonal."""
-    k = near.share.size
-    least = 0.4 + 1.2 / k if k >= DECISIVE else 1.2
-    shares = missed_shares(loo, near.products, of_diagonal=True) / near.share
-    return jnp.clip(1 - (shares - least) / 0.2, 0, 1)
-
-
-def missed_shares(loo: LeaveOneOut, products: Block, of_diagonal: bool = False) -> OfProbes:
+def missed_shares(loo: LeaveOneOut, of_diagonal: bool = False) -> OfProbes:
     """Return t_i, the share of the variance that a sketch leaves, from all probes but i.
 
-    `products` is Y over the scale of the basis.
     For a trace the part of r_ij along mu_ij is left out, and for a diagonal the part along
     w_j. Both are known from r_ij* w_j = r_ij* mu_ij.
     """
@@ -249,7 +240,7 @@ def missed_shares(loo: LeaveOneOut, products: Block, of_diagonal: bool = False) 
         lengths = column_norms_squared(w)[None, :]
     across = 1 - squared_modulus(tw) * inverse / lengths
     missed = loo.distances[None, :] ** 2 * inverse * across
-    return shares_of(missed, w, products)
+    return shares_of(missed, w, over(loo.sketch, loo.basis.scale))
 
 
 def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfProbes:
@@ -306,10 +297,8 @@ def mixed_leaves(linear_map: LinearMap, probes: Blocks, *, leaves: Any) -> Outco
 
 def shared_weights(known: Products, fitted: Fit) -> OfProbes:
     """Return the weights a_i for a semidefinite operator, from the shares t_i."""
-    shares = nystrom_shares(known, fitted)
-    if known.block.shape[1] >= FEWEST:
-        shares = shares / near_diagonal(known.block, known.sketch).share
-    return jnp.clip(1 - (shares - 0.8) / 0.2, 0, 1)
+    near = near_diagonal(known.block, known.sketch)
+    return jnp.clip(1 - (nystrom_shares(known, fitted) / near.share - 0.8) / 0.2, 0, 1)
 
 
 def nystrom_shares(known: Products, fitted: Fit) -> OfProbes:
