@@ -280,26 +280,25 @@ def _trace(linear_map: LinearMap, probes: Blocks, resphere: bool, mixed: bool) -
     value, error, weights = value_and_error(known, resphere=resphere, near=near)
     shares = weights / weights.size
     forms = None if near is None else near.left((1 - weights) / weights.size)
-    if known.directions.size:
-        weight = _pairs(known, shares, forms, resphere)
-    else:
-        loo = leave_one_out(known.images, known.block, resphere=resphere)
-        weight = trace_pairs(loo, shares, forms)
-    return Outcome(known.sign * value, error, weight)
+    return Outcome(known.sign * value, error, _pairs(known, shares, forms, resphere))
 
 
 def _pairs(known: Products, shares: OfProbes, forms: Block | None, resphere: bool) -> Pairs:
     """Return the readout for derivatives, the sum of 2 P_j - P_j^2 + c_j mu_j mu_j*.
 
     `shares` are the weights of this sum, and conj(`forms`) o (B Omega) is added to it.
+    Without second matvecs the P_j are projectors, as in `trace_pairs`.
 
-    Here P_j = F C_j F* with C_j = I - N_j N_j*, where F comes from A S as in
+    Otherwise P_j = F C_j F* with C_j = I - N_j N_j*, where F comes from A S as in
     `_linalg.nystrom`, and mu_j = (I - P_j) w_j. The ridge makes P_j differ from a
     projector. The expectation of the readout is I nevertheless, because E[mu_j mu_j*] =
     (I - P_j)^2.
     """
     block, (n, m) = known.block, known.images.shape
     k = block.shape[1]
+    if m == k:
+        loo = leave_one_out(known.images, block, resphere=resphere)
+        return trace_pairs(loo, shares, forms)
     # Singular values of A S may span many orders of magnitude. So they are computed from
     # the block and squared, because rounding in (A S)* A S would destroy the small ones.
     basis = orthonormalise(known.images)
@@ -403,7 +402,8 @@ def leaf_by_leaf(known: Products, weights: OfProbes, leaves: LeafSums) -> ValueA
     these `weights`, and the quadratic forms w_jL* (A w_j)_L, with weights 1 - `weights`.
     """
     (n, k), fitted = known.block.shape, known.fitted
-    grams, tested = _of_leaves(fitted.left, known.block, leaves)
+    both = fitted.left, known.block
+    grams, tested = (_of_leaves(x, fitted.left, leaves) for x in both)
     forms = leaves(known.block.conj() * known.sketch).real
     pairs, columns = left_out_in_pairs(fitted), fitted.columns
     roots = jnp.sqrt(fitted.squares)
@@ -427,10 +427,8 @@ def leaf_by_leaf(known: Products, weights: OfProbes, leaves: LeafSums) -> ValueA
     return times(known.scale, values), times(known.scale, error)
 
 
-def _of_leaves(left: Array, block: Block, leaves: LeafSums) -> list[Array]:
-    """Return F_L* F_L and W_L* F_L for each sum over leaves."""
-    structure, places = leaves.structure(left.dtype), np.asarray(leaves.places)
-    fs, ws = (unflatten_rows(x.T, structure) for x in (left, block))
-    grams = jnp.stack([dot(f.conj(), f.T) for f in fs])
-    tested = jnp.stack([dot(w.conj(), f.T) for f, w in zip(fs, ws, strict=True)])
-    return [jax.ops.segment_sum(x, places, leaves.count) for x in (grams, tested)]
+def _of_leaves(a: Array, b: Array, leaves: LeafSums) -> Inexact[Array, "sums ..."]:
+    """Return A_L* B_L for each sum over leaves, with A_L and B_L the rows of its leaves."""
+    parts = (unflatten_rows(x.T, leaves.structure(x.dtype)) for x in (a, b))
+    products = [dot(a.conj(), b.T) for a, b in zip(*parts, strict=True)]
+    return jax.ops.segment_sum(jnp.stack(products), np.asarray(leaves.places), leaves.count)
