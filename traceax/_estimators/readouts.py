@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import call as applied
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -112,17 +113,15 @@ def leave_one_out(
     mu = probes - dot(basis.columns, x)
     lengths = column_norms_squared(mu)
     resphering = (n - k + 1) / lengths if resphere else jnp.ones_like(lengths)
-    parts = s, distances, w, x, mu, resphering, resphere
-    return LeaveOneOut(probes, sketch, basis, *parts)
+    return LeaveOneOut(probes, sketch, basis, s, distances, w, x, mu, resphering, resphere)
 
 
 def sketched_by(
     linear_map: LinearMap, probes: Block, *, resphere: bool
 ) -> tuple[LeaveOneOut, Float[Array, ""]]:
     """Leave each probe out of the sketch A Omega, and return the error of a form w* A w."""
-    sketch = linear_map(probes)
-    loo = leave_one_out(sketch, probes, resphere=resphere)
-    return loo, linear_map.eps_of(probes, sketch)
+    loo = leave_one_out(linear_map(probes), probes, resphere=resphere)
+    return loo, linear_map.eps_of(probes, loo.sketch)
 
 
 def outside(
@@ -301,20 +300,14 @@ def trace_pairs(
     `weights` are the weights of the sum, by default 1/k. If there are `forms`, conj(forms)
     o (B Omega) is added to it.
     """
-    q, s, k = loo.basis.columns, loo.directions, loo.x.shape[0]
-    weights = jnp.full(k, 1 / k) if weights is None else weights
-    weights = weights.astype(loo.resphering.dtype)
+    q, s, k, dtype = loo.basis.columns, loo.directions, len(loo.x), loo.resphering.dtype
+    weights = jnp.full(k, 1 / k, dtype) if weights is None else weights.astype(dtype)
     removed = dot(q, s, times(s, weights[None, :]).conj().T)
     kept = times(summed(weights), q) - removed
     tested = times(loo.mu, (loo.resphering * weights)[None, :])
     if forms is not None:  # w_i is mu_i + Q x_i
         kept, tested = kept + dot(forms, loo.x.conj().T), tested + forms
     return Pairs(jnp.hstack([kept, tested]), jnp.hstack([q, loo.mu]))
-
-
-def applied(subject: Callable[[Array], Array], block: Array) -> Array:
-    """Read a subject that is a function of blocks."""
-    return subject(block)
 
 
 class Batches(eqx.Module):
