@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Inexact, PRNGKeyArray
 
 from traceax._core.canonical import compiled, is_concrete
@@ -39,17 +39,13 @@ from traceax._core.operator import (
     is_semidefinite,
     working_dtype,
 )
-from traceax._core.rule import Outcome, run
+from traceax._core.rule import Outcome, Readout, run
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
-from traceax._estimators.readouts import (
-    Pairs,
-    ValueAndError,
-    leave_one_out,
-)
+from traceax._estimators.readouts import Pairs, ValueAndError, leave_one_out
 from traceax._estimators.xtrace import xtrace_of
 from traceax._linalg.basis import Basis, extend, orthonormalise
-from traceax._linalg.columns import Block, Number, OfProbes, Square, column_dots, dot, times
+from traceax._linalg.columns import Block, OfProbes, Square, column_dots, dot, times
 from traceax._probes.draw import draw, for_sketch
 from traceax._probes.samplers import SamplerLike
 from traceax._probes.stream import ProgressMeter
@@ -126,18 +122,15 @@ def adaptive_trace(
     call = call.in_batches(None, progress_meter).using(for_sketch(call.operator))
     check_tolerance(name, "rtol", rtol)
     check_tolerance(name, "atol", atol)
-    cost = 1 if call.is_semidefinite else 2
-    tolerances = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
-    search = _Search(call, cost, _sizes(call, cost), *tolerances)
+    wanted = jax.lax.stop_gradient((jnp.asarray(rtol), jnp.asarray(atol)))
     empty = jnp.zeros((call.operator.in_size(), 0), working_dtype(call.operator))
     start = _Sketch(empty, empty, None, empty)
-    (value, error, *report), shown = search.from_level(0, start, call.meter.init())
+    (value, error, *report), shown = _search(call, wanted, 0, start, call.meter.init())
     call.meter.close(shown)
     return Estimate(value, nondifferentiable(error, value), *report, method=name)
 
 
-def _as_it_is(linear_map: LinearMap, reached: Outcome) -> Outcome:
-    del linear_map
+def _as_it_is(_: LinearMap, reached: Outcome) -> Outcome:
     return reached
 
 
@@ -162,52 +155,44 @@ def _sizes(call: Call, cost: int) -> tuple[int, ...]:
 # The value, its error, and the `num_matvecs`, degrees of freedom and `converged` of an
 # `Estimate`; and the state of the progress meter.
 Reached = tuple[tuple[Array, ...], Any]
+Wanted = tuple[Array, Array]  # rtol and atol
 
 
-class _Search(NamedTuple):
-    """The search, level by level. Each probe costs `cost` matvecs."""
+def _search(call: Call, wanted: Wanted, level: int, sketch: _Sketch, shown: Any) -> Reached:
+    """Search from this level on, given the sketch of the level below."""
+    linear_map, cost = LinearMap(frozen(call.operator)), 1 if call.is_semidefinite else 2
+    (n, known), sizes, (rtol, atol) = sketch.probes.shape, _sizes(call, cost), wanted
+    size = sizes[level]
+    if size == n:
+        value, spent = compiled(_complete, linear_map, sketch)
+        error, converged = jnp.zeros_like(value.real), ~jnp.isnan(value)
+        spent, degrees = spent + cost * known, n
+    else:
+        key = jax.random.fold_in(call.key, level)
+        probes = draw(call.name, call.source, key, call.operator, size - known)
+        sketch = compiled(_enlarged, linear_map, sketch, probes)
+        value, error = compiled(_estimate, linear_map, sketch, call.resphere)
+        converged = 2 * error <= atol + rtol * jnp.abs(value)
+        spent, degrees = size * cost, size - 1
+    ended = converged | jnp.isnan(error) | jnp.isnan(value)
+    shown = call.meter.step(shown, jnp.where(ended, 1.0, spent / call.num_matvecs))
 
-    call: Call
-    cost: int
-    sizes: tuple[int, ...]
-    rtol: Number
-    atol: Number
+    def stop() -> Reached:
+        readout = compiled(_readout, sketch, call.resphere, size == n)
+        reached = Outcome(value, error, readout)
+        outcome = run(_as_it_is, LinearMap(call.operator), reached)
+        held = jax.lax.stop_gradient(outcome.standard_error)
+        report = jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
+        return (outcome.value, held, *report), shown
 
-    def from_level(self, level: int, sketch: _Sketch, shown: Any) -> Reached:
-        """Search from this level on, given the sketch of the level below."""
-        call, cost, sizes, rtol, atol = self
-        linear_map = LinearMap(frozen(call.operator))
-        (n, known), size = sketch.probes.shape, sizes[level]
-        if size == n:
-            value, spent = compiled(_complete, linear_map, sketch)
-            error, converged = jnp.zeros_like(value.real), ~jnp.isnan(value)
-            spent, degrees = spent + cost * known, n
-        else:
-            key = jax.random.fold_in(call.key, level)
-            probes = draw(call.name, call.source, key, call.operator, size - known)
-            sketch = compiled(_enlarged, linear_map, sketch, probes)
-            value, error = compiled(_estimate, linear_map, sketch, call.resphere)
-            converged = 2 * error <= atol + rtol * jnp.abs(value)
-            spent, degrees = size * cost, size - 1
-        ended = converged | jnp.isnan(error) | jnp.isnan(value)
-        shown = call.meter.step(shown, jnp.where(ended, 1.0, spent / call.num_matvecs))
+    def go() -> Reached:
+        return _search(call, wanted, level + 1, sketch, shown)
 
-        def stop() -> Reached:
-            readout = compiled(_readout, sketch, call.resphere, size == n)
-            reached = Outcome(value, error, readout)
-            outcome = run(_as_it_is, LinearMap(call.operator), reached)
-            held = jax.lax.stop_gradient(outcome.standard_error)
-            report = jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
-            return (outcome.value, held, *report), shown
-
-        def go() -> Reached:
-            return self.from_level(level + 1, sketch, shown)
-
-        if level + 1 == len(sizes):
-            return stop()
-        if is_concrete(ended):
-            return stop() if ended else go()
-        return jax.lax.cond(ended, stop, go)
+    if level + 1 == len(sizes):
+        return stop()
+    if is_concrete(ended):
+        return stop() if ended else go()
+    return jax.lax.cond(ended, stop, go)
 
 
 class _Sketch(NamedTuple):
@@ -247,33 +232,25 @@ def _estimate(linear_map: LinearMap, sketch: _Sketch, resphere: bool) -> ValueAn
     return xtrace_of(loo, images, linear_map.eps_of(probes, products))
 
 
-class _Pairs(eqx.Module):
-    """The readout of `trace_pairs`, which takes half the memory until it is used.
+def _trace_of(q: Block, s: Square, mu: Block, c: OfProbes, linear_map: LinearMap) -> Array:
+    """Read what `trace_pairs` reads, by blocks that take half the memory until then.
 
-    In the notation of `leave_one_out`, `basis` is Q, `directions` are the s_i, `tested` the
-    mu_i, and `resphering` the factors c_i.
+    The blocks and factors are those of `leave_one_out`: Q, the s_i, the mu_i and the c_i.
     """
-
-    basis: Block
-    directions: Square
-    tested: Block
-    resphering: OfProbes
-
-    def __call__(self, linear_map: LinearMap) -> Inexact[Array, ""]:
-        q, s, mu, k = self.basis, self.directions, self.tested, len(self.resphering)
-        kept = dot(q, jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k)
-        left = jnp.hstack([kept, times(mu, self.resphering[None, :] / k)])
-        return Pairs(left, jnp.hstack([q, mu]))(linear_map)
+    k = len(c)
+    kept = dot(q, jnp.eye(k, dtype=s.dtype) - dot(s, s.conj().T) / k)
+    left = jnp.hstack([kept, times(mu, c[None, :] / k)])
+    return Pairs(left, jnp.hstack([q, mu]))(linear_map)
 
 
-def _readout(sketch: _Sketch, resphere: bool, exact: bool) -> Pairs | _Pairs:
+def _readout(sketch: _Sketch, resphere: bool, exact: bool) -> Readout:
     """Return the readout, which is needed only for the size that was reached."""
     probes, products, basis, _ = sketch
     if exact:
         identity = jnp.eye(len(probes), dtype=probes.dtype)
         return Pairs(identity, identity)
     loo = leave_one_out(products, probes, resphere=resphere, basis=basis)
-    return _Pairs(loo.basis.columns, loo.directions, loo.mu, loo.resphering)
+    return Partial(_trace_of, loo.basis.columns, loo.directions, loo.mu, loo.resphering)
 
 
 def _complete(linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:
