@@ -186,9 +186,11 @@ class _Level:
     """The runs of one budget, `size`, and the seconds that each of them took.
 
     `cost` is the number of matvecs of one run, as it reports them. `error` is the standard
-    error of the pool of all runs, `sampling` the error of sampling in one run, and `gap`
-    the error of quadrature. They are the numbers of `pool`, computed by NumPy, because
-    `pool` would compile its operations again for every number of runs.
+    error of the pool of all runs, and `of_one` the error of one run. `sampling` is the part
+    of `of_one` that comes from sampling, and `gap` the part of both that comes from
+    quadrature. They are the numbers of `pool`, computed by NumPy, because `pool` would
+    compile its operations again for every number of runs. `gains` says whether more runs
+    reduce the larger part of the error.
     """
 
     def __init__(self, size: int) -> None:
@@ -212,17 +214,11 @@ class _Level:
         self.cost = max(int(np.max(jax.lax.stop_gradient(run.num_matvecs))), 1)
         self.length, self.gap = _norm(after), _norm(gaps / count)
         self.sampling = _norm(np.sqrt(one))
-        self.error = math.hypot(self.sampling / count**0.5, self.gap)
-
-    @property
-    def of_one(self) -> float:
-        """The whole error of one run."""
-        return math.hypot(self.sampling, self.gap)
-
-    @property
-    def gains(self) -> bool:
-        """Whether more runs reduce the larger part of the error."""
-        return self.gap < self.sampling / len(self.runs) ** 0.5 < math.inf
+        self.of_one, pooled = (
+            math.hypot(self.sampling, self.gap),
+            self.sampling / count**0.5,
+        )
+        self.error, self.gains = math.hypot(pooled, self.gap), self.gap < pooled < math.inf
 
     def more(self, wanted: float) -> float:
         """Return how many more runs make the error as small as is wanted."""
@@ -256,20 +252,16 @@ def _next_size(
         return size if can_grow else None
     best = min(usable, key=lambda level: (level.more(wanted) * level.cost, level.error))
     repeated = best.more(wanted) * best.cost
-    promises = 0.7 * larger * last.cost <= repeated
-    explores = EXPLORED * growth * last.cost <= repeated
+    promised, explored = 0.7 * larger * last.cost, EXPLORED * growth * last.cost
     few = best.more(wanted) <= FEW and repeated <= matvecs
-    if can_grow and not few and (promises or explores):
-        return size
-    return best.size
+    grows = can_grow and not few and min(promised, explored) <= repeated
+    return size if grows else best.size
 
 
 def _order(levels: list[_Level]) -> float:
     """Return the order p of error ~ matvecs^-p, from the last two budgets. It is 1 if
     nothing is known."""
-    if len(levels) < 2:
-        return 1.0
-    before, last = levels[-2:]
+    before, last = levels[-2:][0], levels[-1]
     growth = last.cost / before.cost
     if math.isinf(before.of_one) or growth <= 1 or last.of_one == 0:
         return 1.0
