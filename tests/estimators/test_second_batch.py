@@ -143,9 +143,9 @@ def test_the_mean_over_all_probes_and_choices(
         fresh = jnp.repeat(row[:, None], 4, axis=1)
         probes = block, fresh, jnp.asarray(number)
         if of_trace:
-            run = partial(second_batch.sketched_or_sampled_trace, resphere=False)
+            run = partial(second_batch.either_trace, resphere=False)
         else:
-            run = partial(second_batch.sketched_or_sampled_diagonal, reduce=each)
+            run = partial(second_batch.either_diagonal, reduce=each)
         return read(run(maps[0], probes), maps)
 
     @jax.jit

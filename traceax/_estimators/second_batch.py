@@ -117,20 +117,20 @@ DECISIVE = 6
 
 # The probes of the first batch, fresh probes F for the second batch, and the number u on
 # [0, 1) that selects the second batch.
-BothBatches = tuple[Block, Block, Number]
+Drawn = tuple[Block, Block, Number]
 
 
 def xtrace_or_hutchinson(call: Call) -> Estimate:
     """Estimate the trace by XTrace or Hutchinson, whichever the first batch selects."""
     call = call.using(for_sketch(call.operator)).measured()
-    algorithm = partial(sketched_or_sampled_trace, resphere=call.resphere)
+    algorithm = partial(either_trace, resphere=call.resphere)
     return _finish(call, algorithm, "the better of xtrace and hutchinson_trace")
 
 
 def xdiag_or_hutchinson(call: Call) -> Estimate:
     """Estimate the diagonal, or sums over parts of it, by XDiag or Hutchinson."""
     call = call.using(rademacher).measured()
-    algorithm = partial(sketched_or_sampled_diagonal, reduce=call.reduce.fn)
+    algorithm = partial(either_diagonal, reduce=call.reduce.fn)
     return _finish(call, algorithm, "the better of xdiag and hutchinson_diagonal")
 
 
@@ -142,15 +142,13 @@ def _finish(call: Call, algorithm: Algorithm, method: str) -> Estimate:
     return call.finish(algorithm, probes, method=method, spent=2 * k, degrees=k - 1)
 
 
-def _both_batches(first: Draws, fresh: Draws, key: PRNGKeyArray) -> BothBatches:
+def _both_batches(first: Draws, fresh: Draws, key: PRNGKeyArray) -> Drawn:
     sketch_key, fresh_key, uniform_key = keys_of(key, 3, BLOCKS)
     blocks = first.one(sketch_key), fresh.one(fresh_key)
     return *blocks, jax.random.uniform(uniform_key, (), blocks[0].real.dtype)
 
 
-def sketched_or_sampled_trace(
-    linear_map: LinearMap, probes: BothBatches, *, resphere: bool
-) -> Outcome:
+def either_trace(linear_map: LinearMap, probes: Drawn, *, resphere: bool) -> Outcome:
     """Estimate the trace from Y = A Omega and one of A Q and A F."""
     first, fresh, uniform = probes
     loo, eps = sketched_by(linear_map, first, resphere=resphere)
@@ -166,9 +164,7 @@ def sketched_or_sampled_trace(
     return Outcome(*select(sketched, sampled), readout=readout)
 
 
-def sketched_or_sampled_diagonal(
-    linear_map: LinearMap, probes: BothBatches, *, reduce: Reduction
-) -> Outcome:
+def either_diagonal(linear_map: LinearMap, probes: Drawn, *, reduce: Reduction) -> Outcome:
     """Estimate the diagonal from Y = A Omega and one of A* Q and A* F."""
     (first, fresh, uniform), hermitian = probes, linear_map.is_hermitian
     loo, eps = sketched_by(linear_map, first, resphere=False)
