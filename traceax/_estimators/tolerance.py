@@ -214,10 +214,8 @@ class _Level:
         self.cost = max(int(np.max(jax.lax.stop_gradient(run.num_matvecs))), 1)
         self.length, self.gap = _norm(after), _norm(gaps / count)
         self.sampling = _norm(np.sqrt(one))
-        self.of_one, pooled = (
-            math.hypot(self.sampling, self.gap),
-            self.sampling / count**0.5,
-        )
+        self.of_one = math.hypot(self.sampling, self.gap)
+        pooled = self.sampling / count**0.5
         self.error, self.gains = math.hypot(pooled, self.gap), self.gap < pooled < math.inf
 
     def more(self, wanted: float) -> float:
@@ -261,7 +259,7 @@ def _next_size(
 def _order(levels: list[_Level]) -> float:
     """Return the order p of error ~ matvecs^-p, from the last two budgets. It is 1 if
     nothing is known."""
-    before, last = levels[-2:][0], levels[-1]
+    before, last = levels[-2:][0], levels[-1]  # the same one, if there is one alone
     growth = last.cost / before.cost
     if math.isinf(before.of_one) or growth <= 1 or last.of_one == 0:
         return 1.0
