@@ -132,9 +132,9 @@ def adaptive(
         checks.check_positive(name, "max_seconds", max_seconds, "Pass 60.0, or None.")
         limit = float(max_seconds)
     start, shown = time.monotonic(), meter.init()
-    levels: dict[int, _Level] = {}
-    best, spent, count, is_met = None, 0, 0, False
     size: int | None = min(first, max_matvecs)
+    best, spent, count, is_met = _Level(size), 0, 0, False
+    levels = {size: best}
     while size is not None:
         level, began = levels.setdefault(size, _Level(size)), time.monotonic()
         run = estimate(jax.random.fold_in(key, count), size)
@@ -149,15 +149,11 @@ def adaptive(
         wanted = float(atol) + float(rtol) * level.length
         is_met = 2 * level.error <= wanted
         shown = meter.step(shown, min(1.0, max(spent / max_matvecs, seconds / limit)))
-        is_nan = math.isnan(level.error) or math.isnan(wanted)
-        if best is None or is_met or is_nan or level.error < best.error:
-            best = level
-        if is_met or is_nan:
-            break
+        ended = is_met or math.isnan(level.error + wanted)
+        best = level if ended or level.error < best.error else best
         left = max_matvecs - spent, limit - seconds
-        size = _next_size([*levels.values()], wanted / 2, *left)
+        size = None if ended else _next_size([*levels.values()], wanted / 2, *left)
     meter.close(meter.step(shown, 1.0))
-    assert best is not None
     found = pool(best.runs) if len(best.runs) > 1 else best.runs[0]
     return replace(found, num_matvecs=spent, converged=is_met)
 
