@@ -127,13 +127,13 @@ def _deflated(linear_map: LinearMap, probes: tuple[Coloured, Coloured]) -> Outco
     q, each = decide(sketch, tests, near)
     some, d = jnp.any(each), z.shape[1]
     plain = jnp.any((tests != 0) & ~each[None, :], axis=1)
-    coarse = near_coarse.with_test(z)
+    coarse, zeros = near_coarse.with_test(z), jnp.zeros_like(others[:, SKETCH + d :])
     x, v = dot(q.conj().T, coarse), jnp.where(plain[:, None], z, 0)
     mu, test = jnp.split(coarse - dot(q, x), [d], axis=1)
-    right = jnp.where(some, _filled(others, q, mu), others)
+    right = jnp.where(some, jnp.hstack([q, mu, zeros]), others)
     test = jnp.where(some, test, near.with_test(fine)[:, -1:])
     images = jnp.hstack([sketch, linear_map(jnp.hstack([right, test]))])
-    read = _filled(others, q - dot(v, x[:, :d].conj().T) / d, (mu - v) / d)
+    read = jnp.hstack([q - dot(v, x[:, :d].conj().T) / d, (mu - v) / d, zeros])
     read = jnp.where(some, read, others / fine.shape[1])
     left = jnp.hstack([jnp.where(each[None, :], 0, tests) / fine.shape[1], read])
     products, eps = images[:, :-1], linear_map.eps
@@ -155,12 +155,6 @@ def _deflated(linear_map: LinearMap, probes: tuple[Coloured, Coloured]) -> Outco
     probed = errors(fine, images, near, linear_map.is_hermitian)
     error = length(jnp.where(some, deflated, probed), rounding)
     return Outcome(jnp.sum(forms), error, Pairs(left, jnp.hstack([tests, right])))
-
-
-def _filled(like: Array, *blocks: Array) -> Inexact[Array, "n r"]:
-    """Return the blocks side by side, with columns of zeros up to the width of `like`."""
-    block = jnp.hstack(blocks)
-    return jnp.pad(block, ((0, 0), (0, like.shape[1] - block.shape[1])))
 
 
 def decide(sketch: Block, z: Block, near: Neighbourhood) -> tuple[Block, Bool[Array, " k"]]:
