@@ -172,9 +172,8 @@ class Samples(eqx.Module):
 
         If there are `weights`, which sum to 1, the mean is a weighted one.
         """
-        sharing = jnp.asarray(self.sharing, self.rounding.dtype)
-        spread = times(jnp.sqrt(sharing), self.values)
-        error = jackknife.standard_error(spread, self.rounding)
+        root = jnp.sqrt(jnp.asarray(self.sharing, self.rounding.dtype))
+        error = jackknife.standard_error(times(root, self.values), self.rounding)
         return mean_and_error(self.values, error, self.scale, weights)
 
 
@@ -264,8 +263,7 @@ def by_leaf(operator: Operator, groups: Callable[[Any], Any] | None = None) -> R
         names = [str(groups(path)) for path, _ in leaves]
         distinct = sorted(set(names))
         places = tuple(distinct.index(name) for name in names)
-        number = jax.ShapeDtypeStruct((), common_dtype(structure))
-        sums = dict.fromkeys(distinct, number)
+        sums = dict.fromkeys(distinct, jax.ShapeDtypeStruct((), common_dtype(structure)))
     return Reduce(LeafSums(tuple(leaf.size for _, leaf in leaves), places), sums)
 
 

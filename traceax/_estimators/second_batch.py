@@ -248,8 +248,7 @@ def shares_of(missed: Float[Array, "k k"], probes: Block, sketch: Block) -> OfPr
     others = 1 - jnp.eye(missed.shape[0], dtype=missed.dtype)
     along = squared_modulus(column_dots(probes, sketch)) / column_norms_squared(probes)
     whole = dot(others, column_norms_squared(sketch) - along)
-    missed = summed(others * missed)
-    return missed / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
+    return summed(others * missed) / jnp.maximum(whole, jnp.finfo(whole.dtype).tiny)
 
 
 def xnysdiag_or_hutchinson(call: Call) -> Estimate:
