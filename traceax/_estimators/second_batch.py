@@ -231,9 +231,8 @@ def missed_shares(loo: LeaveOneOut, of_diagonal: bool = False) -> OfProbes:
     w, own = loo.probes, column_dots(s, loo.inside)[None, :]
     # `tests` are a u_ij* Q* w_j, and these are a t_ij* Q* w_j.
     tw = own - overlap.conj() * (tests + overlap * own)
-    lengths = column_norms_squared(loo.mu)[None, :] + squared_modulus(tests) * inverse
-    if of_diagonal:
-        lengths = column_norms_squared(w)[None, :]
+    lengths = column_norms_squared(w if of_diagonal else loo.mu)[None, :]
+    lengths = lengths if of_diagonal else lengths + squared_modulus(tests) * inverse
     across = 1 - squared_modulus(tw) * inverse / lengths
     missed = loo.distances[None, :] ** 2 * inverse * across
     return shares_of(missed, w, over(loo.sketch, loo.basis.scale))
