@@ -21,6 +21,7 @@ applied to the estimate that was reached.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +40,7 @@ from traceax._core.operator import (
     is_semidefinite,
     working_dtype,
 )
-from traceax._core.rule import Outcome, Readout, run
+from traceax._core.rule import Outcome, run
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.krylov_nystrom import products_of_sketch, value_and_error
 from traceax._estimators.readouts import Pairs, ValueAndError, leave_one_out
@@ -130,10 +131,6 @@ def adaptive_trace(
     return Estimate(value, nondifferentiable(error, value), *report, method=name)
 
 
-def _as_it_is(_: LinearMap, reached: Outcome) -> Outcome:
-    return reached
-
-
 def _sizes(call: Call, cost: int) -> tuple[int, ...]:
     """Return the numbers of probes to try, of `cost` matvecs each. The size n is exact.
 
@@ -178,9 +175,8 @@ def _search(call: Call, wanted: Wanted, level: int, sketch: _Sketch, shown: Any)
     shown = call.meter.step(shown, jnp.where(ended, 1.0, spent / call.num_matvecs))
 
     def stop() -> Reached:
-        readout = compiled(_readout, sketch, call.resphere, size == n)
-        reached = Outcome(value, error, readout)
-        outcome = run(_as_it_is, LinearMap(call.operator), reached)
+        algorithm = partial(_reached, resphere=call.resphere, exact=size == n)
+        outcome = run(algorithm, LinearMap(call.operator), (value, error, sketch))
         held = jax.lax.stop_gradient(outcome.standard_error)
         report = jnp.int32(spent), jnp.asarray(degrees, error.dtype), converged
         return (outcome.value, held, *report), shown
@@ -207,6 +203,9 @@ class _Sketch(NamedTuple):
     products: Block
     basis: Basis | None
     images: Inexact[Array, "n _"]
+
+
+Found = tuple[Array, Array, _Sketch]  # the value and its error, and what they were made of
 
 
 def _enlarged(linear_map: LinearMap, sketch: _Sketch, added: Block) -> _Sketch:
@@ -243,14 +242,15 @@ def _trace_of(q: Block, s: Square, mu: Block, c: OfProbes, linear_map: LinearMap
     return Pairs(left, jnp.hstack([q, mu]))(linear_map)
 
 
-def _readout(sketch: _Sketch, resphere: bool, exact: bool) -> Readout:
-    """Return the readout, which is needed only for the size that was reached."""
-    probes, products, basis, _ = sketch
+def _reached(_: LinearMap, found: Found, *, resphere: bool, exact: bool) -> Outcome:
+    """Add the readout to an estimate: only the size that was reached needs one."""
+    value, error, (probes, products, basis, _) = found
     if exact:
         identity = jnp.eye(len(probes), dtype=probes.dtype)
-        return Pairs(identity, identity)
+        return Outcome(value, error, Pairs(identity, identity))
     loo = leave_one_out(products, probes, resphere=resphere, basis=basis)
-    return Partial(_trace_of, loo.basis.columns, loo.directions, loo.mu, loo.resphering)
+    blocks = loo.basis.columns, loo.directions, loo.mu, loo.resphering
+    return Outcome(value, error, Partial(_trace_of, *blocks))
 
 
 def _complete(linear_map: LinearMap, sketch: _Sketch) -> tuple[Array, int]:
