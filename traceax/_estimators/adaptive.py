@@ -242,7 +242,7 @@ def _trace_of(q: Block, s: Square, mu: Block, c: OfProbes, linear_map: LinearMap
     return Pairs(left, jnp.hstack([q, mu]))(linear_map)
 
 
-def _reached(_: LinearMap, found: Found, *, resphere: bool, exact: bool) -> Outcome:
+def _reached(linear_map: LinearMap, found: Found, resphere: bool, exact: bool) -> Outcome:
     """Add the readout to an estimate: only the size that was reached needs one."""
     value, error, (probes, products, basis, _) = found
     if exact:
