@@ -27,9 +27,9 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.estimate import Estimate
 from traceax._core.operator import LinearMap, Operator
-from traceax._core.rule import Outcome
-from traceax._estimators.call import Blocks, begin
-from traceax._estimators.readouts import Pairs, TwoSided, by_row, each, outside
+from traceax._core.rule import Algorithm, Outcome
+from traceax._estimators.call import Blocks, Call, begin
+from traceax._estimators.readouts import TOTAL, Pairs, TwoSided, by_row, each, outside
 from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
@@ -102,13 +102,8 @@ def hutchpp_trace(
     """
     name, takes = "hutchpp_trace", "dependent"
     call = begin(name, operator, key, num_matvecs, least=3, sampler=sampler, takes=takes)
-    if call.is_exact:
-        return call.exact()
-    call = call.using(for_sketch(call.operator)).measured()
-    k = call.num_matvecs // 3
-    rest, algorithm = call.num_matvecs - 2 * k, partial(_hutchpp, resphere=call.resphere)
-    degrees = independent_degrees_of_freedom(rest)
-    return call.finish(algorithm, call.draw(k, rest), degrees=degrees)
+    call = call.using(for_sketch(call.operator))
+    return _estimate(call, partial(_hutchpp, resphere=call.resphere), 3, 1)
 
 
 def na_hutchpp_trace(
@@ -163,14 +158,24 @@ def na_hutchpp_trace(
     """
     name, takes = "na_hutchpp_trace", "dependent"
     call = begin(name, operator, key, num_matvecs, least=4, sampler=sampler, takes=takes)
+    return _estimate(call, partial(_na_hutchpp, resphere=call.resphere), 4, 1, 2)
+
+
+def _estimate(call: Call, algorithm: Algorithm, parts: int, *widths: int) -> Estimate:
+    """Spend all but one of the `parts` of the budget on a sketch, and the rest on samples.
+
+    `widths` are the widths of the blocks of the sketch, in parts. The other matvecs of the
+    sketch apply the operator to its basis.
+    """
     if call.is_exact:
         return call.exact()
     call = call.measured()
-    r = call.num_matvecs // 4
-    rest = call.num_matvecs - 3 * r
-    algorithm = partial(_na_hutchpp, resphere=call.resphere)
-    degrees = independent_degrees_of_freedom(rest)
-    return call.finish(algorithm, call.draw(r, 2 * r, rest), degrees=degrees)
+    part = call.num_matvecs // parts
+    rest = call.num_matvecs - (parts - 1) * part
+    probes = call.draw(*(width * part for width in widths), rest)
+    of_forms = call.reduce is TOTAL
+    degrees = independent_degrees_of_freedom(rest) if of_forms else max(rest - 1, 1)
+    return call.finish(algorithm, probes, degrees=degrees)
 
 
 def _hutchpp(linear_map: LinearMap, probes: Blocks, *, resphere: bool) -> Outcome:
@@ -281,12 +286,7 @@ def diagpp(
     name, takes = "diagpp", "dependent"
     call = begin(name, operator, key, num_matvecs, least=3, sampler=sampler, takes=takes)
     call = call.reading(by_row(call.operator))
-    if call.is_exact:
-        return call.exact()
-    call = call.measured()
-    k = call.num_matvecs // 3
-    rest = call.num_matvecs - 2 * k
-    return call.finish(_diagpp, call.draw(k, rest), degrees=max(rest - 1, 1))
+    return _estimate(call, _diagpp, 3, 1)
 
 
 def _diagpp(linear_map: LinearMap, probes: Blocks) -> Outcome:
