@@ -33,7 +33,6 @@ first order on tangents.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -156,11 +155,8 @@ def xdiag_samples(
     samples = _two_sided(loo, image) if hermitian else _one_sided(loo, image)
     lengths = jnp.sqrt(row_norms_squared(q) * row_norms_squared(image))
     rounding = lengths + mean(jnp.abs(samples)) + jnp.linalg.norm(image) / q.shape[0]
-    samples = Samples(samples, 4 * eps * rounding, scale)
-    if reduce is each:
-        return samples
-    sharing = _sharing_of_sums(loo, image, hermitian=hermitian)
-    return replace(samples.reduced(reduce), sharing=sharing)
+    sharing = 2.0 if reduce is each else _sharing_of_sums(loo, image, hermitian=hermitian)
+    return Samples(samples, 4 * eps * rounding, scale, sharing).reduced(reduce)
 
 
 def _sharing_of_sums(loo: LeaveOneOut, image: Block, *, hermitian: bool) -> Number:
