@@ -165,10 +165,8 @@ class Call:
         """Draw a block of independent probes for each count, each with its own key."""
         several = len(counts) > 1
         keys = keys_of(self.key, len(counts), BLOCKS) if several else [self.key]
-        return tuple(
-            draw(self.name, self.source, key, self.operator, count)
-            for key, count in zip(keys, counts, strict=True)
-        )
+        one = partial(draw, self.name, self.source, operator=self.operator)
+        return tuple(one(key, num_probes=n) for key, n in zip(keys, counts, strict=True))
 
     def stream(self) -> Streamed:
         """Draw as many independent samples as the budget allows, in batches.
@@ -176,22 +174,20 @@ class Call:
         All probes are drawn at once, or each batch when it is needed. The second way needs
         a `batch_size`, and a sampler of independent samples.
         """
-        sampler, operator, most = self.source, self.operator, self.num_matvecs
-        structure, dtype = operator.in_structure(), working_dtype(operator)
-        design = design_of(self.name, operator.in_size(), most, sampler)
+        sampler, space = self.source, self.operator.in_structure()
+        design = design_of(self.name, self.operator.in_size(), self.num_matvecs, sampler)
         count, group = design.num_samples, design.group
         checks.check_batch_size(self.name, self.batch_size, group)
         batch = count if self.batch_size is None else self.batch_size // group
-        draws = Draws(self.name, sampler, structure, group)
         if batch < count and sampler.independent:
+            draws = Draws(self.name, sampler, space, group)
             probes = Stream(keys_of(self.key, count), draws, count, group, batch)
         else:
-            block = draw(self.name, sampler, self.key, operator, design.num_probes)
-            probes = Stream(block, None, count, group, batch)
-        neighbourhood = neighbourhood_of(sampler, structure)
-        if neighbourhood is not None and count == 1 and design.num_probes < most:
-            neighbourhood = neighbourhood.tested(self.key, dtype)
-        return Streamed(probes, neighbourhood, self.meter, design)
+            probes = Stream(*self.draw(design.num_probes), None, count, group, batch)
+        near = neighbourhood_of(sampler, space)
+        if near is not None and count == 1 and design.num_probes < self.num_matvecs:
+            near = near.tested(self.key, working_dtype(self.operator))
+        return Streamed(probes, near, self.meter, design)
 
     def exact(self) -> Estimate:
         """Answer from every unit vector."""
