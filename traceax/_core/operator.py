@@ -86,10 +86,14 @@ class LinearMap(eqx.Module):
 
     If it is `checked`, two matvecs measure the noise of matvecs (`eps_of`). A float32
     operator may compute in TF32 or bfloat16 inside, or end a solve at a tolerance, and its
-    dtype does not show it."""
+    dtype does not show it.
+
+    If it `reads_real`, the numbers that are estimated are real if the operator is
+    Hermitian, as the trace is. Entries off the diagonal are not."""
 
     operator: Operator
     checked: bool = eqx.field(static=True, default=False)
+    reads_real: bool = eqx.field(static=True, default=True)
 
     def __call__(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "p k"]:
         if jnp.iscomplexobj(block) and jnp.issubdtype(self.dtype, jnp.floating):
@@ -142,11 +146,6 @@ class LinearMap(eqx.Module):
     @property
     def is_hermitian(self) -> bool:
         return is_hermitian(self.operator)
-
-    @property
-    def is_read_real(self) -> bool:
-        """True if the numbers that are estimated, such as the trace, are real."""
-        return self.is_hermitian
 
     @property
     def adjoint(self) -> LinearMap:

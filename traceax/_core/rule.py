@@ -80,7 +80,7 @@ def _outcome(last: Stage, subject: Subject, made: PyTree) -> Outcome:
     """Run the last stage. The value is real if the operator is Hermitian. If a value is
     NaN, so is its error."""
     outcome = last(subject, made)
-    is_real = isinstance(subject, LinearMap) and subject.is_read_real
+    is_real = isinstance(subject, LinearMap) and subject.reads_real and subject.is_hermitian
     value = outcome.value.real if is_real else outcome.value
     error = jnp.where(jnp.isnan(value), jnp.nan, outcome.standard_error)
     return replace(outcome, value=value, standard_error=error)

@@ -234,7 +234,7 @@ class Call:
         spent = self.num_matvecs if spent is None else spent
         if self.num_checks:
             algorithm, spent = partial(_checked, algorithm), spent + self.num_checks
-        subject = LinearMap(self.operator) if subject is None else subject
+        subject = subject or LinearMap(self.operator, reads_real=self.reduce.is_real)
         outcome = run(algorithm, subject, probes)
         parts = outcome.value, outcome.standard_error, outcome.quadrature_error
         reduce = self.reduce if structure is None else Reduce(each, structure)

@@ -194,21 +194,18 @@ DIAGONAL = DiagonalEntries()
 
 
 def estimate_by_ratio(
-    call: Call,
-    method: str = "hutchinson_diagonal",
-    entries: Any = DIAGONAL,
-    subject: Any = None,
+    call: Call, method: str = "hutchinson_diagonal", entries: Any = DIAGONAL
 ) -> Estimate:
     """Estimate the diagonal, or other `entries`, by a ratio of two sums over probes.
 
     `method` is the function that the estimate names. `entries` is a `DiagonalEntries`, or
-    reads the entries on a pattern from its own `subject`.
+    reads the entries on a pattern.
     """
     streamed = call.using(rademacher).stream()
     degrees = streamed.design.num_samples - 1
     degrees = max(degrees, 1) if streamed.neighbourhood is None else degrees + DEGREES
-    how = {"method": method, "spent": streamed.num_matvecs, "degrees": degrees}
-    return call.finish(partial(_ratio, entries=entries), streamed, subject=subject, **how)
+    algorithm, spent = partial(_ratio, entries=entries), streamed.num_matvecs
+    return call.finish(algorithm, streamed, method=method, spent=spent, degrees=degrees)
 
 
 def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> Outcome:

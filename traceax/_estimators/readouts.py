@@ -194,6 +194,8 @@ class Reduce(NamedTuple):
 
     `fn` takes the rows of the diagonal, which may have more axes, for example one for
     probes. `structure` is the structure of the result, or None if the result is a number.
+    The result `is_real` if the operator is Hermitian, unless it has entries off the
+    diagonal.
 
     `fn` goes into compiled programs, so it must be a plain function or an object that can
     be hashed and compared.
@@ -201,6 +203,7 @@ class Reduce(NamedTuple):
 
     fn: Reduction
     structure: Structure | None = None
+    is_real: bool = True
 
     def shaped(self, column: Array) -> Any:
         """Return the entries of a result with its structure."""

@@ -86,24 +86,13 @@ def selected_entries(
     if known is None or not known.rows.size:
         must, cure = "have entries", "Store what may be zero, too: stored zeros count."
         raise invalid(ValueError, name, "pattern", must, "none", cure)
-    coloured = for_pattern(name, operator, num_matvecs, known, 2)
+    sampler = for_pattern(name, operator, num_matvecs, known, 2) or rademacher
     structure = jax.ShapeDtypeStruct((known.rows.size,), working_dtype(operator))
-    call = call.reading(Reduce(each, structure)).using(coloured or rademacher)
-    entries, subject = SelectedEntries(known), EntryMap(operator)
+    call = call.reading(Reduce(each, structure, is_real=False)).using(sampler)
+    entries = SelectedEntries(known)
     if call.is_exact:
-        return call.exact_by(entries, subject=subject)
-    return estimate_by_ratio(call, name, entries, subject)
-
-
-class EntryMap(LinearMap):
-    """An operator whose entries off the diagonal are read.
-
-    They are complex even if the operator is Hermitian, unlike the diagonal.
-    """
-
-    @property
-    def is_read_real(self) -> bool:
-        return False
+        return call.exact_by(entries)
+    return estimate_by_ratio(call, name, entries)
 
 
 @dataclass(frozen=True)
