@@ -33,7 +33,6 @@ are signs, terms of a single variable are exact.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -71,7 +70,14 @@ from traceax._estimators.automatic import choose_diagonal
 from traceax._estimators.call import Blocks, Call, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
-from traceax._estimators.readouts import Batches, by_row, leave_one_out, outside
+from traceax._estimators.readouts import (
+    Batches,
+    Reduce,
+    by_row,
+    each,
+    leave_one_out,
+    outside,
+)
 from traceax._estimators.second_batch import xtrace_or_hutchinson
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import (
@@ -170,8 +176,7 @@ def divergence(
         return call.exact()
     if sampler is None and batch_size is None and num_matvecs >= SKETCHED_DIVERGENCE:
         return xtrace_or_hutchinson(call)
-    call = call.using(for_mean(call.operator, num_matvecs))
-    return estimate_by_forms(call, method=name)
+    return estimate_by_forms(call.using(for_mean(call.operator, num_matvecs)), method=name)
 
 
 def laplacian(
@@ -265,7 +270,7 @@ def laplacian(
     check_returned("laplacian", "fn", result, "real or complex numbers")
     subject = Curvature(canonical(fn, x, args), *strongly_typed((x, args)))
     call = begin("laplacian", subject.space, key, num_matvecs, sampler=sampler, takes="any")
-    call = call.in_batches(batch_size, progress_meter)
+    call = call.in_batches(batch_size, progress_meter).reading(Reduce(each, subject.result))
     chosen = sampler is None and batch_size is None
     chosen = chosen and num_matvecs >= SKETCHED and not call.is_exact
     if chosen and is_one_real_number(result) and has_gradient(subject.fn, x, args):
@@ -285,8 +290,7 @@ def _diffused(fn: Field, x: Point, diffusion: Any) -> tuple[Field, Point]:
     check_callable("laplacian", "diffusion", apply, "v -> S v, or an operator", cure)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), space)
     check_same_structure("laplacian", x, eqx.filter_eval_shape(apply, zero), "diffusion")
-    add = partial(jax.tree.map, jnp.add)
-    return lambda z, args: fn(add(x, apply(z)), args), zero
+    return lambda z, args: fn(jax.tree.map(jnp.add, x, apply(z)), args), zero
 
 
 def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
@@ -297,10 +301,10 @@ def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
     for networks the error then grows up to 1.4 times.
     """
     width = max(2, call.num_matvecs // 4)
-    spent, rest = call.num_matvecs, call.num_matvecs - 2 * width
+    rest = call.num_matvecs - 2 * width
     probes = call.using(normal).draw(width, width + rest)
-    how = {"spent": spent, "degrees": independent_degrees_of_freedom(rest)}
-    return call.finish(_sketched, probes, structure=subject.result, subject=subject, **how)
+    degrees = independent_degrees_of_freedom(rest)
+    return call.finish(_sketched, probes, subject=subject, degrees=degrees)
 
 
 def _sketched(subject: Curvature, probes: Blocks) -> Outcome:
@@ -471,7 +475,7 @@ def biharmonic(
     check_returned("biharmonic", "fn", result, "real or complex numbers")
     subject = FourthDerivatives(canonical(fn, x, args), *strongly_typed((x, args)))
     call = begin("biharmonic", subject.space, key, num_matvecs).using(rademacher)
-    call = call.in_batches(batch_size, progress_meter)
+    call = call.in_batches(batch_size, progress_meter).reading(Reduce(each, subject.result))
     n, dtype = call.operator.in_size() // 2, working_dtype(call.operator)
     # All pairs of unit vectors whose first index is at most the second.
     count = n * (n + 1) // 2
@@ -488,8 +492,7 @@ class FourthDerivatives(AlongProbes):
 
     @property
     def space(self) -> Operator:
-        structure = jax.eval_shape(lambda: self.x)
-        return lx.IdentityLinearOperator((structure, structure))
+        return lx.IdentityLinearOperator(jax.eval_shape(lambda: (self.x, self.x)))
 
     def along_one(self, column: Inexact[Array, " vw"]) -> Inexact[Array, " p"]:
         """Return D4 fn[v, v, w, w]."""
@@ -510,8 +513,7 @@ class _UnitPairs(Units):
 
         The factor makes each mixed derivative count twice.
         """
-        first, second = jnp.triu_indices(self.n)
-        i, j = first[indices], second[indices]
+        i, j = (index[indices] for index in jnp.triu_indices(self.n))
         scale = jnp.where(i == j, 1, 2**0.5).astype(self.dtype)
         unit = super().__call__
         return jnp.concatenate([unit(i) * scale[None, :], unit(j)])

@@ -25,7 +25,7 @@ from traceax._core.operator import Operator, jacobian
 from traceax._core.rule import Outcome
 from traceax._core.vectors import Structure, common_dtype, flatten, unflatten_rows
 from traceax._estimators.call import Call, Streamed
-from traceax._estimators.readouts import Batches, Reduce, applied, each
+from traceax._estimators.readouts import Batches, applied
 from traceax._linalg.columns import Block, mean
 from traceax._linalg.jackknife import independent_degrees_of_freedom
 from traceax._probes.draw import for_mean
@@ -118,14 +118,12 @@ def sampled_mean(
     The sum is chosen if the budget reaches the number of probes in the basis, which are the
     unit vectors by default. `degrees` of the number of samples are the degrees of freedom.
     """
-    call = call.reading(Reduce(each, subject.result))
     if call.num_matvecs >= (call.num_exact if basis is None else basis.num_probes):
         return call.exact_by(applied, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
-    freedom = design.group * degrees(design.num_samples)
-    cost = {"spent": design.num_probes, "degrees": freedom}
-    return call.finish(_mean_along, streamed, subject=subject, **cost)
+    spent, freedom = design.num_probes, design.group * degrees(design.num_samples)
+    return call.finish(_mean_along, streamed, spent=spent, degrees=freedom, subject=subject)
 
 
 def _mean_along(subject: AlongProbes, streamed: Streamed) -> Outcome:
