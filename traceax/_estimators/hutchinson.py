@@ -218,6 +218,7 @@ def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> O
     near = streamed.neighbourhood if design.num_samples == 1 else None
     few_signs = design.group == 1 and 2 <= design.num_samples <= 4
     few_signs = few_signs and not lx.is_diagonal(linear_map.operator)
+    is_real = jnp.issubdtype(linear_map.dtype, jnp.floating)
 
     def samples_of(z: Inexact[Array, "n b"]) -> tuple[Array, Array, Any, Any]:
         products = linear_map(z if near is None else near.with_test(z))
@@ -225,8 +226,7 @@ def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> O
         products = products[:, : z.shape[1]]
         samples = reduce(z.conj() * products)
         sizes = reduce(jnp.abs(z) * jnp.abs(products))
-        real_signs = few_signs and not jnp.iscomplexobj(z)
-        off = _coupling(z, products, reduce) if real_signs else None
+        off = _coupling(z, products, reduce) if few_signs and is_real else None
         return samples, sizes, residuals, off
 
     samples, sizes, residuals, off = probes.collect(samples_of, streamed.meter)
@@ -236,9 +236,8 @@ def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> O
     if off is not None:
         error = jnp.maximum(error, mean(off) / 4)
     if near is not None:
-        real, hermitian = not jnp.iscomplexobj(probes.source), linear_map.is_hermitian
-        by_row = residuals.error_in_sum(near, eps, real=real, hermitian=hermitian)
-        error = length(by_row, rounding)
+        how = {"real": is_real, "hermitian": linear_map.is_hermitian}
+        error = length(residuals.error_in_sum(near, eps, **how), rounding)
     lengths = jnp.asarray(design.num_probes, rounding.dtype)
     return Outcome(value, error, Batches(probes, lengths, Forms(reduce)))
 
