@@ -158,8 +158,7 @@ def deltashift(num_matvecs: int = 20, *, sampler: SamplerLike = sphere) -> Delta
     """
     checked_sampler("deltashift", sampler)
     num_matvecs = check_count("deltashift", "num_matvecs", num_matvecs)
-    how = {"num_matvecs": num_matvecs, "least": 4, "sampler": sampler}
-    begun = partial(begin, "deltashift", **how)
+    begun = partial(begin, "deltashift", num_matvecs=num_matvecs, least=4, sampler=sampler)
     return DeltaShift(partial(_init, begun), partial(_update, begun))
 
 
@@ -178,8 +177,7 @@ def _update(
     call = begun(operator, key)
     operator, code = call.operator, application(call.operator)
     check_tracked("deltashift.update", state, Tracked, code.arrays, program_hash(code))
-    earlier = Canonical(state.arrays, code.jaxpr, code.result)
-    before = by_application(operator, earlier)
+    before = by_application(operator, Canonical(state.arrays, code.jaxpr, code.result))
     # Operators of classes outside lineax are replaced as well, because otherwise their
     # functions would be compiled at every update.
     if not stores_matrix(operator):
