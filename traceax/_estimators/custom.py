@@ -100,8 +100,7 @@ def custom_trace(
     (probes,) = call.draw(call.num_matvecs)
     # Arrays and tracers that the algorithm closes over are leaves of its code. The
     # derivative rule treats them as constants.
-    run = partial(_run, algorithm)
-    code = canonical(run, LinearMap(call.operator), probes)
+    code = canonical(partial(_run, algorithm), LinearMap(call.operator), probes)
     columns = _numbers_applied(code.jaxpr) / _numbers(probes[:, 0])
     must = "apply the operator at least once, and how often must be known beforehand"
     got = "a jax.lax.while_loop" if columns else "one that never called apply"
@@ -111,9 +110,7 @@ def custom_trace(
     return call.finish(code, probes, spent=int(columns), degrees=degrees)
 
 
-def _run(
-    algorithm: Callable[[Apply, Block], Answer], linear_map: LinearMap, probes: Block
-) -> Outcome:
+def _run(algorithm: Callable, linear_map: LinearMap, probes: Block) -> Outcome:
     n = probes.shape[0]
 
     def is_block(block: object) -> bool:
@@ -137,12 +134,11 @@ def _run(
     _require(fits, must, checks.show(answer), cure, kind=TypeError)
     value, error, left, right = map(jnp.asarray, (*answer[:2], *answer[2]))
     dtype = linear_map.dtype
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    parts = ("value", value, is_complex), ("standard_error", error, False)
-    for part, number, may_be_complex in parts:
-        kind = "number" if may_be_complex else "real number"
+    one = "number" if jnp.issubdtype(dtype, jnp.complexfloating) else "real number"
+    parts = ("value", value, one), ("standard_error", error, "real number")
+    for part, number, kind in parts:
         fits = checks.are_arrays(number, "numbers") and number.shape == ()
-        fits = fits and (may_be_complex or not jnp.iscomplexobj(number))
+        fits = fits and (kind == "number" or not jnp.iscomplexobj(number))
         must = f"return a {part} that is one {kind}, an array of shape ()"
         cure = "Sum or average over the probes, and take .real where it is real."
         _require(fits, must, checks.show(number), cure)
