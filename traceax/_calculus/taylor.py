@@ -94,8 +94,7 @@ def _run_jets(program: ClosedJaxpr, inputs: Iterable[_Jet]) -> list[_Jet]:
         return _Jet(atom.val) if isinstance(atom, Literal) else jets[atom]
 
     for equation in jaxpr.eqns:
-        inside = _program_inside(equation)
-        if inside is not None:
+        if (inside := _program_inside(equation)) is not None:
             outputs = _run_jets(inside, [look_up(atom) for atom in equation.invars])
         else:
             outputs = _step(jaxpr, equation, look_up)

@@ -157,6 +157,5 @@ def xtrace_of(
         across = outside(q, s, over(sketch - dot(images, loo.x), scale))
         across = across - loo.mu * along[None, :]
         missed = loo.resphering**2 * column_norms_squared(across)
-        real = not jnp.iscomplexobj(sketch)
-        error = jackknife.no_less_than_theory(error, missed, real=real)
+        error = jackknife.no_less_than_theory(error, missed, real=not jnp.iscomplexobj(h))
     return mean_and_error(samples, error, scale, weights)
