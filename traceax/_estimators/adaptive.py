@@ -157,7 +157,8 @@ Wanted = tuple[Array, Array]  # rtol and atol
 
 def _search(call: Call, wanted: Wanted, level: int, sketch: _Sketch, shown: Any) -> Reached:
     """Search from this level on, given the sketch of the level below."""
-    linear_map, cost = LinearMap(frozen(call.operator)), 1 if call.is_semidefinite else 2
+    linear_map = LinearMap(frozen(call.operator))
+    cost = 1 if is_semidefinite(call.operator) else 2
     (n, known), sizes, (rtol, atol) = sketch.probes.shape, _sizes(call, cost), wanted
     size = sizes[level]
     if size == n:

@@ -18,7 +18,7 @@ from jaxtyping import PRNGKeyArray
 
 from traceax._core.checks import check_callable
 from traceax._core.estimate import Estimate, exact_estimate
-from traceax._core.operator import Operator, is_hermitian, known_diagonal
+from traceax._core.operator import Operator, is_hermitian, is_semidefinite, known_diagonal
 from traceax._estimators.call import SMALL, Call, begin
 from traceax._estimators.deflated_colours import deflated_colours
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
@@ -104,7 +104,7 @@ def trace(
     if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
-    if call.is_semidefinite and num_matvecs >= 4:
+    if is_semidefinite(call.operator) and num_matvecs >= 4:
         more = " with second matvecs" if num_matvecs >= FEWEST_PROBES else ""
         return estimate_by_nystrom(call, f"xnystrace{more}")
     return xtrace_or_hutchinson(call) if num_matvecs >= 6 else estimate_by_forms(call)
@@ -170,7 +170,7 @@ def diagonal(
 
 def choose_diagonal(call: Call) -> Estimate:
     """Choose an estimator of the diagonal by the operator's tags and the budget."""
-    if call.is_semidefinite and call.num_matvecs >= 3:
+    if is_semidefinite(call.operator) and call.num_matvecs >= 3:
         return xnysdiag_or_hutchinson(call)
     return xdiag_or_hutchinson(call) if call.num_matvecs >= 6 else estimate_by_ratio(call)
 
@@ -233,7 +233,7 @@ def leaf_traces(
     call = call.reading(by_leaf(call.operator, groups))
     if (exact := exact_if_cheap(call)) is not None:
         return exact
-    if call.is_semidefinite and num_matvecs >= 3:
+    if is_semidefinite(call.operator) and num_matvecs >= 3:
         return nystrom_or_hutchinson(call)
     return xdiag_or_hutchinson(call) if num_matvecs >= 6 else estimate_by_forms(call)
 

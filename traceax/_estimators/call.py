@@ -32,7 +32,6 @@ from traceax._core.operator import (
     DOUBLE,
     LinearMap,
     Operator,
-    is_semidefinite,
     unit_roundoff,
     working_dtype,
 )
@@ -110,10 +109,6 @@ class Call:
     @property
     def is_exact(self) -> bool:
         return self.num_matvecs >= self.num_exact
-
-    @property
-    def is_semidefinite(self) -> bool:
-        return is_semidefinite(self.operator)
 
     @property
     def resphere(self) -> bool:

@@ -21,7 +21,13 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from traceax._core.checks import Shift, check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
-from traceax._core.operator import LinearMap, Operator, gram, working_dtype
+from traceax._core.operator import (
+    LinearMap,
+    Operator,
+    gram,
+    is_semidefinite,
+    working_dtype,
+)
 from traceax._estimators.call import Call, begin
 from traceax._functions.arguments import (
     Budgets,
@@ -335,7 +341,7 @@ def schatten_norm(
     unit, dtype = _unit(name, operator, key)
     # XLA would turn (x / unit) / unit into x / (unit * unit), whose divisor may be 0.
     scaled = operator * (1 / unit).astype(dtype)
-    if call.is_semidefinite:
+    if is_semidefinite(operator):
         target, exponent, cost = scaled, p, 1
     else:
         target, exponent, cost = gram(scaled), p / 2, 2
