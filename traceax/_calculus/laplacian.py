@@ -481,7 +481,7 @@ def biharmonic(
     count = n * (n + 1) // 2
     batch = min(call.batch_size or count, count)
     pairs = Stream(jnp.arange(count), _UnitPairs(n, dtype), count, 1, batch)
-    return sampled_mean(call, subject, pairs, fourth_order_degrees_of_freedom)
+    return sampled_mean(call, subject, pairs)
 
 
 class FourthDerivatives(AlongProbes):
@@ -489,6 +489,8 @@ class FourthDerivatives(AlongProbes):
 
     A pair is one column of 2n entries.
     """
+
+    degrees = staticmethod(fourth_order_degrees_of_freedom)
 
     @property
     def space(self) -> Operator:

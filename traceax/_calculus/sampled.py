@@ -78,9 +78,10 @@ class AlongProbes(eqx.Module):
 
     A subclass says how to compute their sum (`__call__`) or each of them (`along_one`). It
     is a subject of the derivative rule, under which the mean of these derivatives over
-    probes is estimated.
+    probes is estimated. `degrees` says how many degrees of freedom a mean of k samples has.
     """
 
+    degrees = staticmethod(independent_degrees_of_freedom)
     fn: Field
     x: PyTree[Array]
     args: PyTree
@@ -107,22 +108,17 @@ class AlongProbes(eqx.Module):
         return self(column[:, None])
 
 
-def sampled_mean(
-    call: Call,
-    subject: AlongProbes,
-    basis: Stream | None = None,
-    degrees: Callable[[int], float] = independent_degrees_of_freedom,
-) -> Estimate:
+def sampled_mean(call: Call, subject: AlongProbes, basis: Stream | None = None) -> Estimate:
     """Estimate the mean over probes, or compute the exact sum over a basis.
 
     The sum is chosen if the budget reaches the number of probes in the basis, which are the
-    unit vectors by default. `degrees` of the number of samples are the degrees of freedom.
+    unit vectors by default.
     """
     if call.num_matvecs >= (call.num_exact if basis is None else basis.num_probes):
         return call.exact_by(applied, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design
-    spent, freedom = design.num_probes, design.group * degrees(design.num_samples)
+    spent, freedom = design.num_probes, design.group * subject.degrees(design.num_samples)
     return call.finish(_mean_along, streamed, spent=spent, degrees=freedom, subject=subject)
 
 
