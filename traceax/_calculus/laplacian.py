@@ -67,7 +67,7 @@ from traceax._core.operator import LinearMap, Operator, jacobian, working_dtype
 from traceax._core.rule import Outcome
 from traceax._core.vectors import common_dtype, flatten, unflatten_rows
 from traceax._estimators.automatic import choose_diagonal
-from traceax._estimators.call import Blocks, Call, begin
+from traceax._estimators.call import Blocks, begin
 from traceax._estimators.hutchinson import estimate_by_forms, estimate_by_ratio
 from traceax._estimators.near_diagonal import off_diagonal
 from traceax._estimators.readouts import (
@@ -273,9 +273,15 @@ def laplacian(
     call = call.in_batches(batch_size, progress_meter).reading(Reduce(each, subject.result))
     chosen = sampler is None and batch_size is None
     chosen = chosen and num_matvecs >= SKETCHED and not call.is_exact
-    if chosen and is_one_real_number(result) and has_gradient(subject.fn, x, args):
-        return _sketched_laplacian(call, subject)
-    return sampled_mean(call, subject)
+    if not (chosen and is_one_real_number(result) and has_gradient(subject.fn, x, args)):
+        return sampled_mean(call, subject)
+    # A single column often misses a dominant direction. A wider sketch helps if few
+    # directions dominate, but for networks the error then grows up to 1.4 times.
+    width = max(2, call.num_matvecs // 4)
+    rest = call.num_matvecs - 2 * width
+    probes = call.using(normal).draw(width, width + rest)
+    degrees = independent_degrees_of_freedom(rest)
+    return call.finish(_sketched, probes, subject=subject, degrees=degrees)
 
 
 def _diffused(fn: Field, x: Point, diffusion: Any) -> tuple[Field, Point]:
@@ -291,20 +297,6 @@ def _diffused(fn: Field, x: Point, diffusion: Any) -> tuple[Field, Point]:
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), space)
     check_same_structure("laplacian", x, eqx.filter_eval_shape(apply, zero), "diffusion")
     return lambda z, args: fn(jax.tree.map(jnp.add, x, apply(z)), args), zero
-
-
-def _sketched_laplacian(call: Call, subject: Curvature) -> Estimate:
-    """Estimate the Laplacian with a sketch of the Hessian.
-
-    The sketch has a quarter of the budget, but at least 2 columns, because a single one
-    often misses a dominant direction. A wider sketch helps if few directions dominate, but
-    for networks the error then grows up to 1.4 times.
-    """
-    width = max(2, call.num_matvecs // 4)
-    rest = call.num_matvecs - 2 * width
-    probes = call.using(normal).draw(width, width + rest)
-    degrees = independent_degrees_of_freedom(rest)
-    return call.finish(_sketched, probes, subject=subject, degrees=degrees)
 
 
 def _sketched(subject: Curvature, probes: Blocks) -> Outcome:
