@@ -67,12 +67,13 @@ class Outcome(eqx.Module):
 
 
 @eqx.filter_custom_jvp
-def _evaluate(subject: Subject, algorithm: Algorithm, probes: PyTree) -> Outcome:
+def run(algorithm: Algorithm, subject: Any, probes: PyTree) -> Outcome:
+    """Run an algorithm under the rule. The subject must be canonical already, as the
+    operator of a `Call` is."""
     stages, made = algorithm if isinstance(algorithm, tuple) else (algorithm,), probes
     for place, stage in enumerate(stages):
         stage = partial(_outcome, stage) if stage is stages[-1] else stage
-        known: Any = subject
-        made = compiled(stage, known.at_rest if place % 2 else known, made)
+        made = compiled(stage, subject.at_rest if place % 2 else subject, made)
     return made
 
 
@@ -86,11 +87,11 @@ def _outcome(last: Stage, subject: Subject, made: PyTree) -> Outcome:
     return replace(outcome, value=value, standard_error=error)
 
 
-@_evaluate.def_jvp
-def _evaluate_jvp(primals: Any, tangents: Any) -> tuple[Outcome, Outcome]:
-    subject, tangent = primals[0], tangents[0]
-    # A call of `_evaluate`, so that the rule holds for second derivatives, too.
-    outcome = _evaluate(*primals)
+@run.def_jvp
+def _run_jvp(primals: Any, tangents: Any) -> tuple[Outcome, Outcome]:
+    subject, tangent = primals[1], tangents[1]
+    # A call of `run`, so that the rule holds for second derivatives, too.
+    outcome = run(*primals)
     unperturbed = jax.tree.map(lambda _: None, outcome)
     if not jax.tree.leaves(tangent):
         return outcome, unperturbed
@@ -108,10 +109,7 @@ def _evaluate_jvp(primals: Any, tangents: Any) -> tuple[Outcome, Outcome]:
 
 @eqx.filter_custom_jvp
 def with_own_jvp(
-    value: PyTree,
-    function: Callable[..., PyTree],
-    subject: PyTree,
-    held: Callable[[Any], PyTree] | None = None,
+    value: PyTree, function: Callable, subject: PyTree, held: Callable | None = None
 ) -> PyTree:
     """Return `value`, but differentiate it as `function(subject)`, which equals it. Use it
     to take a block that was computed before, neither computing it twice nor freezing it.
@@ -129,9 +127,3 @@ def _with_own_jvp_jvp(primals: Any, tangents: Any) -> tuple[PyTree, PyTree]:
     blocks = [make(subject) for make in held]
     _, moved = eqx.filter_jvp(lambda s: function(s, *blocks), (subject,), (tangents[2],))
     return with_own_jvp(*primals), moved
-
-
-def run(algorithm: Algorithm, subject: Subject, probes: PyTree) -> Outcome:
-    """Run an algorithm under the rule. The subject must be canonical already, as the
-    operator of a `Call` is."""
-    return _evaluate(subject, algorithm, probes)
