@@ -46,14 +46,12 @@ def canonicalise(module: Module) -> Module:
     in canonical form. The functions inside a tangent stay as they are."""
 
     def with_canonical_function(node: Any) -> Any:
-        match node:
-            case lx.FunctionLinearOperator():
-                return with_function(node, canonical(node.fn, node.in_structure()))
-            case lx.JacobianLinearOperator():
-                return with_function(node, canonical(node.fn, node.x, node.args))
+        if isinstance(node, lx.FunctionLinearOperator | lx.JacobianLinearOperator):
+            is_jacobian = isinstance(node, lx.JacobianLinearOperator)
+            args = (node.x, node.args) if is_jacobian else (node.in_structure(),)
+            return eqx.tree_at(lambda op: op.fn, node, canonical(node.fn, *args))
         return Answering(node) if is_silent(node) else node
 
-    with_function = partial(eqx.tree_at, lambda op: op.fn)
     kinds = (lx.FunctionLinearOperator, lx.JacobianLinearOperator, lx.TangentLinearOperator)
     is_leaf = lambda node: isinstance(node, (*kinds, Answering)) or is_silent(node)  # noqa: E731
     return jax.tree.map(with_canonical_function, strongly_typed(module), is_leaf=is_leaf)
@@ -222,8 +220,7 @@ def by_application(operator: Operator, code: Canonical) -> Operator:
     """Return the operator that `code` applies, with the tags of `operator`."""
     asked = lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite
     tags = [TAGS[question] for question in asked if _says(question, operator)]
-    layout = layout_tag(operator)
-    tags += [layout] if layout else []
+    tags += filter(None, [layout_tag(operator)])
     structure = operator.in_structure()
     return lx.FunctionLinearOperator(code, structure, tags, closure_convert=False)
 
@@ -232,13 +229,11 @@ def known_diagonal(operator: Operator) -> tuple[Inexact[Array, " n"], int] | Non
     """Return the exact diagonal and the number of matvecs that it costs, or `None` if the
     structure of the operator does not give it."""
     dtype = working_dtype(operator)
-    if _has_tangent(operator):
-        return None
-    if _consists_of(operator, _stores_diagonal):
+    if _consists_of(operator, _stores_diagonal) and not _has_tangent(operator):
         with jax.numpy_dtype_promotion("standard"):  # lineax has I in default precision
             diagonal = lx.diagonal(operator).astype(dtype)
             return in_rows(diagonal, operator.in_structure(), jnp), 0
-    if lx.is_diagonal(operator):
+    if _says(lx.is_diagonal, operator):
         return LinearMap(operator)(jnp.ones((operator.in_size(), 1), dtype))[:, 0], 1
     return None
 
@@ -263,14 +258,9 @@ def stores_matrix(operator: Any) -> bool:
     return _consists_of(operator, lambda part: isinstance(part, _STORED))
 
 
-_STORED = (
-    lx.MatrixLinearOperator,
-    lx.PyTreeLinearOperator,
-    lx.DiagonalLinearOperator,
-    lx.TridiagonalLinearOperator,
-    lx.IdentityLinearOperator,
-    SparseOperator,
-)
+_DENSE = lx.MatrixLinearOperator, lx.PyTreeLinearOperator
+_BANDED = lx.DiagonalLinearOperator, lx.TridiagonalLinearOperator, lx.IdentityLinearOperator
+_STORED = (*_DENSE, *_BANDED, SparseOperator)
 
 
 def _stores_diagonal(part: Any) -> bool:
