@@ -188,23 +188,19 @@ def _is_real(number: Any) -> bool:
     return (is_number or is_array) and not jnp.iscomplexobj(number)
 
 
-def _check_number(name: str, argument: str, x: Any, cure: str) -> None:
+def check_positive(name: str, argument: str, x: Any, cure: str, zero: bool = False) -> None:
+    """Check that `x` is positive and finite or, with `zero`, at least 0."""
     must = "be a real number, or an array of shape ()"
     require_type(_is_real(x), name, argument, must, written(x), cure)
     require(not jnp.ndim(x), name, argument, must, f"shape {jnp.shape(x)}", cure)
-
-
-def check_positive(name: str, argument: str, number: Any, cure: str) -> None:
-    _check_number(name, argument, number, cure)
-    fits = isinstance(number, Tracer) or 0 < float(number) < math.inf
-    require(fits, name, argument, "be positive and finite", written(number), cure)
+    must = "be at least 0" if zero else "be positive and finite"
+    fits = isinstance(x, Tracer) or (float(x) >= 0 if zero else 0 < float(x) < math.inf)
+    require(fits, name, argument, must, written(x), cure)
 
 
 def check_tolerance(name: str, argument: str, tolerance: Any) -> None:
     cure = "Pass 0 for the most accurate answer that max_matvecs allows."
-    _check_number(name, argument, tolerance, cure)
-    fits = isinstance(tolerance, Tracer) or float(tolerance) >= 0
-    require(fits, name, argument, "be at least 0", written(tolerance), cure)
+    check_positive(name, argument, tolerance, cure, zero=True)
 
 
 def check_rtol(name: str, rtol: Any) -> None:
