@@ -369,14 +369,11 @@ def check_same_structure(name: str, x: object, values: object, fn: str = "fn") -
     require(show(x) == show(values), name, fn, must, show(values), cure)
 
 
-def check_returned(
-    name: str, argument: str, structure: object, numbers: str, instead: str = ""
-) -> None:
+def check_returned(name: str, fn: str, got: Any, numbers: str, instead: str = "") -> None:
     """What a function returns has to be arrays, of such numbers."""
     must = f"return {instead}arrays of {numbers}"
     cure = "Return what depends on the argument as floats, and leave out the rest."
-    fits = are_arrays(structure, numbers)
-    require_type(fits, name, argument, must, written(structure), cure)
+    require_type(are_arrays(got, numbers), name, fn, must, written(got), cure)
 
 
 def is_one_real_number(structure: object) -> bool:
@@ -384,7 +381,6 @@ def is_one_real_number(structure: object) -> bool:
     return shapes == [()] and are_arrays(structure, "real numbers")
 
 
-def check_scalar(name: str, argument: str, structure: object) -> None:
+def check_scalar(name: str, fn: str, got: object) -> None:
     must, cure = "return one real number", "Sum or average it to shape ()."
-    fits = is_one_real_number(structure)
-    require_type(fits, name, argument, must, written(structure), cure)
+    require_type(is_one_real_number(got), name, fn, must, written(got), cure)
