@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Inexact
 
-from traceax._core.canonical import canonical
+from traceax._core.canonical import canonical, is_concrete
 from traceax._core.checks import (
     check_array,
     check_callable,
@@ -140,8 +139,7 @@ def _sparse(matrix: Any, tags: frozenset[object]) -> SparseOperator:
         require(not matrix.n_batch + matrix.n_dense, NAME, "matrix", must, got, cure)
         must = "have concrete indices, because they are sorted on the host"
         cure = "Make it outside of jax.jit, and trace its data alone."
-        is_known = not isinstance(matrix.indices, Tracer)
-        require_type(is_known, NAME, "matrix", must, "traced ones", cure)
+        require_type(is_concrete(matrix.indices), NAME, "matrix", must, "traced ones", cure)
     stored, pattern = entries_of(matrix)
     data, rows, columns = _as_inexact(stored), pattern.rows, pattern.columns
     symmetric = {lx.symmetric_tag}

@@ -95,12 +95,11 @@ def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
     shares = jnp.where(jnp.any(counts), counts, 1)
     pooled = partial(compiled, _pooled, shares / jnp.sum(shares), degrees)
     pairs = jax.tree.map(pooled, values, *jax.lax.stop_gradient(frozen))
-    fields = jax.tree.transpose(jax.tree.structure(values), None, pairs)
-    value, error, gap, freedoms = fields
+    value, error, gap, least = jax.tree.transpose(jax.tree.structure(values), None, pairs)
     spent = sum(part.num_matvecs for part in parts)
     spent = jnp.sum(counts) if isinstance(estimates, Estimate) else spent
     method = " and ".join(dict.fromkeys(part.method for part in parts))
-    freedom = jax.tree.reduce(jnp.minimum, freedoms)
+    freedom = jax.tree.reduce(jnp.minimum, least)
     return Estimate(value, error, spent, freedom, method=method, quadrature_error=gap)
 
 
@@ -112,15 +111,15 @@ def _fields(part: Estimate) -> list[Any]:
     return [part.value, errors, gaps, part.num_matvecs, part.degrees_of_freedom]
 
 
+Reals = Float[Array, "runs ..."]
+Numbers = Inexact[Array, "runs ..."]
+
+
 def _pooled(
-    shares: Float[Array, " runs"],
-    degrees: Float[Array, " runs"],
-    values: Inexact[Array, "runs ..."],
-    errors: Float[Array, "runs ..."],
-    gaps: Float[Array, "runs ..."],
+    shares: Reals, degrees: Reals, values: Numbers, errors: Reals, gaps: Reals
 ) -> tuple[Inexact[Array, "..."], Float[Array, "..."], Float[Array, "..."], Array]:
     """Return the value, its standard error, the part of it that comes from quadrature, and
-    the least degrees of freedom of any entry.
+    the least degrees of freedom of any entry. The shares and the degrees are vectors.
 
     Errors are divided by the largest one (`scale`) before they are squared, so that their
     squares neither overflow nor vanish.

@@ -41,8 +41,7 @@ def in_words(estimate: Any) -> str:
     if not is_readable(estimate):
         return eqx.tree_pformat(estimate)
     values = jax.tree.leaves_with_path(estimate.value)
-    lines = []
-    errors = jax.tree.leaves(estimate.standard_error)
+    lines, errors = [], jax.tree.leaves(estimate.standard_error)
     for (path, value), error in zip(values, errors, strict=True):
         words = _array_in_words(np.asarray(value), np.asarray(error))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -116,11 +115,10 @@ def _number_in_words(value: np.generic, error: float) -> str:
         shown = f"{value.item():.6g}"
         shown = f"({shown})" if np.iscomplexobj(value) else shown
         return f"{shown} ± {error:.2g}"
-    power = _power_of_ten(max(abs(value.item()), error))
+    # The number may be subnormal: 10^power must not be.
+    power = max(_power_of_ten(max(abs(value.item()), error)), -300)
     if -4 <= power < 6:
         return _fixed_point(value.item(), error)
-    # The number may be subnormal: 10^power must not be.
-    power = max(power, -300)
     scale = 10.0**power
     return f"({_fixed_point(value.item() / scale, error / scale)})e{power:+03d}"
 

@@ -79,9 +79,8 @@ answer(Answering, lambda wrapped: wrapped.tags)
 def _(wrapped: Answering) -> Answering:
     operator = wrapped.operator
     is_real = jnp.issubdtype(common_dtype(operator.in_structure()), jnp.floating)
-    if is_real and lx.conj in missing(operator):
-        return wrapped
-    return Answering(lx.conj(operator))
+    is_own_conjugate = is_real and lx.conj in missing(operator)
+    return wrapped if is_own_conjugate else Answering(lx.conj(operator))
 
 
 @lx.diagonal.register(Answering)

@@ -151,8 +151,7 @@ class SparseOperator(lx.AbstractLinearOperator):
     def transpose(self) -> SparseOperator:
         if self.transposed is None:
             return self
-        pattern = self.pattern
-        turned = Pattern([pattern.columns, pattern.rows], pattern.shape[0])
+        turned = Pattern([self.pattern.columns, self.pattern.rows], self.pattern.shape[0])
         tags = lx.transpose_tags(self.tags)
         return SparseOperator(self.data, self.transposed, self.rows, turned, tags)
 
