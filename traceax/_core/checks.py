@@ -171,11 +171,9 @@ def check_batch_size(name: str, batch_size: object, group: int) -> int | None:
 def check_semidefinite(name: str, operator: Operator, instead: str) -> None:
     must = "be tagged positive or negative semidefinite, as its algorithm needs"
     got = f"a {class_name(operator)} that is not"
-    cure = (
-        "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
-        " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
-        f"its primal), use traceax.{instead}."
-    )
+    cure = "If it is, use lx.TaggedLinearOperator(operator, lx.positive_semidefinite_tag)."
+    cure += " If not, or if an lx.TangentLinearOperator is in it (whose tags are those of "
+    cure += f"its primal), use traceax.{instead}."
     require(is_semidefinite(operator), name, "operator", must, got, cure)
 
 
@@ -289,12 +287,9 @@ def check_tracked(name: str, state: Any, kind: type, arrays: list, program: Arra
     fits = arrays and show(state.arrays) == show(arrays) and same_program
     must = "be the operator of the state with other numbers in its arrays"
     got = f"one that differs in something else, with arrays {show(arrays)}"
-    cure = (
-        "Make it by the same code each time, init and update inside the same jax.jit "
-        "or both outside. If a number changes, use jax.numpy.asarray(number); if an "
-        "array does that a jitted function closes over, make it an argument of that "
-        "function."
-    )
+    cure = "Make it by the same code each time, init and update inside the same jax.jit or "
+    cure += "both outside. If a number changes, use jax.numpy.asarray(number); if an array "
+    cure += "does that a jitted function closes over, make it an argument of that function."
     require(fits, name, "operator", must, got, cure)
 
 
@@ -347,11 +342,9 @@ def check_point(name: str, fn: object, x: object, jac: str | None) -> None:
     require(jac in (None, "fwd", "bwd"), name, "jac", must, repr(jac), cure)
     cure = "Pass lambda x, args: ..., where args is None if you pass none."
     check_callable(name, "fn", fn, "fn(x, args)", cure, 2)
-    cure = (
-        "Put what is not differentiated into args. Of a module, take x by "
-        "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
-        "Make integers that are coordinates floats, and take complex numbers apart."
-    )
+    cure = "Put what is not differentiated into args. Of a module, take x by "
+    cure += "eqx.partition(module, eqx.is_inexact_array), and combine the rest in fn. "
+    cure += "Make integers that are coordinates floats, and take complex numbers apart."
     leaves = jax.tree.leaves_with_path(x)
     for path, leaf in leaves:
         is_float = jnp.issubdtype(getattr(leaf, "dtype", float), jnp.floating)
