@@ -310,7 +310,7 @@ def check_operator(
     checks.check_key("testing.check_operator", key)
     own = jax.tree.map(_of_this_process, operator)
     operator, missing = ops.canonicalise(own), _unregistered(own)
-    rtol = ops.unit_roundoff(operator) ** 0.6 if rtol is None else rtol
+    rtol = ops.LinearMap(operator).eps ** 0.6 if rtol is None else rtol
     _list_faults("check_operator", own, _operator_facts(operator, key, rtol, missing))
     return missing
 
@@ -375,7 +375,7 @@ def _operator_facts(operator: Any, key: Any, rtol: Any, missing: dict[str, str])
         changed = jax.tree.map(lambda a, d: a + times(h, d).astype(a.dtype), arrays, change)
         return _image(eqx.combine(changed, rest), x + times(h, v))
 
-    zero, h = jnp.zeros((), x.real.dtype), ops.unit_roundoff(operator) ** (1 / 3)
+    zero, h = jnp.zeros((), x.real.dtype), ops.LinearMap(operator).eps ** (1 / 3)
     _, slope = jax.jvp(moved, (zero,), (zero + 1,))
     quotient = (moved(zero + h) - moved(zero - h)) / (2 * h)
     bound = (10 * h + rtol) * jnp.max(jnp.abs(jnp.append(ax, slope)))

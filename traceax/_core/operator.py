@@ -35,12 +35,6 @@ def working_dtype(operator: Operator) -> jnp.dtype:
     return common_dtype((operator.in_structure(), operator.out_structure()))
 
 
-def unit_roundoff(operator: Operator) -> float:
-    """Return the relative rounding error of one matvec: eps of the coarsest leaf."""
-    leaves = jax.tree.leaves((operator.in_structure(), operator.out_structure()))
-    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in leaves)
-
-
 def canonicalise(module: Module) -> Module:
     """Return the operator, or other module, with strongly typed leaves and with functions
     in canonical form. The functions inside a tangent stay as they are."""
@@ -111,8 +105,10 @@ class LinearMap(eqx.Module):
 
     @property
     def eps(self) -> float:
-        """The rounding error of a matvec, as its dtype shows it."""
-        return unit_roundoff(self.operator)
+        """The relative rounding error of a matvec, as its dtypes show it: eps of the
+        coarsest leaf."""
+        spaces = self.operator.in_structure(), self.operator.out_structure()
+        return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(spaces))
 
     def eps_of(self, probes: Block, images: Images) -> Float[Array, ""]:
         """Return the relative error of a form w* A w, which is at least rounding.

@@ -32,7 +32,6 @@ from traceax._core.operator import (
     DOUBLE,
     LinearMap,
     Operator,
-    unit_roundoff,
     working_dtype,
 )
 from traceax._core.rule import Algorithm, Outcome, Subject, run
@@ -152,7 +151,7 @@ class Call:
         Algorithms whose samples do not show this noise need the measurement. It is made in
         single precision only, and only if it takes at most a tenth of the budget.
         """
-        if unit_roundoff(self.operator) <= DOUBLE or self.num_matvecs < 20:
+        if LinearMap(self.operator).eps <= DOUBLE or self.num_matvecs < 20:
             return self
         return replace(self, num_matvecs=self.num_matvecs - 2, num_checks=2)
 

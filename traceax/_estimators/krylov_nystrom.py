@@ -54,7 +54,7 @@ from jaxtyping import Array, Float, Inexact, PRNGKeyArray
 
 from traceax._core.checks import check_semidefinite
 from traceax._core.estimate import Estimate
-from traceax._core.operator import DOUBLE, LinearMap, Operator, is_negative, unit_roundoff
+from traceax._core.operator import DOUBLE, LinearMap, Operator, is_negative
 from traceax._core.rule import Outcome
 from traceax._core.vectors import unflatten_rows
 from traceax._estimators.call import SMALL, Blocks, Call, begin
@@ -190,7 +190,7 @@ def draw_for_products(call: Call, cost: int = 1, plain: bool = False) -> tuple[B
     them, rounding makes the remainders, which are small then, too large.
     """
     count, n = call.num_matvecs // cost, call.operator.in_size()
-    if n > SMALL and unit_roundoff(call.operator) > DOUBLE:
+    if n > SMALL and LinearMap(call.operator).eps > DOUBLE:
         count = min(count, 3 * n // 4)
     again = 0 if plain or count < FEWEST_PROBES else count // 4
     (block,) = call.draw(count - again)
