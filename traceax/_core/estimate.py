@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -54,14 +55,13 @@ def _serialised(kind: type, write: Callable[..., bytes], read: Callable[..., Any
 _serialised(Name, lambda data: data.name.encode(), lambda name: _Any(name.decode()))
 
 
-def _arrays(tree: Any) -> Any:
-    """Return numbers of Python as arrays of floats or of complex numbers."""
+def _array(leaf: Any) -> Any:
+    """Return a number of Python as an array of a float or of a complex number."""
+    is_number = isinstance(leaf, int | float | complex)
+    return jnp.asarray(leaf, jnp.result_type(leaf, float)) if is_number else leaf
 
-    def array(leaf: Any) -> Any:
-        is_number = isinstance(leaf, int | float | complex)
-        return jnp.asarray(leaf, jnp.result_type(leaf, float)) if is_number else leaf
 
-    return jax.tree.map(array, tree)
+_arrays = partial(jax.tree.map, _array)
 
 
 class Estimate(eqx.Module):
