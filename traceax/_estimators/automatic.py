@@ -101,7 +101,7 @@ def trace(
     pattern = check_pattern(call.name, call.operator, pattern)
     if (exact := exact_if_cheap(call)) is not None:
         return exact
-    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
+    if (sampler := for_pattern(pattern, num_matvecs)) is not None:
         deflated = deflated_colours(call, sampler, pattern)
         return deflated or estimate_by_forms(call.using(sampler))
     if is_semidefinite(call.operator) and num_matvecs >= 4:
@@ -163,7 +163,7 @@ def diagonal(
     pattern = check_pattern(call.name, call.operator, pattern)
     if (exact := exact_if_cheap(call)) is not None:
         return exact
-    if (sampler := for_pattern(call.name, call.operator, num_matvecs, pattern)) is not None:
+    if (sampler := for_pattern(pattern, num_matvecs)) is not None:
         return estimate_by_ratio(call.using(sampler))
     return choose_diagonal(call)
 

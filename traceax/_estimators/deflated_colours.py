@@ -80,7 +80,7 @@ def deflated_colours(call: Call, fine: Probing, pattern: Any) -> Estimate | None
     """
     count, most = fine.num_colours, fine.num_colours - 2 * SKETCH
     fits = most >= 2 * SKETCH and count < call.num_matvecs < 2 * count
-    coarse = for_pattern(call.name, call.operator, most, pattern, tests=0) if fits else None
+    coarse = for_pattern(pattern, most, tests=0) if fits else None
     if coarse is None or fine.neighbourhood is None:
         return None
     call = call.using(_adjacent_first(fine))

@@ -86,7 +86,7 @@ def selected_entries(
     if known is None or not known.rows.size:
         must, cure = "have entries", "Store what may be zero, too: stored zeros count."
         raise invalid(ValueError, name, "pattern", must, "none", cure)
-    sampler = for_pattern(name, operator, num_matvecs, known, 2) or rademacher
+    sampler = for_pattern(known, num_matvecs, 2) or rademacher
     structure = jax.ShapeDtypeStruct((known.rows.size,), working_dtype(operator))
     call = call.reading(Reduce(each, structure, is_real=False)).using(sampler)
     entries = SelectedEntries(known)

@@ -57,7 +57,7 @@ from traceax._functions.exact_functions import (
 from traceax._functions.slq import quadratures
 from traceax._linalg.columns import largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
-from traceax._probes.draw import draw, for_pattern
+from traceax._probes.draw import check_pattern, draw, for_pattern
 from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher, sphere
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_arnoldi import (
@@ -179,7 +179,7 @@ def block_trace(
     probes for colours that keep two steps apart, the estimate uses `probing` and the
     quadrature of each probe instead.
     """
-    coloured = for_pattern(call.name, call.operator, shape.width, pattern, 2)
+    coloured = for_pattern(check_pattern(call.name, call.operator, pattern), shape.width, 2)
     if coloured is not None:
         return quadratures(call.using(coloured), subject, structure, shape)
     call, degrees = call.using(sphere), shared_degrees_of_freedom(shape.width)
@@ -480,8 +480,8 @@ def arnoldi_trace(
     if call.is_exact:
         return from_matrix(call, partial(exact_general, real=is_real), subject, structure)
     if sampler is None:
-        most = num_probes or _most_colours(budget)
-        coloured = for_pattern(name, call.operator, most, pattern, 2, tests=0)
+        known = check_pattern(name, call.operator, pattern)
+        coloured = for_pattern(known, num_probes or _most_colours(budget), 2, tests=0)
         call = call if coloured is None else call.using(coloured)
     if call.group > 1:
         return _coloured_trace(call, subject, structure, budgets, real=is_real)

@@ -89,7 +89,7 @@ def check_pattern(name: str, operator: Operator, pattern: Any) -> Pattern | None
     """Read the pattern that the user gave, and return its places.
 
     If `pattern` is None, return the operator's own pattern, or None if that is not known.
-    The result may be passed as `pattern` again, here and to `for_pattern`.
+    The result may be passed as `pattern` again.
     """
     n = operator.in_size()
     known = own_pattern(operator) if pattern is None else places(name, pattern)
@@ -112,21 +112,15 @@ def for_mean(operator: Operator, num_probes: int) -> Sampler:
 
 
 def for_pattern(
-    name: str,
-    operator: Operator,
-    num_probes: int,
-    pattern: Any,
-    enough: int = ENOUGH,
-    *,
-    tests: int = 1,
+    known: Pattern | None, num_probes: int, enough: int = ENOUGH, *, tests: int = 1
 ) -> Probing | None:
     """Return `probing` if colours keep `enough` steps of the pattern's graph apart.
 
-    Of `num_probes`, `tests` are left for a test of the pattern, unless all are needed. If
-    there are too few, or if no pattern is known, return None. If the edges are the same as
-    in the last call, its graph, colouring and sampler are used again.
+    `known` is the result of `check_pattern`. Of `num_probes`, `tests` are left for a test
+    of the pattern, unless all are needed. If there are too few, or if no pattern is known,
+    return None. If the edges are the same as in the last call, its graph, colouring and
+    sampler are used again.
     """
-    known = check_pattern(name, operator, pattern)
     if known is None:
         return None
     edges, least = undirected(known), max(num_probes - tests, 1)
