@@ -135,9 +135,8 @@ def draw(
 
     They are constants for derivatives.
     """
-    draws = Draws(name, sampler, operator.in_structure(), num_probes)
-    is_plain = isinstance(sampler, PlainSampler)
-    drawn = draws.one(key) if is_plain else compiled(draws.one, key)
+    one = Draws(name, sampler, operator.in_structure(), num_probes).one
+    drawn = one(key) if isinstance(sampler, PlainSampler) else compiled(one, key)
     return jax.lax.stop_gradient(drawn.astype(working_dtype(operator)))
 
 
