@@ -39,13 +39,8 @@ class ProgressMeter(Protocol):
     def close(self, state: Any) -> Any: ...
 
 
-class Silent:
-    """A progress meter that shows nothing."""
-
-    def _nothing(self, *_: Any, **__: Any) -> Any:
-        return None
-
-    init = step = close = _nothing
+class Silent(ProgressMeter):
+    """A progress meter that shows nothing, because its methods are empty."""
 
 
 SILENT = Silent()
