@@ -114,7 +114,7 @@ def sampled_mean(call: Call, subject: AlongProbes, basis: Stream | None = None) 
     The sum is chosen if the budget reaches the number of probes in the basis, which are the
     unit vectors by default.
     """
-    if call.num_matvecs >= (call.num_exact if basis is None else basis.num_probes):
+    if call.num_matvecs >= (call.num_exact if basis is None else basis.num_samples):
         return call.exact_by(applied, subject=subject, units=basis)
     streamed = call.using(for_mean(call.operator, call.num_matvecs)).stream()
     design = streamed.design

@@ -201,7 +201,7 @@ class Call:
         if units is None:
             units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
-        algorithm, count = partial(_read_all, meter=self.meter), units.num_probes
+        algorithm, count = partial(_read_all, meter=self.meter), units.num_samples
         how = {"spent": count, "degrees": count, "method": "exact"}
         return self.finish(algorithm, readout, subject=subject, **how)
 

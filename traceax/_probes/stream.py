@@ -81,10 +81,6 @@ class Stream(eqx.Module):
         """Return whether one batch has all samples."""
         return self.batch >= self.num_samples
 
-    @property
-    def num_probes(self) -> int:
-        return self.num_samples * self.group
-
     def shown(self, meter: ProgressMeter) -> Stream:
         """Return this stream, in up to twenty batches if a meter would see only one."""
         if meter is SILENT or not self.is_whole:
