@@ -120,14 +120,10 @@ class Stream(eqx.Module):
 
     def collect(self, fn: Callable[[Columns], Any], meter: ProgressMeter = SILENT) -> Any:
         """Return `fn` of all batches, joined along the last axis, which is for probes."""
-        each = lambda _, columns: (None, fn(columns))  # noqa: E731
-        return self.shown(meter)._scan(each, None, meter)[1]
+        return self.shown(meter)._scan(lambda _, z: (None, fn(z)), None, meter)[1]
 
     def reduce(
-        self,
-        fn: Callable[[Columns], T],
-        merge: Callable[[T, T], T] = jnp.add,
-        meter: ProgressMeter = SILENT,
+        self, fn: Callable[..., T], merge: Callable = jnp.add, meter: ProgressMeter = SILENT
     ) -> T:
         """Return the sum of `fn` over all batches.
 
