@@ -114,7 +114,7 @@ def control_variate_trace(
     if call.is_exact:
         return call.exact()
     streamed = call.stream()
-    degrees, spent = streamed.design.degrees_of_freedom, streamed.design.num_probes
+    degrees, spent = streamed.design.degrees(), streamed.design.num_probes
     return call.finish(_estimate, streamed, spent=spent, degrees=degrees, subject=subject)
 
 

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact, Int, Shaped
+from jaxtyping import Array, Inexact, Int, Shaped
 
 from traceax._core.checks import check_samples, require_type
 from traceax._linalg import jackknife
 from traceax._linalg.columns import mean
+from traceax._linalg.jackknife import ByProbe, Errors
 from traceax._probes.probing import DEGREES
 from traceax._probes.samplers import Sampler
 
@@ -179,30 +180,24 @@ class SamplingDesign(NamedTuple):
         """The number of probes in one sample."""
         return self.num_probes // self.num_samples
 
-    @property
-    def degrees_of_freedom(self) -> float:
-        """The degrees of freedom of the interval of a mean of quadratic forms."""
-        return self.group * jackknife.independent_degrees_of_freedom(self.num_samples)
-
-    def degrees(self, has_neighbours: bool) -> float:
-        """Return these degrees of freedom, or the ones of neighbour residuals.
+    def degrees(self, has_neighbours: bool = False) -> float:
+        """Return the degrees of freedom of the interval of a mean of quadratic forms.
 
         Neighbour residuals give the error of a single sample of `probing`.
         """
-        alone = self.num_samples == 1 and has_neighbours
-        return DEGREES if alone else self.degrees_of_freedom
+        if has_neighbours and self.num_samples == 1:
+            return DEGREES
+        return self.group * jackknife.independent_degrees_of_freedom(self.num_samples)
 
-    def totals(self, by_probe: Inexact[Array, "*values k"]) -> Inexact[Array, "*values _"]:
+    def totals(self, by_probe: ByProbe) -> Inexact[Array, "*values _"]:
         """Return the sum over the probes of each sample."""
         return jnp.sum(self._by_sample(by_probe), axis=-1)
 
-    def _by_sample(self, by_probe: Inexact[Array, "*values k"]) -> Array:
+    def _by_sample(self, by_probe: ByProbe) -> Array:
         """Split the last axis into one for samples and one for the probes of a sample."""
         return by_probe.reshape((*by_probe.shape[:-1], -1, self.group))
 
-    def mean_and_error(
-        self, by_probe: Inexact[Array, "*values k"], rounding: Float[Array, "*values"]
-    ) -> tuple[Inexact[Array, "*values"], Float[Array, "*values"]]:
+    def mean_and_error(self, by_probe: ByProbe, rounding: Errors) -> tuple[Array, Errors]:
         """Return the mean over probes, and its standard error.
 
         `rounding` is the rounding error of the mean.
