@@ -72,8 +72,8 @@ class Streamed(eqx.Module):
 
     @property
     def num_matvecs(self) -> int:
-        near = self.neighbourhood
-        return self.design.num_probes + (0 if near is None else near.num_tests)
+        tested = self.neighbourhood is not None and self.neighbourhood.weights is not None
+        return self.design.num_probes + tested
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,6 @@ class Neighbourhood(eqx.Module):
     in_test: Bool[Any, " n"]
     weights: Float[Array, " n"] | None = None
 
-    @property
-    def num_tests(self) -> int:
-        return 0 if self.weights is None else 1
-
     def tested(self, key: PRNGKeyArray, dtype: Any) -> Neighbourhood:
         """Return the same with the weights of a test probe."""
         fresh = jax.random.fold_in(key, self.colours.size)
