@@ -177,14 +177,13 @@ def _nearest(in_test: Bool[np.ndarray, " n"], step: Sparse) -> Int[np.ndarray, "
 
 def neighbourhood_of(sampler: Any, structure: Structure) -> Neighbourhood | None:
     """Return the neighbourhood of a `probing` sampler, if it has one, in order of rows."""
-    found: Any = getattr(sampler, "neighbourhood", None)
-    if found is not None and len(jax.tree.leaves(structure)) > 1:
-        order = in_rows(np.arange(found.colours.size), structure)
-        found = jax.tree.map(lambda rows: rows[order], found)
-        places = np.append(np.argsort(order), order.size)
-        neighbours, nearest = places[found.neighbours], places[found.nearest]
-        found = replace(found, neighbours=neighbours, nearest=nearest)
-    return jax.tree.map(jnp.asarray, found)
+    near: Any = getattr(sampler, "neighbourhood", None)
+    if near is not None and len(jax.tree.leaves(structure)) > 1:
+        order = in_rows(np.arange(near.colours.size), structure)
+        near = jax.tree.map(lambda rows: rows[order], near)
+        place = np.append(np.argsort(order), order.size)
+        near = replace(near, neighbours=place[near.neighbours], nearest=place[near.nearest])
+    return jax.tree.map(jnp.asarray, near)
 
 
 class NeighbourResiduals(eqx.Module):
