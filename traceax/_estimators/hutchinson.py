@@ -289,7 +289,7 @@ def _ratio(linear_map: LinearMap, streamed: Streamed, *, entries: Any) -> Outcom
     unit = sums.scale / sums.weight
     error, rounding = unit * spread, unit * 4 * eps * sums.size
     if residuals is not None:
-        indicated = residuals.error(near, repeats, eps, hermitian=linear_map.is_hermitian)
+        indicated = residuals.error(near, eps, hermitian=linear_map.is_hermitian) / repeats
         indicated = entries.error_by(indicated, linear_map)
         error = combined_error(error, indicated.astype(error.dtype), repeats)
     readout = Batches(probes, sums.weight, entries)

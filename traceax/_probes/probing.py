@@ -210,17 +210,15 @@ class NeighbourResiduals(eqx.Module):
         size = self.size * one + other.size * two
         return NeighbourResiduals(squares, beyond, size, scale)
 
-    def error(
-        self, near: Neighbourhood, repeats: int, eps: float, *, hermitian: bool
-    ) -> ByRow:
-        """Return the standard error of the mean over repeats."""
+    def error(self, near: Neighbourhood, eps: float, *, hermitian: bool) -> ByRow:
+        """Return the standard error of the sum over repeats."""
         variances = self.squares
         if self.missed is not None:
             sees_more = self.missed > _MOST * jnp.mean(variances)
             variances = jnp.where(sees_more, self.missed, variances)
         for _ in range(_STEPS):
             variances = (variances + mean(variances[near.neighbours])) / 2
-        error = self.scale * jnp.sqrt(variances) / repeats
+        error = self.scale * jnp.sqrt(variances)
         none, has_beyond = self.beyond <= 4 * eps * self.size[:, None], near.has_beyond
         clear = jnp.all(none | ~has_beyond, axis=0)
         if self.is_exact is None or self.missed is None:
@@ -246,7 +244,7 @@ class NeighbourResiduals(eqx.Module):
         less.
         With phases the changes are independent.
         """
-        return (2.0 if real else 1.0) ** 0.5 * self.error(near, 1, eps, hermitian=hermitian)
+        return (2.0 if real else 1.0) ** 0.5 * self.error(near, eps, hermitian=hermitian)
 
 
 def neighbour_residuals(
