@@ -43,7 +43,8 @@ from traceax._linalg import lapack
 from traceax._linalg.basis import orthonormalise
 from traceax._linalg.columns import dot, over, times
 
-SamplerLike = Callable[[PRNGKeyArray, Structure, int], PyTree[Inexact[Array, "..."]]]
+Probes = PyTree[Inexact[Array, "..."]]
+SamplerLike = Callable[[PRNGKeyArray, Structure, int], Probes]
 LARGE = 2**20  # from so many numbers on, each device draws its own part of a block
 
 
@@ -104,19 +105,14 @@ class Sampler:
         functools.update_wrapper(self, self.draw, updated=())
         self.__name__ = getattr(self.draw, "__name__", type(self.draw).__name__)
 
-    def __call__(
-        self, key: PRNGKeyArray, structure: Structure, num_probes: int
-    ) -> PyTree[Inexact[Array, "..."]]:
+    def __call__(self, key: PRNGKeyArray, structure: Structure, num_probes: int) -> Probes:
         check_key(self.__name__, key)
         num_probes = check_count(self.__name__, "num_probes", num_probes, 1)
         count, rest = divmod(num_probes, self.group)
         if not self.independent or count == 1 or rest:
             return self.draw(key, structure, num_probes)
-
-        def one(key: PRNGKeyArray) -> PyTree[Array]:
-            return self.draw(key, structure, self.group)
-
-        samples = jax.vmap(one)(keys_of(key, count))
+        keys = keys_of(key, count)
+        samples = jax.vmap(lambda key: self.draw(key, structure, self.group))(keys)
         return jax.tree.map(lambda x: x.reshape(num_probes, *x.shape[2:]), samples)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
