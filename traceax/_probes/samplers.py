@@ -414,8 +414,7 @@ def _signs(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Array
 
 def _phases(key: PRNGKeyArray, shape: tuple[int, int], dtype: jnp.dtype) -> Array:
     """Draw complex numbers of modulus 1 with uniform random angles."""
-    turns = _rows(jax.random.uniform, key, *shape, jnp.finfo(dtype).dtype)
-    angles = 2 * math.pi * turns
+    angles = 2 * math.pi * _rows(jax.random.uniform, key, *shape, jnp.finfo(dtype).dtype)
     return jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
 
 
@@ -437,11 +436,8 @@ def _gaussian(key: PRNGKeyArray, n: int, k: int, dtype: jnp.dtype) -> Inexact[Ar
     batch at once. It keeps the compiler from computing the normal numbers again for each of
     their uses.
     """
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    single = jnp.complex64 if is_complex else jnp.float32
-
-    def drawn(key: PRNGKeyArray) -> Array:
-        return _rows(jax.random.normal, key, k, n, single)
+    single = jnp.complex64 if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.float32
+    drawn = functools.partial(_rows, jax.random.normal, k=k, n=n, dtype=single)
 
     def chosen(draw: Callable[[Array], Array], keys: Array) -> Array:
         always = jnp.ravel(jax.random.key_data(keys))[0] | 1 != 0
