@@ -128,11 +128,9 @@ def graph(edges: Pattern) -> Sparse:
     """
     import scipy.sparse  # noqa: PLC0415
 
-    own = np.arange(edges.shape[0])
-    rows = np.concatenate([edges.rows, edges.columns, own])
-    columns = np.concatenate([edges.columns, edges.rows, own])
-    ones = np.ones(rows.size, bool)
-    return scipy.sparse.csr_array((ones, (rows, columns)), shape=edges.shape)
+    ones, places = np.ones(edges.rows.size, bool), (edges.rows, edges.columns)
+    upper = scipy.sparse.csr_array((ones, places), shape=edges.shape)
+    return upper + upper.T + scipy.sparse.eye_array(*edges.shape, dtype=bool, format="csr")
 
 
 def within(step: Sparse, power: int) -> Sparse:
