@@ -234,8 +234,8 @@ def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
         reached = (np.fft.ifftn(np.fft.fftn(reached) * (1 + kernel)).real > 1e-6) * 1.0
         if np.all(reached):
             break
-    places = np.indices(steps.shape).reshape(axes, -1).T
-    differences = np.where(places > side // 2, places - side, places)
+    half, places = side // 2, np.indices(steps.shape).reshape(axes, -1).T
+    differences = (places + half) % side - half
     return differences[1:], steps.ravel()[1:], green[1:] ** 2
 
 
