@@ -453,8 +453,7 @@ def _greedily(step: Sparse, power: int, num_colours: int) -> Apart | None:
     may need fewer colours for the larger one. It also ends if a dimension and those within
     half of the steps are too many (see `_clique`).
     """
-    best: Apart | None = None
-    failed, reached, balls = 0, step, [1]
+    best, failed, reached, balls = None, 0, step, [1]
     while failed < 2:
         colours, steps = fewest(reached), len(balls)
         fits = colours.max() < num_colours
