@@ -408,15 +408,14 @@ def best_colouring(edges: Pattern, power: int, num_colours: int) -> Coloured | N
     grid, least = as_grid(step), num_colours - math.ceil(num_colours / 5)
     lattice = grid and best_lattice(grid, range(num_colours, least, -1), power)
     # On a closed axis colours may be nearer to each other where the lattice meets itself.
-    if lattice and not keeps_apart(lattice[0], within(step, lattice[1])):
-        lattice = None
-    found = lattice or _greedily(step, power, num_colours)
+    fits = lattice and keeps_apart(lattice[0], within(step, lattice[1]))
+    found = lattice if fits else _greedily(step, power, num_colours)
     if found is None and _clique(step, power) <= num_colours:
         found = _of_power(edges, power).colours, power
     if found is None or found[0].max() >= num_colours:
         return None
     colours, power = found
-    if lattice is None or n <= _MANY:
+    if not fits or n <= _MANY:
         # Spare colours are used for pairs up to two steps beyond those kept apart.
         near = within(step, power)
         further = one_further(one_further(near, step), step)
