@@ -151,11 +151,10 @@ def _beyond(colours: Colours, step: Sparse, power: int) -> Bool[np.ndarray, "n c
     They are the last two distances that the colouring keeps apart, and the next two. A
     distance with too many pairs to compute has no colours.
     """
-    count = int(colours.max()) + 1
     reached: Sparse | None = within(step, max(power - 2, 1))
-    seen, own = [], members(colours, count)
+    seen, own = [], members(colours, int(colours.max()) + 1)
     for _ in range(min(power, 3) + 2):
-        none = np.zeros((colours.size, count), bool)
+        none = np.zeros(own.shape, bool)
         seen.append(none if reached is None else (reached @ own).astype(bool).toarray())
         reached = one_further(reached, step)
     pairs = []
