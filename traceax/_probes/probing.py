@@ -388,8 +388,7 @@ def probing(
 
     **See also**: `colouring`, `selected_entries`, `hutchinson_diagonal`.
     """
-    is_array = hasattr(pattern_or_colours, "shape")
-    is_matrix = is_array and len(pattern_or_colours.shape) != 1
+    is_matrix = hasattr(pattern_or_colours, "shape") and len(pattern_or_colours.shape) != 1
     if is_matrix or own_pattern(pattern_or_colours) is not None:
         return probing_of(colour_pattern("probing", pattern_or_colours, power, num_colours))
     must = "come with a pattern, because colours are there already"
