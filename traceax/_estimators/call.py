@@ -45,9 +45,9 @@ from traceax._probes.stream import (
     ProgressMeter,
     SamplingDesign,
     Stream,
+    Units,
     checked_meter,
     design_of,
-    unit_vectors,
 )
 
 # Up to this dimension, a batch of n matvecs takes about as long as a batch of a few.
@@ -197,9 +197,9 @@ class Call:
         `subject` is the operator, as a `LinearMap`, unless another one is given. `units`
         yields the blocks, by default all unit vectors in batches of `batch_size`.
         """
-        dtype = working_dtype(self.operator)
+        n, dtype = self.num_exact, working_dtype(self.operator)
         if units is None:
-            units = unit_vectors(self.num_exact, dtype, self.batch_size or self.num_exact)
+            units = Stream(jnp.arange(n), Units(n, dtype), n, 1, self.batch_size or n)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
         algorithm, count = partial(_read_all, meter=self.meter), units.num_samples
         how = {"spent": count, "degrees": count, "method": "exact"}

@@ -147,11 +147,6 @@ class Stream(eqx.Module):
         return jax.lax.dynamic_slice_in_dim(self.source, start, width, axis=1)
 
 
-def unit_vectors(n: int, dtype: Any, batch: int) -> Stream:
-    """Make a stream of all n unit vectors, as probes that are not random."""
-    return Stream(jnp.arange(n), Units(n, dtype), n, 1, min(batch, n))
-
-
 class Units(NamedTuple):
     """A function that makes unit vectors from their indices."""
 
