@@ -169,8 +169,7 @@ def _list_faults(check: str, thing: object, *facts: Facts) -> None:
         if isinstance(got, str):  # nothing after it can be compared
             faults.append(f"\n- {name}: must be {want}, but got {got}.")
             break
-        error = np.abs(np.asarray(got) - np.asarray(want))
-        error, limits = np.broadcast_arrays(error, bound)
+        error, limits = np.broadcast_arrays(np.abs(np.subtract(got, want)), bound)
         if not np.all(error <= limits):  # NaN is wrong, too
             worst = np.argmax(error - limits)
             off, limit = np.ravel(error)[worst], np.ravel(limits)[worst]
