@@ -69,7 +69,7 @@ def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("Gleich/minnesota", "CC-BY 4.0", "three products with A", "exact: 53\n"):
         assert words in output
     estimates = re.findall(r": ([\d.]+) ± ([\d.e-]+) \((\d+) matvecs, [^)]+\)", output)
-    assert [spent for _, _, spent in estimates] == ["100", "11", "100", "100"]
+    assert [spent for _, _, spent in estimates] == ["100", "12", "100", "100"]
     assert estimates[1][0] == "53"
     truths = (53, 53, 1019.66256, 1019.66256)
     for (value, error, _), truth in zip(estimates, truths, strict=True):
