@@ -68,6 +68,7 @@ from traceax._core.vectors import (
     unflatten_rows,
 )
 from traceax._linalg.columns import (
+    Block,
     largest_modulus,
     mean,
     over,
@@ -246,15 +247,13 @@ class NeighbourResiduals(eqx.Module):
         return (2.0 if real else 1.0) ** 0.5 * self.error(near, eps, hermitian=hermitian)
 
 
-def neighbour_residuals(
-    z: Inexact[Array, "n k"], products: Inexact[Array, "n _"], near: Neighbourhood
-) -> NeighbourResiduals:
+def neighbour_residuals(z: Block, images: Array, near: Neighbourhood) -> NeighbourResiduals:
     """Return the residuals of one or more whole repeats.
 
-    `products` has the image of the test probe in its last column, if there is one.
+    `images` has the image of the test probe in its last column, if there is one.
     """
     n, count, _ = near.beyond.shape
-    products, image = products[:, : z.shape[1]], products[:, z.shape[1] :]
+    products, image = images[:, : z.shape[1]], images[:, z.shape[1] :]
     neighbours, scale = near.neighbours, largest_modulus(products)
     is_neighbour = neighbours != jnp.arange(n)[:, None]
     degrees = jnp.sum(is_neighbour, axis=1, dtype=scale.dtype)
