@@ -325,7 +325,7 @@ def _sketched(subject: Curvature, probes: Blocks) -> Outcome:
     takes_signs, signs = sampled < (1 - 1 / width) * sketched, jnp.sign(others)
     sketch = jnp.hstack([q, frame / rest**0.5])
     directions = jnp.where(takes_signs, signs / count**0.5, sketch)
-    whole = Stream(directions, None, count, 1, count)
+    whole = Stream(directions, None, count, count)
     readout = Batches(whole, jnp.ones((), directions.dtype))
     value = readout(subject)
     samples = subject.along_each(jnp.where(takes_signs, signs[:, :rest], frame))
@@ -471,8 +471,7 @@ def biharmonic(
     n, dtype = call.operator.in_size() // 2, working_dtype(call.operator)
     # All pairs of unit vectors whose first index is at most the second.
     count = n * (n + 1) // 2
-    batch = min(call.batch_size or count, count)
-    pairs = Stream(jnp.arange(count), _UnitPairs(n, dtype), count, 1, batch)
+    pairs = Stream(jnp.arange(count), _UnitPairs(n, dtype), count, call.batch_size or count)
     return sampled_mean(call, subject, pairs)
 
 

@@ -175,9 +175,9 @@ class Call:
         batch = count if self.batch_size is None else self.batch_size // group
         if batch < count and sampler.independent:
             draws = Draws(self.name, sampler, space, group)
-            probes = Stream(keys_of(self.key, count), draws, count, group, batch)
+            probes = Stream(keys_of(self.key, count), draws, count, batch)
         else:
-            probes = Stream(*self.draw(design.num_probes), None, count, group, batch)
+            probes = Stream(*self.draw(design.num_probes), None, count, batch)
         near = neighbourhood_of(sampler, space)
         if near is not None and count == 1 and design.num_probes < self.num_matvecs:
             near = near.tested(self.key, working_dtype(self.operator))
@@ -199,7 +199,7 @@ class Call:
         """
         n, dtype = self.num_exact, working_dtype(self.operator)
         if units is None:
-            units = Stream(jnp.arange(n), Units(n, dtype), n, 1, self.batch_size or n)
+            units = Stream(jnp.arange(n), Units(n, dtype), n, self.batch_size or n)
         readout = Batches(units, jnp.ones((), jnp.finfo(dtype).dtype), read)
         algorithm, count = partial(_read_all, meter=self.meter), units.num_samples
         how = {"spent": count, "degrees": count, "method": "exact"}

@@ -64,7 +64,7 @@ Columns = Array
 
 
 class Stream(eqx.Module):
-    """The probes of an estimate: samples of `group` probes each, in batches of samples.
+    """The probes of an estimate: samples of equally many probes, in batches of samples.
 
     `batch` is the number of samples in a batch. `source` is a block of all probes. If there
     is a function `draw`, `source` has its argument for each sample instead, and each batch
@@ -74,7 +74,6 @@ class Stream(eqx.Module):
     source: Columns | Shaped[Array, " samples"]
     draw: Callable[[Any], Columns] | None = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
-    group: int = eqx.field(static=True)
     batch: int = eqx.field(static=True)
 
     @property
@@ -143,8 +142,8 @@ class Stream(eqx.Module):
             return self.draw(jax.lax.dynamic_slice_in_dim(self.source, first, count))
         if count == self.num_samples:
             return self.source
-        start, width = first * self.group, count * self.group
-        return jax.lax.dynamic_slice_in_dim(self.source, start, width, axis=1)
+        group = self.source.shape[1] // self.num_samples
+        return jax.lax.dynamic_slice_in_dim(self.source, first * group, count * group, 1)
 
 
 class Units(NamedTuple):
