@@ -27,7 +27,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from operator import call as applied
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -309,6 +308,11 @@ def trace_pairs(
     if forms is not None:  # w_i is mu_i + Q x_i
         kept, tested = kept + dot(forms, loo.x.conj().T), tested + forms
     return Pairs(jnp.hstack([kept, tested]), jnp.hstack([q, loo.mu]))
+
+
+def applied(subject: Callable[[Array], Array], block: Array) -> Array:
+    """Read a subject that is a function of blocks."""
+    return subject(block)
 
 
 class Batches(eqx.Module):
