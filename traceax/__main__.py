@@ -145,7 +145,8 @@ How many triangles? tr(A^3)/6; a matvec is three products with A.""")
     print("What is tr((I + L)^-1), L the Laplacian? A matvec is a solve by SciPy.")
     shifted = csc_array(diags_array(1 + roads.sum(axis=1)) - roads)
     solve = splu(shifted).solve  # of one vector or of a block
-    inverse = LinearOperator(shifted.shape, solve, solve, solve, float)
+    of_block = {"matvec": solve, "rmatvec": solve, "matmat": solve, "dtype": float}
+    inverse: Any = LinearOperator(shifted.shape, **of_block)
     inverse = tx.as_operator(inverse, tags=lx.positive_semidefinite_tag)
     _show("trace(operator, key, 100)", tx.trace(inverse, key, 100))
     _show("trace(operator, key, 100, pattern=A)", tx.trace(inverse, key, pattern=roads))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.canonical import (
     Canonical,
@@ -26,7 +26,7 @@ from traceax._core.questions import TAGS, Answering, is_own, missing
 from traceax._core.sparse import SparseOperator, own_pattern
 from traceax._core.vectors import common_dtype, flatten, in_rows, unflatten
 
-Module = TypeVar("Module", bound=eqx.Module)
+Tree = TypeVar("Tree", bound=PyTree)
 Operator = lx.AbstractLinearOperator
 
 
@@ -35,7 +35,7 @@ def working_dtype(operator: Operator) -> jnp.dtype:
     return common_dtype((operator.in_structure(), operator.out_structure()))
 
 
-def canonicalise(module: Module) -> Module:
+def canonicalise(module: Tree) -> Tree:
     """Return the operator, or other module, with strongly typed leaves and with functions
     in canonical form. The functions inside a tangent stay as they are."""
 
@@ -63,8 +63,8 @@ def jacobian(fn: Any, x: Any, args: Any, tags: Any = (), jac: Any = None) -> Ope
     return lx.JacobianLinearOperator(code, x, args, tags, jac, closure_convert=False)
 
 
-def frozen(module: Module) -> Module:
-    """Return the module with constant leaves, whose derivative is zero."""
+def frozen(module: Tree) -> Tree:
+    """Return the pytree with constant leaves, whose derivative is zero."""
     inexact, rest = eqx.partition(module, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(inexact), rest)
 

@@ -177,7 +177,8 @@ class Call:
             draws = Draws(self.name, sampler, space, group)
             probes = Stream(keys_of(self.key, count), draws, count, batch)
         else:
-            probes = Stream(*self.draw(design.num_probes), None, count, batch)
+            (block,) = self.draw(design.num_probes)
+            probes = Stream(block, None, count, batch)
         near = neighbourhood_of(sampler, space)
         if near is not None and count == 1 and design.num_probes < self.num_matvecs:
             near = near.tested(self.key, working_dtype(self.operator))

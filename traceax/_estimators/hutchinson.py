@@ -194,18 +194,23 @@ DIAGONAL = DiagonalEntries()
 
 
 def estimate_by_ratio(
-    call: Call, method: str = "hutchinson_diagonal", entries: Any = DIAGONAL
+    call: Call,
+    method: str = "hutchinson_diagonal",
+    entries: Any = DIAGONAL,
+    subject: LinearMap | None = None,
 ) -> Estimate:
     """Estimate the diagonal, or other `entries`, by a ratio of two sums over probes.
 
     `method` is the function that the estimate names. `entries` is a `DiagonalEntries`, or
-    reads the entries on a pattern.
+    reads the entries on a pattern. The `subject` is the operator, unless another linear map
+    is given.
     """
     streamed = call.using(rademacher).stream()
     degrees = streamed.design.num_samples - 1
     degrees = max(degrees, 1) if streamed.neighbourhood is None else degrees + DEGREES
-    algorithm, spent = partial(_ratio, entries=entries), streamed.num_matvecs
-    return call.finish(algorithm, streamed, method=method, spent=spent, degrees=degrees)
+    algorithm = partial(_ratio, entries=entries)
+    how = {"method": method, "spent": streamed.num_matvecs, "degrees": degrees}
+    return call.finish(algorithm, streamed, subject=subject, **how)
 
 
 def _forms(linear_map: LinearMap, streamed: Streamed, *, reduce: Reduction) -> Outcome:

@@ -273,7 +273,7 @@ class Sampled(eqx.Module):
             rounding = rounding + jnp.max(self.moved) * jnp.sum(slopes, axis=1)
             terms, share = mixture(levels)
             if rows:
-                error = jackknife.length(*rows, rounding)
+                error = jackknife.length(rows[0], rounding)
             else:
                 error = design.mean_and_error(terms * design.num_probes, rounding)[1]
             how = {"rounding": rounding, "unresolved": is_unresolved}

@@ -304,7 +304,7 @@ class Solve(eqx.Module):
             return _as_parts(equation(_complex(parts)))
 
         def solve(_: Any, parts: Parts) -> Parts:
-            found = conjugate_gradients(apply, self.precondition, _complex(parts), **how)
+            found = conjugate_gradients(equation, self.precondition, _complex(parts), **how)
             return _as_parts(found.solution)
 
         rest = _as_parts(equation.vectors - equation(self.solution))

@@ -132,12 +132,12 @@ def lanczos(
     """
 
     def step(state: _State, j: Array) -> tuple[_State, tuple[Array, ...]]:
-        basis, q, *rest = state
+        basis, q = state[:2]
         if basis is not None:
             basis = _updated(basis, q[:, None], (0, j, 0))
         # A stored matrix multiplies the columns of a block in half the time of its rows.
         product = linear_map(q.T).T
-        return jax.vmap(partial(_advance, differentiable, j))((basis, q, *rest), product)
+        return jax.vmap(partial(_advance, differentiable, j))((basis, *state[1:]), product)
 
     count, n = starts.shape
     length = jax.vmap(norm)(starts)

@@ -40,8 +40,13 @@ class ProgressMeter(Protocol):
     def close(self, state: Any) -> Any: ...
 
 
-class Silent(ProgressMeter):
-    """A progress meter that shows nothing, because its methods are empty."""
+class Silent:
+    """A progress meter that shows nothing."""
+
+    def _nothing(self, *_: Any, **__: Any) -> Any:
+        return None
+
+    init = step = close = _nothing
 
 
 SILENT = Silent()

@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from traceax._core.layout import through
 from traceax._core.operator import LinearMap, layout_tag
