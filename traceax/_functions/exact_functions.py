@@ -137,7 +137,8 @@ def asymmetry_error(
     """
     if matrix.ndim == 1:
         return jnp.zeros_like(value.real)
-    return compiled(_asymmetry_error, *frozen((matrix, value, Partial(function, *known))))
+    of_matrix = frozen(eqx.Partial(function, *known))
+    return compiled(_asymmetry_error, *jax.lax.stop_gradient((matrix, value)), of_matrix)
 
 
 def _asymmetry_error(matrix: Array, value: Array, of_matrix: Callable) -> Array:
