@@ -222,6 +222,8 @@ STAGED: dict[str, Callable[[Any], Any]] = {
     "inv_quad_logdet": lambda a: tx.inv_quad_logdet(a, jnp.ones(LARGE), KEY, 36),
     "arnoldi_trace": lambda a: tx.arnoldi_trace(a, jnp.exp, KEY, 36),
     "slq_trace": lambda a: tx.slq_trace(a, jnp.exp, KEY, num_probes=6, num_steps=6),
+    "xtrace": lambda a: tx.xtrace(a, KEY, 36),
+    "trace": lambda a: tx.trace(a, KEY, 36),
 }
 
 

@@ -16,10 +16,10 @@ from tests.helpers import close, given, slow
 from tests.matrices import across, all_signs, general, hermitian, projector, spectrum
 from tests.tables import ESTIMATORS, REST
 from tests.wrappers import PSD, function, two_leaves
+from traceax._core.keys import BLOCKS, keys_of
 from traceax._estimators import krylov_nystrom
 from traceax._estimators.call import begin
 from traceax._estimators.krylov_nystrom import estimate_by_nystrom, products_of_sketch
-from traceax._probes.samplers import BLOCKS, keys_of
 
 KEY = jax.random.key(11)
 

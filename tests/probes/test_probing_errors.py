@@ -15,8 +15,8 @@ from tests.helpers import cases, close, over_keys, slow
 from tests.matrices import general, hermitian
 from tests.probes.helpers import grid, laplacian, left, near, path, roads
 from tests.wrappers import PSD, function
+from traceax._core.keys import keys_of
 from traceax._probes.probing import neighbour_residuals, neighbourhood_of
-from traceax._probes.samplers import keys_of
 
 KEY = jax.random.key(4)
 ESTIMATES = [tx.hutchinson_diagonal, tx.hutchinson_trace]

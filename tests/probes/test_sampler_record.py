@@ -14,7 +14,7 @@ import traceax as tx
 from tests.helpers import cases, close, given, refused, slow
 from tests.matrices import general, hermitian
 from tests.wrappers import PSD, function
-from traceax._probes.samplers import BLOCKS, keys_of
+from traceax._core.keys import BLOCKS, keys_of
 
 KEY = jax.random.key(6)
 N = 80

@@ -23,7 +23,7 @@ This package, `_core`, has these modules: `operator` (what estimators ask of ope
 blocks), `layout` (how a block goes through an operator), `canonical` (equal functions share
 one program), `rule`, `checks` (error messages), `estimate`, `printing` and `pooling` (what
 estimators return, how it prints, how several become one), `conversion` and `sparse` (from
-what people have to an operator).
+what people have to an operator), `keys` (of samples and blocks).
 
 A new thing has one place. Copy one of its kind:
 

@@ -142,6 +142,12 @@ class LinearMap(eqx.Module):
         return is_hermitian(self.operator)
 
     @property
+    def at_rest(self) -> LinearMap:
+        """The identity with the same tags, for what depends on the space of A alone."""
+        identity = canonical(lambda v: v, self.operator.in_structure())
+        return replace(self, operator=by_application(self.operator, identity))
+
+    @property
     def adjoint(self) -> LinearMap:
         """The conjugate transpose. A Hermitian operator is its own."""
         if self.is_hermitian:

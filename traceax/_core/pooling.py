@@ -35,6 +35,7 @@ from traceax._core.checks import (
     require_type,
 )
 from traceax._core.estimate import Estimate, nondifferentiable
+from traceax._core.keys import ESTIMATES, keys_of
 
 
 def pool(estimates: Sequence[Estimate] | Estimate) -> Estimate:
@@ -242,7 +243,7 @@ def unbiased_square(
     cure = "Pass lambda key: traceax.trace(operator, key), for example."
     check_callable("unbiased_square", "estimate_fn", estimate_fn, "of a key", cure)
     check_key("unbiased_square", key)
-    keys = jax.random.split(key)
+    keys = keys_of(key, 2, ESTIMATES)
     if is_concrete(key):  # a batch would compile each operation of `estimate_fn` by itself
         both: Any = jax.tree.map(_stacked, *map(estimate_fn, keys))
     else:

@@ -28,6 +28,7 @@ from jaxtyping import Array, Inexact, PRNGKeyArray
 from traceax._core import checks
 from traceax._core.canonical import hidden
 from traceax._core.estimate import Estimate
+from traceax._core.keys import BLOCKS, keys_of
 from traceax._core.operator import (
     DOUBLE,
     LinearMap,
@@ -39,7 +40,7 @@ from traceax._core.vectors import Structure
 from traceax._estimators.readouts import TOTAL, Batches, Forms, Read, Reduce, each
 from traceax._probes.draw import Draws, Takes, checked_sampler, coloured, draw
 from traceax._probes.probing import Neighbourhood, neighbourhood_of
-from traceax._probes.samplers import BLOCKS, Sampler, SamplerLike, keys_of
+from traceax._probes.samplers import Sampler, SamplerLike
 from traceax._probes.stream import (
     SILENT,
     ProgressMeter,
@@ -227,9 +228,8 @@ class Call:
         into whose leaves the results are cut, by default that of `reduce`.
         """
         spent = self.num_matvecs if spent is None else spent
-        if self.num_checks:
-            algorithm, spent = partial(_checked, algorithm), spent + self.num_checks
-        subject = subject or LinearMap(self.operator, reads_real=self.reduce.is_real)
+        checked, is_real = self.num_checks > 0, self.reduce.is_real
+        subject = subject or LinearMap(self.operator, checked, is_real)
         outcome = run(algorithm, subject, probes)
         parts = outcome.value, outcome.standard_error, outcome.quadrature_error
         reduce = self.reduce if structure is None else Reduce(each, structure)
@@ -238,6 +238,7 @@ class Call:
             degrees = max(sum(block.shape[1] for block in probes) - 1, 1)
         name = method or self.name
         name = name if name == "exact" else coloured(name, self.sampler)
+        spent = spent + self.num_checks
         made = Estimate(value, error, spent, float(degrees), method=name)
         return made if gap is None else replace(made, quadrature_error=gap)
 
@@ -273,8 +274,3 @@ def _read_all(subject: Subject, readout: Batches, *, meter: ProgressMeter) -> Ou
     """Read all unit vectors. The result is exact, so its error is zero."""
     value = readout(subject, meter)
     return Outcome(value, jnp.zeros_like(value.real), readout)
-
-
-def _checked(algorithm: Any, linear_map: LinearMap, probes: Any) -> Outcome:
-    """Run an algorithm on a linear map whose noise two matvecs measure."""
-    return algorithm(LinearMap(linear_map.operator, checked=True), probes)

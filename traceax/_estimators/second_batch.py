@@ -65,6 +65,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
+from traceax._core.keys import BLOCKS, keys_of
 from traceax._core.operator import LinearMap
 from traceax._core.rule import Algorithm, Outcome
 from traceax._estimators.call import Blocks, Call
@@ -108,7 +109,7 @@ from traceax._linalg.columns import (
 )
 from traceax._linalg.nystrom import Fit
 from traceax._probes.draw import Draws, for_sketch
-from traceax._probes.samplers import BLOCKS, keys_of, rademacher
+from traceax._probes.samplers import rademacher
 
 # With fewer probes the shares t_i are too noisy to tell a flat spectrum from a decaying
 # one. Then samples take the place of a sketch only if they are clearly better.

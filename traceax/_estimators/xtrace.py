@@ -23,6 +23,7 @@ times. The standard error is therefore computed by the jackknife (`jackknife`).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
@@ -34,9 +35,9 @@ from traceax._estimators.call import Call, begin
 from traceax._estimators.readouts import (
     LeaveOneOut,
     ValueAndError,
+    leave_one_out,
     mean_and_error,
     outside,
-    sketched_by,
     trace_pairs,
 )
 from traceax._linalg import jackknife
@@ -116,14 +117,31 @@ def xtrace(
 
 def estimate_by_xtrace(call: Call) -> Estimate:
     call = call.using(for_sketch(call.operator)).measured()
-    k, algorithm = call.num_matvecs // 2, partial(_xtrace, resphere=call.resphere)
-    return call.finish(algorithm, call.draw(k), method="xtrace", spent=2 * k)
+    k, resphere = call.num_matvecs // 2, call.resphere
+    stages = _sketch, partial(_left_out, resphere=resphere), _images, _xtrace
+    return call.finish(stages, call.draw(k), method="xtrace", spent=2 * k)
 
 
-def _xtrace(linear_map: LinearMap, probes: tuple[Block], *, resphere: bool) -> Outcome:
-    loo, eps = sketched_by(linear_map, *probes, resphere=resphere)
-    images = linear_map(loo.basis.columns)
-    return Outcome(*xtrace_of(loo, images, eps), trace_pairs(loo))
+def _sketch(linear_map: LinearMap, made: tuple[Block]) -> tuple[Block, Block, Number]:
+    """Return A Omega, Omega and the rounding error of a matvec."""
+    (probes,), sketch = made, linear_map(*made)
+    return sketch, probes, linear_map.eps_of(probes, sketch)
+
+
+def _left_out(
+    _: LinearMap, made: tuple[Block, Block, Number], *, resphere: bool
+) -> tuple[LeaveOneOut, Number]:
+    sketch, probes, eps = made
+    return leave_one_out(sketch, probes, resphere=resphere), eps
+
+
+def _images(linear_map: LinearMap, made: tuple[LeaveOneOut, Number]) -> tuple[Any, ...]:
+    loo, eps = made
+    return loo, linear_map(loo.basis.columns), eps
+
+
+def _xtrace(_: LinearMap, made: tuple[LeaveOneOut, Block, Number]) -> Outcome:
+    return Outcome(*xtrace_of(*made), trace_pairs(made[0]))
 
 
 def xtrace_of(

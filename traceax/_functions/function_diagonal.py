@@ -51,6 +51,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PRNGKeyArray, Shaped
 
 from traceax._core.checks import check_samples, check_scalar
 from traceax._core.estimate import Estimate
+from traceax._core.keys import BLOCKS, keys_of
 from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome
 from traceax._core.vectors import as_result
@@ -79,7 +80,7 @@ from traceax._linalg.columns import (
 from traceax._linalg.jackknife import bracket_error, quadrature_error, shared_error
 from traceax._linalg.krylov import Complements
 from traceax._probes.draw import draw
-from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher
+from traceax._probes.samplers import SamplerLike, rademacher
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
     Run,

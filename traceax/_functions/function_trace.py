@@ -21,6 +21,7 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from traceax._core.checks import Shift, check_positive, check_samples, check_shift
 from traceax._core.estimate import Estimate
+from traceax._core.keys import BLOCKS, keys_of
 from traceax._core.operator import (
     LinearMap,
     Operator,
@@ -58,7 +59,7 @@ from traceax._functions.slq import quadratures
 from traceax._linalg.columns import largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import check_pattern, draw, for_pattern
-from traceax._probes.samplers import BLOCKS, SamplerLike, keys_of, rademacher, sphere
+from traceax._probes.samplers import SamplerLike, rademacher, sphere
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_arnoldi import (
     ColouredProbes,
