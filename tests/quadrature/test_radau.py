@@ -64,6 +64,19 @@ def test_the_longer_projection_is_as_defined(dtype: Any, side: int) -> None:
     close(rule.solved, solved, 1e3 * eps)
 
 
+def test_slopes_of_complex_operators() -> None:
+    """Lanczos' projection is real, but its basis is complex. Once the quadrature has
+    converged, the tag changes nothing."""
+    matrix = hermitian(np.linspace(0, 1, 20), complex)
+
+    def value(s: Any, tag: Any) -> Any:
+        operator = applied(s.astype(complex) * matrix, tag)
+        return tx.slq_trace(operator, jnp.exp, KEY, num_probes=2, num_steps=12).value
+
+    with_tag, without = (jax.grad(value)(jnp.ones(()), tag) for tag in (POSITIVE, ()))
+    close(with_tag, without, 1e-8)
+
+
 def test_errors_of_constant_ratio_cancel() -> None:
     """Whatever the ratio, and however fast both fall."""
     truth, gauss, rest = np.array([3.0, -2.0]), np.array([0.4, -1e-3]), np.array([2.0, 7.0])

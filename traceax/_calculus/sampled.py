@@ -112,7 +112,7 @@ def sampled_mean(call: Call, subject: AlongProbes, basis: Stream | None = None) 
     """Estimate the mean over probes, or compute the exact sum over a basis.
 
     The sum is chosen if the budget reaches the number of probes in the basis, which are the
-    unit vectors by default.
+    unit vectors by default. `call` must read results of the structure `subject.result`.
     """
     if call.num_matvecs >= (call.num_exact if basis is None else basis.num_samples):
         return call.exact_by(applied, subject=subject, units=basis)

@@ -128,9 +128,11 @@ def graph(edges: Pattern) -> Sparse:
     """
     import scipy.sparse  # noqa: PLC0415
 
-    ones, places = np.ones(edges.rows.size, bool), (edges.rows, edges.columns)
-    upper = scipy.sparse.csr_array((ones, places), shape=edges.shape)
-    return upper + upper.T + scipy.sparse.eye_array(*edges.shape, dtype=bool, format="csr")
+    own = np.arange(edges.shape[0])
+    rows = np.concatenate([edges.rows, edges.columns, own])
+    columns = np.concatenate([edges.columns, edges.rows, own])
+    ones = np.ones(rows.size, bool)
+    return scipy.sparse.csr_array((ones, (rows, columns)), shape=edges.shape)
 
 
 def within(step: Sparse, power: int) -> Sparse:
@@ -234,8 +236,8 @@ def _box(grid: Grid, num_colours: int) -> tuple[Any, Any, Any]:
         reached = (np.fft.ifftn(np.fft.fftn(reached) * (1 + kernel)).real > 1e-6) * 1.0
         if np.all(reached):
             break
-    half, places = side // 2, np.indices(steps.shape).reshape(axes, -1).T
-    differences = (places + half) % side - half
+    places = np.indices(steps.shape).reshape(axes, -1).T
+    differences = np.where(places > side // 2, places - side, places)
     return differences[1:], steps.ravel()[1:], green[1:] ** 2
 
 

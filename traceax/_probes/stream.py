@@ -43,10 +43,9 @@ class ProgressMeter(Protocol):
 class Silent:
     """A progress meter that shows nothing."""
 
-    def _nothing(self, *_: Any, **__: Any) -> Any:
-        return None
+    def init(self, *_: Any, **__: Any) -> Any: ...
 
-    init = step = close = _nothing
+    step = close = init
 
 
 SILENT = Silent()
