@@ -253,9 +253,10 @@ def traces_outcome(
         error = jnp.hypot(error, 4 * eps * jnp.abs(value))
         error = jnp.hypot(error, jnp.abs(value - combine(total)))
     # An error is NaN if f or a slope is infinite, but then the value may be known.
-    errors = jnp.stack([jnp.hypot(error, gap), gap])
-    is_unknown = jnp.isnan(errors) & ~jnp.isnan(value)[None]
-    error, gap = jnp.where(is_unknown, jnp.inf, errors)
+    error, gap = (
+        jnp.where(jnp.isnan(part) & ~jnp.isnan(value), jnp.inf, part)
+        for part in (jnp.hypot(error, gap), gap)
+    )
     return Outcome(value, error, readout, quadrature_error=gap)
 
 
