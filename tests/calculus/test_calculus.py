@@ -24,6 +24,7 @@ from tests.helpers import (
     slow,
 )
 from tests.matrices import all_signs, numbers
+from traceax._core.keys import ESTIMATES, keys_of
 from traceax._linalg.columns import promoted
 
 KEY = jax.random.key(5)
@@ -384,7 +385,7 @@ def test_squares_are_unbiased() -> None:
         return tx.unbiased_square(lambda k: scaled(scale, k), key)
 
     keys = jax.random.split(KEY, 300)
-    halves = jax.vmap(jax.random.split)(keys)
+    halves = jax.vmap(lambda key: keys_of(key, 2, ESTIMATES))(keys)
     pairs = jax.vmap(jax.vmap(lambda k: jax.random.randint(k, (), 0, 3)))(halves)
     both = jax.jit(jax.vmap(jax.value_and_grad(square), (None, 0)))
     value, slope = both(jnp.asarray(1.5), keys)
