@@ -140,8 +140,9 @@ CLIFFS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "kind", "budget", "dtype"), CLIFFS)
 def test_more_budget_is_no_cliff(what: str, kind: str, budget: int, dtype: Any) -> None:
-    """The error is at most 2.2 times that of signs with as many matvecs (measured: 1 to
-    2.1, at 6 matvecs; it was up to 14,000 times), and intervals hold."""
+    """The error is at most 2.3 times that of signs with as many matvecs, and intervals hold
+    in at least 87 % of runs (measured over 1,600 keys: 1 to 2.3, at 6 matvecs, and 87 to
+    100 %; it was up to 14,000 times). 200 keys know the ratio of errors to a sixth."""
     matrix = SPECTRA[kind].astype(dtype)
     operator = function(matrix, lx.symmetric_tag if kind == "any" else PSD)
     truth = jnp.diagonal(matrix) if what == "diagonal" else jnp.trace(matrix)
@@ -155,8 +156,8 @@ def test_more_budget_is_no_cliff(what: str, kind: str, budget: int, dtype: Any) 
         return float(jnp.sqrt(jnp.mean(errors**2))), float(jnp.mean(held))
 
     chosen, by_signs = map(of, ESTIMATORS[what])
-    assert chosen[0] < 2.2 * by_signs[0]
-    assert chosen[1] > 0.88
+    assert chosen[0] < 7 / 6 * 2.3 * by_signs[0]
+    assert chosen[1] > 0.87 - 2.33 * (0.87 * 0.13 / 200) ** 0.5
 
 
 @pytest.mark.slow
