@@ -14,6 +14,7 @@ from tests.calls import hutchinson
 from tests.helpers import close, compilations, given, leaks_checked, refused
 from tests.matrices import all_signs, general, hermitian
 from tests.wrappers import EVERY, function, part_of
+from traceax._core.keys import BLOCKS, keys_of
 from traceax._linalg.basis import orthonormalise
 
 KEY = jax.random.key(4)
@@ -35,7 +36,7 @@ def hutchpp(apply: Any, probes: Any) -> Any:
 
 def in_two_batches(key: Any, structure: Any, num_probes: int) -> Any:
     """As Hutch++ draws."""
-    keys, counts = jax.random.split(key), (SKETCH, num_probes - SKETCH)
+    keys, counts = keys_of(key, 2, BLOCKS), (SKETCH, num_probes - SKETCH)
     batches = [tx.sphere(k, structure, c) for k, c in zip(keys, counts, strict=True)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *batches)
 
