@@ -22,6 +22,8 @@ LAPACK in traceax's, which has one:
 - *traceax-240*, *-120*, *-360*, *-480*: `tx.inv_quad_logdet` with so many matvecs, of a
   `lx.FunctionLinearOperator`: with an `lx.MatrixLinearOperator` it would factorise up to
   n = 2048. *traceax-warm* starts at the last solution, which here is the answer.
+  *whitened*: by `tx.vecchia` with 20 neighbours of each point. The neighbours are found
+  once; the factor is part of every step.
 - *by-hand*: the usual estimator of the gradient: 3 signs, and conjugate gradients of 60
   steps for them and for y, 240 applications. It has no value.
 - *gpytorch*: its defaults for training: 10 probes, 20 Lanczos steps, conjugate gradients to
@@ -64,6 +66,7 @@ Array = Any  # of NumPy, JAX or PyTorch
 Result = tuple[float, list[float], int | None]  # nll, gradient, matvecs
 Run = Callable[[np.ndarray, int], Result]  # of parameters and a seed
 ROWS = 500  # in the blocks of the truth
+STORED = 8000  # up to so many points the kernel matrix is stored
 ORDERS = {"matern12": 1, "matern32": 3, "matern52": 5}  # twice nu
 
 
@@ -160,23 +163,42 @@ def of_cholesky(problem: Problem) -> Run:
 
 
 def of_jax(problem: Problem, loss: Callable[..., Array], *, warm: bool = False) -> Run:
-    """`loss(matvec, y, noise, key, guess)` returns the value, the solution for y, and the
-    matvecs; warm, each run starts from the solution of the last one."""
+    """`loss(matvec, y, noise, key, guess, entries)` returns the value, the solution for y,
+    and the matvecs; warm, each run starts from the solution of the last one. `entries` are
+    those of the kernel and the noise."""
     import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
 
     jax.config.update("jax_enable_x64", True)
 
-    @jax.checkpoint
-    def kernel(theta: Array, x: Array) -> Array:
-        squares = sum((a[:, None] - a[None, :]) ** 2 for a in x.T)
+    def covariance(theta: Array, squares: Array) -> Array:
         distance = jnp.sqrt(jnp.where(squares > 0, squares, 1)) * (squares > 0)
         scaled = distance * jnp.exp(-theta[0])
         return jnp.exp(2 * theta[1]) * correlation(problem.kernel, scaled, jnp.exp)
 
+    @jax.checkpoint
+    def kernel(theta: Array, x: Array) -> Array:
+        return covariance(theta, sum((a[:, None] - a[None, :]) ** 2 for a in x.T))
+
+    @jax.checkpoint
+    def row_times(theta: Array, x: Array, place: Array, v: Array) -> Array:
+        squares = sum((a - b) ** 2 for a, b in zip(place, x.T, strict=True))
+        return covariance(theta, squares) @ v
+
     def nll(theta: Array, x: Array, y: Array, key: Array, guess: Any) -> tuple[Array, Any]:
-        matrix = kernel(theta, x)
-        value, *rest = loss(lambda v: matrix @ v, y, jnp.exp(theta[2]), key, guess)
+        matrix, noise = kernel(theta, x) if y.size <= STORED else None, jnp.exp(theta[2])
+
+        def times(v: Array) -> Array:
+            if matrix is not None:
+                return matrix @ v
+            each = lambda place: row_times(theta, x, place, v)  # noqa: E731
+            return jax.lax.map(each, x, batch_size=200)
+
+        def entries(i: Array, j: Array) -> Array:
+            apart = jnp.sum((x[i] - x[j]) ** 2, axis=-1)
+            return covariance(theta, apart) + noise * (i == j)
+
+        value, *rest = loss(times, y, noise, key, guess, entries)
         return value + y.size * jnp.log(2 * jnp.pi) / 2, rest
 
     step = jax.jit(jax.value_and_grad(nll, has_aux=True))
@@ -192,17 +214,23 @@ def of_jax(problem: Problem, loss: Callable[..., Array], *, warm: bool = False) 
     return run
 
 
-def of_traceax(problem: Problem, num_matvecs: int, *, warm: bool = False) -> Run:
+def of_traceax(
+    problem: Problem, num_matvecs: int, *, warm: bool = False, neighbours: int = 0
+) -> Run:
     import jax  # noqa: PLC0415
     import lineax as lx  # noqa: PLC0415
 
     import traceax as tx  # noqa: PLC0415
 
-    def loss(matvec: Any, y: Array, noise: Array, key: Array, guess: Any) -> Any:
+    near = tx.nearest_neighbours(problem.data()[0], neighbours) if neighbours else None
+
+    def loss(*args: Any) -> Any:
+        matvec, y, noise, key, guess, entries = args
         structure = jax.ShapeDtypeStruct(y.shape, y.dtype)
         tag = lx.positive_semidefinite_tag
         operator = lx.FunctionLinearOperator(matvec, structure, tag)
-        how = {"shift": noise, "guess": guess}
+        white = None if near is None else tx.vecchia(entries, near)
+        how = {"shift": noise, "guess": guess, "whitening": white}
         both = tx.inv_quad_logdet(operator, y, key, num_matvecs, **how)
         value = (both.inv_quad.value + both.logdet.value) / 2
         return value, both.solution, jax.numpy.asarray(both.inv_quad.num_matvecs)
@@ -217,8 +245,7 @@ def by_hand(problem: Problem, num_probes: int, num_steps: int) -> Run:
     import jax.numpy as jnp  # noqa: PLC0415
     from jax.scipy.sparse.linalg import cg  # noqa: PLC0415
 
-    def loss(matvec: Any, y: Array, noise: Array, key: Array, guess: Any) -> Any:
-        del guess
+    def loss(matvec: Any, y: Array, noise: Array, key: Array, *_: Any) -> Any:
         signs = jax.random.rademacher(key, (y.size, num_probes), y.dtype)
         sides = jnp.concatenate([y[:, None], signs], axis=1)
         apply = lambda v: matvec(v) + noise * v  # noqa: E731
@@ -326,6 +353,12 @@ SIDES = {
     "traceax-360": Side("traceax", of_traceax, {"num_matvecs": 360}),
     "traceax-480": Side("traceax", of_traceax, {"num_matvecs": 480}),
     "traceax-warm": Side("traceax", of_traceax, {"num_matvecs": 240, "warm": True}),
+    "traceax-240, whitened": Side(
+        "traceax", of_traceax, {"num_matvecs": 240, "neighbours": 20}
+    ),
+    "traceax-60, whitened": Side(
+        "traceax", of_traceax, {"num_matvecs": 60, "neighbours": 20}
+    ),
     "by-hand": Side("traceax", by_hand, {"num_probes": 3, "num_steps": 60}),
     "gpytorch": Side("gpytorch", of_gpytorch, {}),
     "gpytorch-100": Side(
@@ -429,17 +462,21 @@ def row(measured: Measured, exact: Measured) -> str:
     )
 
 
+LARGE = Problem("matern32", 0.5, 1e-4, 20_000)
+OF_LARGE = ("traceax-60, whitened", "traceax-240, whitened", "traceax-240")
+
+
 def main(
     num_points: int, repeats: int, names: Sequence[str], others: dict[str, str | None]
 ) -> None:
     python = {name: (path, "-P", __file__) for name, path in others.items() if path}
     python["traceax"] = (sys.executable, "-m", "tests.benchmarks.likelihoods")
-    print(f"n = {num_points}, {repeats} repeats.\n")
     head = f"{'nll':>9}{'gradient':>10}{'seconds':>9}{'matvecs':>9}{'GB':>7}"
-    print(f"{'kernel-noise':<16}{'side':<14}{head}")
-    for problem in problems(num_points):
+    head = f"{'kernel-noise':<16}{'side':<23}{head}"
+
+    def rows(problem: Problem, sides: Sequence[str], repeats: int) -> None:
         exact = truth(problem)
-        for name in names or SIDES:
+        for name in sides:
             library = SIDES[name].library
             if name == "cholesky":
                 measured = exact
@@ -448,7 +485,15 @@ def main(
             else:
                 continue
             if measured is not None:
-                print(f"{problem.label:<16}{name:<14}{row(measured, exact)}", flush=True)
+                print(f"{problem.label:<16}{name:<23}{row(measured, exact)}", flush=True)
+
+    print(f"n = {num_points}, {repeats} repeats.\n\n{head}")
+    for problem in problems(num_points):
+        rows(problem, names or list(SIDES), repeats)
+    chosen = [name for name in OF_LARGE if name in (names or OF_LARGE)]
+    if chosen:
+        print(f"\nn = {LARGE.num_points}, the kernel is never stored, 1 repeat.\n\n{head}")
+        rows(LARGE, chosen, 1)
 
 
 if __name__ == "__main__":
@@ -462,7 +507,8 @@ if __name__ == "__main__":
     parser.add_argument("--problem", help="for the child processes")
     given = parser.parse_args()
     if given.side:
-        [asked] = [p for p in problems(given.points) if p.label == given.problem]
+        every = [LARGE] if given.points == LARGE.num_points else problems(given.points)
+        [asked] = [p for p in every if p.label == given.problem]
         print_side(given.side, asked, given.repeats)
     else:
         libraries = {"gpytorch": given.gpytorch, "fastgp": given.fastgp}

@@ -5,5 +5,6 @@
 diagonals. `slq` has the quadrature of each probe, and spectral
 densities. `inv_quad_logdet` has log-determinants together with the solution of an equation.
 `exact_functions` has the exact answers for small operators, and `equations` has shifts,
-right-hand sides and preconditioners. The quadratures themselves are in `_quadrature`.
+right-hand sides and preconditioners. `whitening` makes sparse factors from entries, for
+`neighbours` that it finds on the host. The quadratures themselves are in `_quadrature`.
 """

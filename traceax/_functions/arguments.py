@@ -22,6 +22,7 @@ from traceax._core.operator import (
     is_positive,
     working_dtype,
 )
+from traceax._linalg.columns import Number
 from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
 
@@ -54,18 +55,29 @@ def subject_of(
 
 
 def logarithm_of(
-    name: str, operator: Operator, shift: Shifts, *, is_zero: bool
+    name: str,
+    linear_map: LinearMap,
+    shift: Shifts,
+    *,
+    is_zero: bool,
+    control: Number | None = None,
 ) -> tuple[MatrixFunction, PyTree]:
     """Return log(A + shift I) as the subject of the derivative rule, and the structure of
-    its traces.
+    its traces. With a `control` c, the function is log x - c (x - 1).
 
     0 is taken for a bound of the spectrum without a tag: a run that finds an eigenvalue on
     the other side drops it. If the shift is zero, the logarithm is infinite there.
     """
-    fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
-    node = None if is_zero else _zero_if_defined(fn, real_dtype(operator))
+
+    def logarithm(x: Number) -> Shifts:
+        logs = jnp.log(x + shift)
+        return logs if control is None else logs - control * (x - 1)
+
+    dtype = jnp.finfo(linear_map.dtype).dtype
+    fn, structure = scalar_function(name, logarithm, shift.dtype)
+    node = None if is_zero else _zero_if_defined(fn, dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
-    return MatrixFunction(LinearMap(operator), fn, bound=bound, node=node), structure
+    return MatrixFunction(linear_map, fn, bound=bound, node=node), structure
 
 
 def _zero_if_defined(fn: ScalarFunction, dtype: jnp.dtype) -> Float[Array, ""] | None:

@@ -36,11 +36,10 @@ from traceax._functions.arguments import (
     Real,
     Shifts,
     checked_run,
-    logarithm_of,
     real_dtype,
     subject_of,
 )
-from traceax._functions.equations import whitened
+from traceax._functions.equations import equation_of, num_tests, whitened
 from traceax._functions.exact_functions import (
     CHOLESKY,
     AllEntries,
@@ -56,7 +55,8 @@ from traceax._functions.exact_functions import (
     power,
 )
 from traceax._functions.slq import quadratures
-from traceax._linalg.columns import largest_modulus
+from traceax._functions.whitening import Whitening
+from traceax._linalg.columns import Number, largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
 from traceax._probes.draw import check_pattern, draw, for_pattern
 from traceax._probes.samplers import SamplerLike, rademacher, sphere
@@ -199,6 +199,7 @@ def logdet(
     num_probes: int | None = None,
     num_steps: int | None = None,
     pattern: Any = None,
+    whitening: Whitening | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate log det(A + shift I) of a Hermitian positive definite A + shift I.
@@ -225,6 +226,12 @@ def logdet(
     - `num_steps`: the number of steps, as in `function_trace`. Default `None`.
     - `pattern`: the places at which A has entries, as in `function_trace`. It helps most
       for the log-determinant of a sparse precision matrix. Default `None`.
+    - `whitening`: a `Whitening` W of A + shift I, for example by `vecchia`. The run is on
+      W (A + shift I) W*, whose spectrum a few steps resolve. It may be differentiated with
+      respect to W, too: what W contributes to slopes cancels on average, and leaves them
+      with less variance. If it knows its trace, two matvecs of the budget test that. With
+      an array of shifts, each has a run of its own. An exact value does not need W.
+      Default `None`.
     - `progress_meter`: an object that shows the progress of the Krylov run, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -259,19 +266,37 @@ def logdet(
 
     **See also**: `inv_quad_logdet`, `function_trace`, `arnoldi_trace`.
     """
-    name = "logdet"
-    call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
+    name, tests = "logdet", num_tests("logdet", whitening)
+    call = begin(name, operator, key, num_matvecs, least=6 + tests)
+    call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift)
-    is_zero = isinstance(shift, int | float) and not shift
-    operator, shift, _, rest = whitened(call.operator, shift)
-    shape, budget = checked_run(name, (num_matvecs, num_probes, num_steps))
-    if (known := entries(operator, budget, CHOLESKY)) is not None:
-        logs, error = _log_determinants(shift, known.array)
-        error = error + asymmetry_error(known.array, logs, _log_determinants, shift)
-        return exact_estimate(logs + rest, known.spent, error)
-    subject, structure = logarithm_of(name, operator, shift, is_zero=is_zero)
-    estimate = block_trace(call.on(operator), subject, structure, shape, pattern)
-    return dataclasses.replace(estimate, value=estimate.value + rest)
+    left = max(call.num_matvecs - tests, 1)
+    shape, budget = checked_run(name, (left, num_probes, num_steps))
+    equation = equation_of(call.operator, shift)
+    if (known := entries(call.operator, budget + tests, CHOLESKY)) is not None:
+        array, shift = equation.scaled(known.array), equation.shift
+        logs, error = _log_determinants(shift, array)
+        error = error + asymmetry_error(array, logs, _log_determinants, shift)
+        return exact_estimate(logs + equation.rest, known.spent, error)
+    if whitening is not None and np.ndim(equation.shift):
+        how = {"num_probes": num_probes, "num_steps": num_steps, "pattern": pattern}
+        bare = Whitening(whitening.operator, whitening.log_determinant)
+        one = partial(logdet, operator, key, num_matvecs, whitening=bare, **how)
+        return _of_each(lambda shift: one(shift=shift), equation.shift)
+    if whitening is not None:
+        equation = whitened(call, shift, whitening)
+        call = dataclasses.replace(call, num_checks=tests)
+    subject, structure = equation.logarithm(name)
+    return equation.completed(block_trace(call, subject, structure, shape, pattern))
+
+
+def _of_each(estimate: Callable[[Number], Estimate], shifts: Shifts) -> Estimate:
+    """Return the estimates for several shifts as one, from a run for each."""
+    runs = jax.lax.map(estimate, shifts.ravel())
+    value, error = (x.reshape(shifts.shape) for x in (runs.value, runs.standard_error))
+    gap = runs.quadrature_error.reshape(shifts.shape)
+    spent, degrees = jnp.sum(runs.num_matvecs), jnp.min(runs.degrees_of_freedom)
+    return Estimate(value, error, spent, degrees, method="logdet", quadrature_error=gap)
 
 
 def _log_determinants(shift: Shifts, array: AllEntries) -> tuple[Shifts, Shifts]:

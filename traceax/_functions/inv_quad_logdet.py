@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -40,8 +40,13 @@ from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._core.vectors import unflatten_rows
 from traceax._estimators.call import Call, begin
-from traceax._functions.arguments import logarithm_of
-from traceax._functions.equations import right_hand_sides, whitened
+from traceax._functions.equations import (
+    Equation,
+    equation_of,
+    num_tests,
+    right_hand_sides,
+    whitened,
+)
 from traceax._functions.exact_functions import (
     CHOLESKY,
     AllEntries,
@@ -50,6 +55,7 @@ from traceax._functions.exact_functions import (
     exact_estimate,
     factorised,
 )
+from traceax._functions.whitening import Whitening
 from traceax._linalg.columns import (
     Block,
     Number,
@@ -126,6 +132,7 @@ def inv_quad_logdet(
     shift: Shift = 0.0,
     rtol: float = 1e-6,
     guess: PyTree[ArrayLike] | None = None,
+    whitening: Whitening | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> InvQuadLogdet:
     """Estimate y* (A + shift I)^-1 y and log det(A + shift I), the terms of a likelihood.
@@ -152,6 +159,8 @@ def inv_quad_logdet(
       example the `solution` of the last training step. A good guess saves steps of the
       solve. It changes no answer by more than `rtol` and is a constant for derivatives.
       Default `None`.
+    - `whitening`: a `Whitening` of A + shift I, as in `logdet`. Solutions, right-hand sides
+      and guesses are those of A + shift I itself. Default `None`.
     - `progress_meter`: an object that shows the progress of the Krylov run, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -189,7 +198,9 @@ def inv_quad_logdet(
     **See also**: `logdet`, `preconditioner`.
     """
     name = "inv_quad_logdet"
-    call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
+    tests = num_tests(name, whitening)
+    call = begin(name, operator, key, num_matvecs, least=6 + tests)
+    call = call.in_batches(None, progress_meter)
     check_shift(name, call.operator, shift, several=False)
     check_rtol(name, rtol)
     columns, several = right_hand_sides(name, call.operator, vector)
@@ -200,22 +211,24 @@ def inv_quad_logdet(
         got = f"{start.shape[1]} for {columns.shape[1]}"
         is_like = (many, start.shape) == (several, columns.shape)
         require(is_like, name, "guess", must, got, cure)
-    is_zero = isinstance(shift, int | float) and not shift
-    operator, shift, scale, rest = whitened(call.operator, shift)
-    scale = scale.reshape(-1, 1).astype(columns.dtype)
-    columns = scale * columns
-    if (known := entries(operator, num_matvecs, CHOLESKY)) is not None:
-        values, error, solution = _exact_solve(shift, columns, known.array)
-        errors = error + asymmetry_error(known.array, values, _exact_solve, shift, columns)
+    equation = equation_of(call.operator, shift)
+    if (known := entries(call.operator, num_matvecs, CHOLESKY)) is not None:
+        array, shift = equation.scaled(known.array), equation.shift
+        known_sides = shift, equation.whiten(columns)
+        values, error, solution = _exact_solve(*known_sides, array)
+        errors = error + asymmetry_error(array, values, _exact_solve, *known_sides)
         form = exact_estimate(values[0], known.spent, errors[0])
-        logdet = exact_estimate(values[1] + rest, known.spent, errors[1])
+        logdet = exact_estimate(values[1] + equation.rest, known.spent, errors[1])
+        solution = equation.back(solution)
     else:
-        function, _ = logarithm_of(name, operator, shift, is_zero=is_zero)
-        subject = Likelihood(function, columns, shift)
-        start = None if start is None else jax.lax.stop_gradient(start) / scale
-        call = call.on(operator)
-        form, logdet, solution = _estimated(call, subject, float(rtol), rest, start)
-    solution = unflatten_rows((scale * solution).T, structure)
+        if whitening is not None:
+            equation = whitened(call, shift, whitening)
+            call = replace(call, num_matvecs=num_matvecs - tests, num_checks=tests)
+        subject = Likelihood(equation.logarithm(name)[0], columns, equation)
+        start = jax.lax.stop_gradient(start)
+        form, logdet, solution = _estimated(call, subject, float(rtol), start)
+        logdet = equation.completed(logdet)
+    solution = unflatten_rows(solution.T, structure)
     one = solution if several else jax.tree.map(lambda leaf: leaf[0], solution)
     return InvQuadLogdet(form, logdet, one)
 
@@ -232,12 +245,11 @@ def _exact_solve(shift: Number, y: Sides, array: AllEntries) -> tuple[Array, Num
 
 
 def _estimated(
-    call: Call, subject: Likelihood, rtol: float, rest: Number, start: Sides | None
+    call: Call, subject: Likelihood, rtol: float, start: Sides | None
 ) -> tuple[Estimate, Estimate, Sides]:
     """Return estimates of the quadratic form and the log-determinant, and the solution.
 
-    `rest` is added to the log-determinant: it is log det D if the operator was scaled by
-    D^{-1/2}. `start` is the guess.
+    `start` is the guess.
     """
     shape, t = shape_for(call.num_matvecs), subject.vectors.shape[1]
     # Right-hand sides take at most a quarter of the first block.
@@ -251,9 +263,9 @@ def _estimated(
     )
     outcome = run(stages, subject, (probes, start))
     (logs, form), (error, bound) = outcome.value, outcome.standard_error
-    spent, (solve, num_steps) = shape.num_matvecs, outcome.report
+    spent, (solve, num_steps) = shape.num_matvecs + call.num_checks, outcome.report
     degrees, method = shared_degrees_of_freedom(width), call.name
-    logdet = Estimate(logs + rest, error, spent, degrees, method=method)
+    logdet = Estimate(logs, error, spent, degrees, method=method)
     if outcome.quadrature_error is not None:
         logdet = replace(logdet, quadrature_error=outcome.quadrature_error[0])
     checks = 1 if start is None else 2
@@ -262,20 +274,23 @@ def _estimated(
 
 
 class Likelihood(eqx.Module):
-    """The subject of the derivative rule: log(A + shift I) and B u = y.
+    """The subject of the derivative rule: log(B + shift I) and (A + S) u = y.
 
-    `function` has the operator A and the function log(x + shift). `vectors` are the
-    right-hand sides y.
+    `function` has the operator B and the logarithm, `vectors` are the right-hand sides y,
+    and `equation` says how W turns A + S into B + shift I.
     """
 
     function: MatrixFunction
     vectors: Sides
-    shift: Number
+    equation: Equation
 
     @property
     def at_rest(self) -> Likelihood:
         """The same with a function of the identity."""
-        return replace(self, function=self.function.at_rest)
+        function = self.function.at_rest
+        parts = {"operator": function.linear_map.operator, "white": None}
+        held = replace(self.equation, linear_map=function.linear_map, **parts)
+        return replace(self, function=function, equation=held)
 
     @property
     def scaled(self) -> tuple[Sides, OfProbes]:
@@ -283,16 +298,36 @@ class Likelihood(eqx.Module):
         sizes = column_scales(self.vectors)
         return over(self.vectors, sizes[None, :]), sizes
 
-    def __call__(self, block: Block) -> Block:
-        """Return B block."""
-        return self.function.linear_map(block) + self.shift.astype(block.dtype) * block
+    def white(self, block: Block) -> Block:
+        """Return (B + shift I) block."""
+        shift = self.equation.shift.astype(block.dtype)
+        return self.function.linear_map(block) + shift * block
 
 
-Started = tuple[BlockKrylov, Sides, Sides]
-"""A run, what a guess leaves of the right-hand sides, and the guess."""
-Prepared = tuple[Outcome, Projection, Preconditioner, Sides, Sides]
-"""The log-determinant, and what conjugate gradients need: the projection of B and its
-preconditioner, and the first solution and what it leaves."""
+class Started(NamedTuple):
+    """A run, and a guess: what it leaves of the right-hand sides, and what it takes of
+    them, both whitened, and its energy."""
+
+    space: BlockKrylov
+    guess: Sides
+    left: Sides
+    taken: Sides | None
+    energy: OfProbes
+
+
+class Prepared(NamedTuple):
+    """The log-determinant, and what conjugate gradients need: the projection of B and its
+    preconditioner, the guess, the whitened solution on the space, what it leaves, and the
+    energy of both. `of_guess` is what the guess is on the space."""
+
+    traced: Outcome
+    known: Projection
+    inverse: Preconditioner
+    guess: Sides
+    start: Sides
+    residual: Sides
+    energy: OfProbes
+    of_guess: Sides | float
 
 
 def likelihood_run(
@@ -303,46 +338,56 @@ def likelihood_run(
     `probes` are a block of probes, and the guess or None. The first `kept` right-hand sides
     are in the run, or their residuals if there is a guess.
     """
-    (block, guess), (y, sizes) = probes, subject.scaled
+    (block, guess), (y, sizes), equation = probes, subject.scaled, subject.equation
     if guess is None:
-        left, guess = y, jnp.zeros_like(y)
+        left, guess, taken = y, jnp.zeros_like(y), None
+        energy = jnp.zeros_like(sizes)
     else:
         guess = over(guess, sizes[None, :])
-        left = y - subject(guess)
-    in_run = over(left, column_scales(left)[None, :])[:, :kept]
+        left = y - equation(guess)
+        taken, energy = equation.whiten(y - left), column_dots(guess, y + left).real
+    white = equation.whiten(left)
+    in_run = over(white, column_scales(white)[None, :])[:, :kept]
     block = jnp.concatenate([in_run, block], axis=1)
     how = {"meter": meter, "extend": True}
-    return block_krylov(subject.function.linear_map, block, depth, **how), left, guess
+    space = block_krylov(subject.function.linear_map, block, depth, **how)
+    return Started(space, guess, white, taken, energy)
 
 
 def likelihood_prepared(subject: Likelihood, made: Started, *, kept: int) -> Prepared:
     """Estimate the log-determinant, and prepare the solve, from a run."""
-    (space, left, guess), function = made, subject.function
+    (space, guess, left, taken, energy), function = made, subject.function
     levels, spaces = levels_and_complements(space, kept=kept, subject=function)
     spectrum = spectrum_of(space, levels, function)
     traced = trace_from_spectrum(space, spectrum, spaces, function)
-    known = projected(space, subject.shift, spectrum.theta[0], spectrum.eigen.vectors[0])
+    shift, eigen = subject.equation.shift, spectrum.eigen
+    known = projected(space, shift, spectrum.theta[0], eigen.vectors[0])
     start, residual = galerkin(known, left)
-    return traced, known, preconditioner_of(known), guess + start, residual
+    energy = jnp.maximum(energy + column_dots(start, left - residual).real, 0)
+    of_guess = 0.0 if taken is None else galerkin(known, taken)[0]
+    parts = known, preconditioner_of(known), guess, start, residual, energy, of_guess
+    return Prepared(traced, *parts)
 
 
 def likelihood_solved(
     subject: Likelihood, made: Prepared, *, rtol: float, max_steps: int
 ) -> Outcome:
     """Estimate the log-determinant and the quadratic form, in this order."""
-    (traced, known, inverse, start, residual), (y, sizes) = made, subject.scaled
-    energy = column_dots(start, y - residual).real
+    (y, sizes), equation = subject.scaled, subject.equation
+    traced, known, inverse = made.traced, made.known, made.inverse
     how = {"rtol": rtol, "max_steps": max_steps}
-    rest = conjugate_gradients(subject, inverse, residual, energy, **how)
-    solution = start + rest.solution
-    residual = y - subject(solution)
+    rest = conjugate_gradients(subject.white, inverse, made.residual, made.energy, **how)
+    white = made.start + rest.solution
+    solution = made.guess + equation.back(white)
+    residual = y - equation(solution)
     forms = column_dots(solution, y + residual).real
+    residual = equation.whiten(residual)
     bounds = rest.inverse_norm * column_dots(residual, inverse(residual)).real
     scales = column_scales(solution)
     lengths = column_norms_squared(over(solution, scales[None, :]))
     lengths = scales * jnp.sqrt(lengths * column_norms_squared(y))
     rounding = 4 * float(jnp.finfo(forms.dtype).eps) * lengths
-    noise = jnp.hypot(rounding, 4 * known.form_noise(solution))
+    noise = jnp.hypot(rounding, 4 * known.form_noise(white + made.of_guess))
     errors = jnp.maximum(bounds, 0) + noise
     value, error = (jnp.sum(sizes * (sizes * part)) for part in (forms, errors))
     solution = times(sizes[None, :], solution)
@@ -369,6 +414,6 @@ def _read_both(traces: Readout, solve: Solve, subject: Likelihood) -> Float[Arra
 
 
 def _form(subject: Likelihood, solution: Sides) -> Number:
-    """Return 2 Re y* u - u* B u, where u is the solution."""
-    dots = column_dots(solution, 2 * subject.vectors - subject(solution))
+    """Return 2 Re y* u - u* (A + S) u, where u is the solution."""
+    dots = column_dots(solution, 2 * subject.vectors - subject.equation(solution))
     return jnp.sum(dots.real)

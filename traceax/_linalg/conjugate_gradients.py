@@ -284,12 +284,12 @@ Parts = tuple[Float[Array, "n t"], ...]
 
 
 class Solve(eqx.Module):
-    """The `solution` of B x = y, which is known already, as a function of the equation. It
-    is called as B, and its `vectors` are y.
+    """The `solution` of (A + S) x = y, which is known already, as a function of a subject:
+    its `equation` applies A + S and W, its `vectors` are y, and `white` applies B.
 
     It is differentiable to any order, because the derivative of a solution is a solution.
-    Complex blocks are pairs of real ones, on which B is symmetric. So JAX never asks for
-    the transpose of B, which an operator need not have.
+    Complex blocks are pairs of real ones, on which A + S is symmetric. So JAX never asks
+    for the transpose of A + S, which an operator need not have.
     """
 
     solution: Sides
@@ -297,17 +297,19 @@ class Solve(eqx.Module):
     rtol: Number
     max_steps: int = eqx.field(static=True)
 
-    def __call__(self, equation: Any) -> Sides:
+    def __call__(self, subject: Any) -> Sides:
         how = {"rtol": self.rtol, "max_steps": self.max_steps}
+        equation = subject.equation
 
         def on_parts(parts: Parts) -> Parts:
             return _as_parts(equation(_complex(parts)))
 
         def solve(_: Any, parts: Parts) -> Parts:
-            found = conjugate_gradients(equation, self.precondition, _complex(parts), **how)
-            return _as_parts(found.solution)
+            side = equation.whiten(_complex(parts))
+            found = conjugate_gradients(subject.white, self.precondition, side, **how)
+            return _as_parts(equation.back(found.solution))
 
-        rest = _as_parts(equation.vectors - equation(self.solution))
+        rest = _as_parts(subject.vectors - equation(self.solution))
         more = jax.lax.custom_linear_solve(on_parts, rest, solve, symmetric=True)
         return self.solution + _complex(more)
 
