@@ -225,8 +225,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in NOTEBOOKS.glob("*.svg"):
         drawing = f"notebooks/{path.name}"
         files.append(File.generated(config, drawing, content=path.read_bytes()))
-    fits = PAGES["benchmarks.md"].with_name("fits.svg")
-    files.append(File.generated(config, fits.name, content=fits.read_bytes()))
+    for path in PAGES["benchmarks.md"].parent.glob("*.svg"):
+        files.append(File.generated(config, path.name, content=path.read_bytes()))
     return files
 
 

@@ -1,9 +1,11 @@
 """Likelihoods of Gaussian processes, and their gradients, against GPyTorch's and fastgp's.
 
-`python -m tests.benchmarks.likelihoods [--points 2000] [--repeats 5] [--gpytorch PYTHON]
-[--fastgp PYTHON] [NAME ...]`, from the root of the repository. The names are of sides, as
-in the first column; all if none. PYTHON is an interpreter, without which a library's sides
-are left out.
+`python -m tests.benchmarks.likelihoods [--points 2000] [--repeats 5] [--whitened]
+[--gpytorch PYTHON] [--fastgp PYTHON] [NAME ...]`, from the root of the repository. The
+names are of sides, as in the second column; if there are none, all but the whitened ones.
+PYTHON is an interpreter, without which a library's sides are left out. `--whitened` chooses
+the whitened sides and those that they are compared with, and adds a grid of 20,000 points
+in a square, whose kernel exp(-|dx| - |dy|) is never stored.
 
 Negative log-likelihoods of n points in a cube, float64, with gradients in log length, log
 amplitude and log noise, as one step of a fit needs them: the kernel matrix is built from
@@ -86,8 +88,15 @@ class Problem(NamedTuple):
             return tuple(np.load(self.path).values())
         rng = np.random.default_rng(0)
         x = rng.random((self.num_points, 3))
+        if self.kernel == "grid":
+            x = np.stack(np.meshgrid(*self.axes, indexing="ij"), axis=-1).reshape(-1, 2)
         noise = self.noise**0.5 * rng.standard_normal(self.num_points)
         return x, np.sin(2 * np.pi * x).sum(axis=1) + noise
+
+    @property
+    def axes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of a grid in the unit square."""
+        return np.linspace(0, 1, 100), np.linspace(0, 1, self.num_points // 100)
 
     def parameters(self) -> np.ndarray:
         """Logarithms of length, of amplitude, of the noise's variance."""
@@ -107,6 +116,8 @@ def correlation(kernel: str, distance: Array, exp: Callable[[Array], Array]) -> 
     """Of distances over length, of NumPy or JAX."""
     if kernel == "rbf":
         return exp(-(distance**2) / 2)
+    if kernel == "grid":
+        return exp(-distance)
     scaled = ORDERS[kernel] ** 0.5 * distance
     factors = {1: 1, 3: 1 + scaled, 5: 1 + scaled + scaled**2 / 3}
     return factors[ORDERS[kernel]] * exp(-scaled)
@@ -123,6 +134,8 @@ def by_log_length(kernel: str, distance: np.ndarray) -> np.ndarray:
 
 def of_cholesky(problem: Problem) -> Run:
     """At amplitude 1. The factor and the inverse take the matrix's place."""
+    if problem.kernel == "grid":
+        return by_kronecker(problem)
     x, y = problem.data()
     n = problem.num_points
 
@@ -162,6 +175,29 @@ def of_cholesky(problem: Problem) -> Run:
     return run
 
 
+def by_kronecker(problem: Problem) -> Run:
+    """The truth on a grid: the kernel exp(-|dx| - |dy|) is a Kronecker product, whose
+    eigenvalues are products. Gradients are differences."""
+    _, y = problem.data()
+    n, step = y.size, 1e-4
+
+    def nll(theta: np.ndarray) -> float:
+        length, amplitude, noise = np.exp(theta)
+        parts = [np.exp(-abs(a[:, None] - a) / length) for a in problem.axes]
+        (one, left), (other, right) = map(np.linalg.eigh, parts)
+        values = amplitude**2 * np.outer(one, other) + noise
+        turned = left.T @ y.reshape(values.shape) @ right
+        logs = np.sum(np.log(values)) + n * np.log(2 * np.pi)
+        return float(np.sum(turned**2 / values) + logs) / 2
+
+    def run(theta: np.ndarray, seed: int) -> Result:
+        del seed
+        sides = [(nll(theta + step * e), nll(theta - step * e)) for e in np.eye(3)]
+        return nll(theta), [(up - down) / (2 * step) for up, down in sides], None
+
+    return run
+
+
 def of_jax(problem: Problem, loss: Callable[..., Array], *, warm: bool = False) -> Run:
     """`loss(matvec, y, noise, key, guess, entries)` returns the value, the solution for y,
     and the matvecs; warm, each run starts from the solution of the last one. `entries` are
@@ -171,19 +207,23 @@ def of_jax(problem: Problem, loss: Callable[..., Array], *, warm: bool = False) 
 
     jax.config.update("jax_enable_x64", True)
 
-    def covariance(theta: Array, squares: Array) -> Array:
-        distance = jnp.sqrt(jnp.where(squares > 0, squares, 1)) * (squares > 0)
+    def covariance(theta: Array, *differences: Array) -> Array:
+        """Given the differences of each coordinate."""
+        if problem.kernel == "grid":
+            distance = sum(map(abs, differences))
+        else:
+            squares = sum(part**2 for part in differences)
+            distance = jnp.sqrt(jnp.where(squares > 0, squares, 1)) * (squares > 0)
         scaled = distance * jnp.exp(-theta[0])
         return jnp.exp(2 * theta[1]) * correlation(problem.kernel, scaled, jnp.exp)
 
     @jax.checkpoint
     def kernel(theta: Array, x: Array) -> Array:
-        return covariance(theta, sum((a[:, None] - a[None, :]) ** 2 for a in x.T))
+        return covariance(theta, *(a[:, None] - a[None, :] for a in x.T))
 
     @jax.checkpoint
     def row_times(theta: Array, x: Array, place: Array, v: Array) -> Array:
-        squares = sum((a - b) ** 2 for a, b in zip(place, x.T, strict=True))
-        return covariance(theta, squares) @ v
+        return covariance(theta, *(a - b for a, b in zip(place, x.T, strict=True))) @ v
 
     def nll(theta: Array, x: Array, y: Array, key: Array, guess: Any) -> tuple[Array, Any]:
         matrix, noise = kernel(theta, x) if y.size <= STORED else None, jnp.exp(theta[2])
@@ -195,8 +235,7 @@ def of_jax(problem: Problem, loss: Callable[..., Array], *, warm: bool = False) 
             return jax.lax.map(each, x, batch_size=200)
 
         def entries(i: Array, j: Array) -> Array:
-            apart = jnp.sum((x[i] - x[j]) ** 2, axis=-1)
-            return covariance(theta, apart) + noise * (i == j)
+            return covariance(theta, *(a[i] - a[j] for a in x.T)) + noise * (i == j)
 
         value, *rest = loss(times, y, noise, key, guess, entries)
         return value + y.size * jnp.log(2 * jnp.pi) / 2, rest
@@ -462,8 +501,10 @@ def row(measured: Measured, exact: Measured) -> str:
     )
 
 
-LARGE = Problem("matern32", 0.5, 1e-4, 20_000)
-OF_LARGE = ("traceax-60, whitened", "traceax-240, whitened", "traceax-240")
+LARGE = Problem("grid", 0.5, 1e-4, 20_000)
+WHITENED = ["traceax-240", "traceax-240, whitened", "traceax-60, whitened"]
+WHITENED += ["gpytorch-100", "cholesky"]
+OF_LARGE = "traceax-60, whitened", "traceax-240, whitened"
 
 
 def main(
@@ -489,11 +530,11 @@ def main(
 
     print(f"n = {num_points}, {repeats} repeats.\n\n{head}")
     for problem in problems(num_points):
-        rows(problem, names or list(SIDES), repeats)
-    chosen = [name for name in OF_LARGE if name in (names or OF_LARGE)]
-    if chosen:
+        plain = [name for name in SIDES if "whitened" not in name]
+        rows(problem, names or plain, repeats)
+    if names == WHITENED:
         print(f"\nn = {LARGE.num_points}, the kernel is never stored, 1 repeat.\n\n{head}")
-        rows(LARGE, chosen, 1)
+        rows(LARGE, OF_LARGE, 1)
 
 
 if __name__ == "__main__":
@@ -501,6 +542,7 @@ if __name__ == "__main__":
     parser.add_argument("names", nargs="*", choices=[[], *SIDES], metavar="NAME")
     parser.add_argument("--points", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--whitened", action="store_true")
     parser.add_argument("--gpytorch", help="an interpreter that has it")
     parser.add_argument("--fastgp", help="an interpreter that has it")
     parser.add_argument("--side", help="for the child processes")
@@ -512,4 +554,5 @@ if __name__ == "__main__":
         print_side(given.side, asked, given.repeats)
     else:
         libraries = {"gpytorch": given.gpytorch, "fastgp": given.fastgp}
-        main(given.points, given.repeats, given.names, libraries)
+        chosen = WHITENED if given.whitened else given.names
+        main(given.points, given.repeats, chosen, libraries)

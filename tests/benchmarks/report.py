@@ -62,6 +62,8 @@ SECTIONS = (
     Section("Functions of a matrix beside rivals since 2025", "rivals"),
     Section("Noisy matvecs and single precision", "noise"),
     Section("Likelihoods of Gaussian processes", "likelihoods"),
+    Section("Likelihoods of Gaussian processes, whitened", "likelihoods --whitened"),
+    Section("Whitening by entries", "whitening"),
     Section("Preconditioned solves", "solves"),
     Section("Automatic choices against estimators by name", "automatic --keys 40"),
     Section("Traces by choice and by name, budget by spectrum", "choices --keys 100"),
@@ -151,11 +153,14 @@ def page_of(sections: dict[str, str]) -> str:
     return "\n".join([INTRODUCTION, *known])
 
 
-PICTURE_OF_FITS = (
-    "Nats per point above the best likelihood against seconds, both on logarithmic "
+PICTURES = {
+    "fits": "Nats per point above the best likelihood against seconds, both on logarithmic "
     "scales, for fits of the data sets diabetes and cube by traceax, GPyTorch and fastgp. "
-    "Lower and further left is better."
-)
+    "Lower and further left is better.",
+    "whitening": "Relative errors of gradients against matvecs, both on logarithmic "
+    "scales, for two Matérn kernels with noise 1e-4. With whitening, 30 matvecs have less "
+    "error than 240 without.",
+}
 
 
 def main() -> None:
@@ -176,11 +181,12 @@ def main() -> None:
         for other in ("gpytorch", "fastgp"):
             if section.name in ("likelihoods", "fits") and getattr(chosen, other):
                 options += [f"--{other}", getattr(chosen, other)]
-        if section.name == "fits":
-            options += ["--picture", str(PAGE.with_name("fits.svg"))]
+        picture = f"{section.name}.svg"
+        if section.name in PICTURES:
+            options += ["--picture", str(PAGE.with_name(picture))]
         new = measured(section, options)
-        if section.name == "fits":
-            new += f"\n![{PICTURE_OF_FITS}](fits.svg)\n"
+        if section.name in PICTURES:
+            new += f"\n![{PICTURES[section.name]}]({picture})\n"
         old = sections_of(PAGE.read_text()) if PAGE.exists() else {}
         PAGE.write_text(page_of(old | {section.title: new}))
         print(f"{section.title}: written")

@@ -1,8 +1,8 @@
 """Where whitening by entries helps: kernels, noises, dimensions, neighbours, fields, sizes.
 
 `python -m tests.benchmarks.whitening [--points 2000] [--keys 3] [--picture FILE]
-[PART ...]`, from the root of the repository; a quarter of an hour. The parts are *kernels*,
-*neighbours*, *fields* and *sizes*; all if none.
+[PART ...]`, from the root of the repository; a quarter of an hour. The parts are *sizes*,
+*kernels*, *neighbours* and *fields*; all if none.
 
 Points in a cube of so many dimensions, lengths .5 times the root of a third of the
 dimension, values of a smooth function with noise. `tx.inv_quad_logdet` with 240 matvecs,
@@ -306,7 +306,7 @@ def picture(path: str, num_points: int, keys: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = ["kernels", "neighbours", "fields", "sizes"]
+    parts = ["sizes", "kernels", "neighbours", "fields"]  # peaks are inherited
     parser.add_argument("parts", nargs="*", choices=[[], *parts], metavar="PART")
     parser.add_argument("--points", type=int, default=2000)
     parser.add_argument("--keys", type=int, default=3)

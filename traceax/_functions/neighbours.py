@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import ArrayLike, Float, Int
+from jaxtyping import Float, Int
 
 from traceax._core.canonical import is_concrete
 from traceax._core.checks import check_array, check_count, require, require_type
@@ -47,13 +47,13 @@ class Neighbours:
 
         >>> import traceax as tx
         >>> chain = tx.Neighbours([2, 0, 1], [[0], [0], [1]])
-        >>> chain.order[chain.earlier[2]]  # the neighbour of the last index, which is 1
-        array([0], dtype=int32)
+        >>> print(chain.order[chain.earlier[2]])  # the neighbours of index 1
+        [0]
 
     **See also**: `vecchia`, `nearest_neighbours`, `graph_neighbours`.
     """
 
-    def __init__(self, order: ArrayLike, earlier: ArrayLike) -> None:
+    def __init__(self, order: Any, earlier: Any) -> None:
         name, whole = "Neighbours", "because it sets the shapes of arrays"
         cure = "Make it outside of jax.jit."
         for argument, array in (("order", order), ("earlier", earlier)):
@@ -93,7 +93,7 @@ class Neighbours:
 
 
 def nearest_neighbours(
-    points: ArrayLike, num_neighbours: int = 20, *, num_pivots: int = 0
+    points: Any, num_neighbours: int = 20, *, num_pivots: int = 0
 ) -> Neighbours:
     """Return a maximin order of points, and the nearest earlier points of each.
 
@@ -114,7 +114,7 @@ def nearest_neighbours(
     same.
 
     **Cost**: no matvecs; 2 to 3 seconds for 20,000 points or more, and a search for the
-    nearest neighbours by `scipy.spatial.cKDTree`.
+    nearest neighbours by `scipy.spatial.KDTree`.
 
     **Example**
 
@@ -142,7 +142,7 @@ def nearest_neighbours(
     pivots = check_count(name, "num_pivots", num_pivots, 0, "none")
     n = len(found)
     count, pivots = min(count, n), min(pivots, n)
-    order = np.random.default_rng(0).permutation(n)
+    order = np.arange(n) if n <= MANY else np.random.default_rng(0).permutation(n)
     order[:MANY] = order[_maximin(found[order[:MANY]])]
     places = np.arange(n)[:, None]
     first = np.minimum(np.arange(pivots), places)
@@ -173,7 +173,7 @@ def _nearest_earlier(points: Points, count: int) -> Earlier:
     four times as many neighbours, about half of which come later. The few points for which
     that is not enough get their neighbours from the first half.
     """
-    from scipy.spatial import cKDTree  # noqa: PLC0415
+    from scipy.spatial import KDTree  # noqa: PLC0415
 
     n = len(points)
     near = np.tile(np.arange(n)[:, None], count)
@@ -184,16 +184,16 @@ def _nearest_earlier(points: Points, count: int) -> Earlier:
         near[place, : found.size] = found
     while start < n:
         end = min(2 * start, n)
-        _, found = cKDTree(points[:end]).query(points[start:end], min(4 * count + 1, end))
+        tree: Any = KDTree(points[:end])
+        found = tree.query(points[start:end], min(4 * count + 1, end))[1]
         earlier = found < np.arange(start, end)[:, None]
         rank = np.cumsum(earlier, axis=1)
         enough = rank[:, -1] >= count
         chosen = earlier & (rank <= count) & enough[:, None]
         near[start:end][enough] = found[chosen].reshape(-1, count)
         if not enough.all():
-            few = points[start:end][~enough]
-            found = cKDTree(points[:start]).query(few, count)[1]
-            near[start:end][~enough] = found.reshape(-1, count)
+            few, tree = points[start:end][~enough], KDTree(points[:start])
+            near[start:end][~enough] = tree.query(few, count)[1].reshape(-1, count)
         start = end
     return near
 

@@ -23,25 +23,28 @@ the same entries.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact, Int
 
 from traceax._core import checks
 from traceax._core.operator import Operator
 from traceax._core.sparse import Pattern, SparseOperator, table
 from traceax._core.vectors import common_dtype
-from traceax._functions.exact_functions import solved
 from traceax._functions.neighbours import Neighbours
-from traceax._linalg import lapack
 from traceax._linalg.columns import dot, over
 
 Index = Int[Array, " m"]
 Entries = Callable[[Array, Array], Array]
 _TOGETHER = 2**20  # entries of small factors that are in memory at a time
+
+
+def _number(x: Any) -> Any:
+    return None if x is None else jnp.asarray(x)
 
 
 class Whitening(eqx.Module):
@@ -81,8 +84,8 @@ class Whitening(eqx.Module):
     """
 
     operator: Operator
-    log_determinant: Float[ArrayLike, ""]
-    trace: Float[ArrayLike, ""] | None = None
+    log_determinant: Float[Array, ""] = eqx.field(converter=jnp.asarray)
+    trace: Float[Array, ""] | None = eqx.field(default=None, converter=_number)
 
 
 def vecchia(entries: Entries, neighbours: Neighbours) -> Whitening:
@@ -178,10 +181,46 @@ def _row(
     inside, side = block[:m, :m], block[:m, m:]
     floor = 4 * m * float(jnp.finfo(block.dtype).eps)
     lifted = inside + floor * jnp.eye(m, dtype=block.dtype)
-    factor = lapack.cholesky(jax.lax.stop_gradient(lifted))
-    c = solved(factor, lifted, side)
+    c = _solved(lifted, side)
     along, inner = (jnp.vdot(c, x).real for x in (side, dot(inside, c)))
     v = jnp.maximum(1 - along, floor)
     own = 1 / (roots[m] * jnp.sqrt(v))
     others = -over(c[:, 0].conj(), jnp.sqrt(v) * roots[:m])
     return own, others, jnp.log(own), (1 - 2 * along + inner) / v
+
+
+def _solved(matrix: Inexact[Array, "m m"], side: Inexact[Array, "m 1"]) -> Array:
+    """Return A_ss^{-1} a, differentiable to any order."""
+    held = jax.lax.stop_gradient(matrix)
+    inverse = _inverse(held)
+
+    def solve(_: object, y: Array) -> Array:
+        x = dot(inverse, y)
+        return x + dot(inverse, y - dot(held, x))
+
+    def transposed(_: object, y: Array) -> Array:
+        return solve(_, y.conj()).conj()
+
+    return jax.lax.custom_linear_solve(lambda v: dot(matrix, v), side, solve, transposed)
+
+
+def _inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """Invert a Hermitian positive definite matrix by sweeping out one index after another.
+
+    It is NaN if the matrix is not definite. These are operations on all matrices of a
+    batch. (LAPACK takes no less time for one small matrix after the other, and on CPUs its
+    batches sometimes wait for threads for ever.)
+    """
+
+    def sweep(k: Array, swept: Array) -> Array:
+        is_k = np.arange(len(matrix)) == k
+        column, pivot = swept[:, k], swept[k, k].real
+        pivot = jnp.where(pivot > 0, pivot, jnp.nan)
+        ratio = over(column, pivot)
+        rest = swept - column[:, None] * ratio.conj()[None, :]
+        rest = jnp.where(is_k[:, None], ratio.conj()[None, :], rest)
+        rest = jnp.where(is_k[None, :], ratio[:, None], rest)
+        own = over(-jnp.ones_like(ratio), pivot)
+        return jnp.where(is_k[:, None] & is_k[None, :], own[:, None], rest)
+
+    return -jax.lax.fori_loop(0, len(matrix), sweep, matrix)
