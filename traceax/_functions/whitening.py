@@ -32,11 +32,12 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from traceax._core import checks
+from traceax._core.canonical import canonical, compiled
 from traceax._core.operator import Operator
 from traceax._core.sparse import Pattern, SparseOperator, table
 from traceax._core.vectors import common_dtype
 from traceax._functions.neighbours import Neighbours
-from traceax._linalg.columns import dot, over
+from traceax._linalg.columns import column_dots, dot, over
 
 Index = Int[Array, " m"]
 Entries = Callable[[Array, Array], Array]
@@ -141,27 +142,34 @@ def vecchia(entries: Entries, neighbours: Neighbours) -> Whitening:
     checks.require_type(is_known, name, "neighbours", must, got, cure)
     cure = "Pass lambda i, j: kernel(x[i], x[j]) + noise * (i == j), for example."
     checks.check_callable(name, "entries", entries, "of two arrays of indices", cure, 2)
-    own = np.arange(neighbours.order.size, dtype=np.int32)
-    is_neighbour, s = neighbours.is_neighbour, neighbours.order[neighbours.earlier]
-    made = jax.eval_shape(entries, *2 * [jax.ShapeDtypeStruct((2, 3), jnp.int32)])
+    order, is_neighbour = neighbours.order, neighbours.is_neighbour
+    s, m = order[neighbours.earlier], neighbours.earlier.shape[1]
+    square = jax.ShapeDtypeStruct((m + 1, m + 1), jnp.int32)
+    made = jax.eval_shape(entries, square, square)
     is_inexact = checks.are_arrays(made, "real or complex numbers")
-    fits = is_inexact and getattr(made, "shape", ()) == (2, 3)
+    fits = is_inexact and getattr(made, "shape", ()) == square.shape
     must = "return an array of real or complex numbers, of the shape of the indices"
     checks.require_type(fits, name, "entries", must, checks.written(made), cure)
-
-    def row(known: tuple[Array, Index, Array]) -> tuple[Array, ...]:
-        return _row(entries, *known)
-
-    parts = jnp.asarray(neighbours.order), jnp.asarray(s), jnp.asarray(is_neighbour)
-    batch = max(1, _TOGETHER // (s.shape[1] + 1) ** 2)
-    own, others, logs, traces = jax.lax.map(jax.checkpoint(row), parts, batch_size=batch)
-    data = jnp.concatenate([own.astype(others.dtype), others[is_neighbour]])
-    rows = np.concatenate([neighbours.order, neighbours.order[np.nonzero(is_neighbour)[0]]])
-    columns = np.concatenate([neighbours.order, s[is_neighbour]])
-    n, pattern = neighbours.order.size, Pattern([rows, columns], neighbours.order.size)
+    batch = min(order.size, max(1, _TOGETHER // (m + 1) ** 2))
+    places = np.flatnonzero(is_neighbour)
+    *parts, places = map(jnp.asarray, (order, s, is_neighbour, places.astype(np.int32)))
+    code = canonical(entries, square, square)
+    data, logs, trace = compiled(_rows, code, tuple(parts), places, batch)
+    rows = np.concatenate([order, order[np.nonzero(is_neighbour)[0]]])
+    columns, n = np.concatenate([order, s[is_neighbour]]), order.size
     tables = table(rows, columns, n), table(columns, rows, n)
-    operator = SparseOperator(data, *tables, pattern, frozenset())
-    return Whitening(operator, jnp.sum(logs), jnp.sum(traces))
+    operator = SparseOperator(data, *tables, Pattern([rows, columns], n), frozenset())
+    return Whitening(operator, logs, trace)
+
+
+def _rows(
+    entries: Entries, parts: tuple[Array, ...], places: Array, batch: int
+) -> tuple[Array, Array, Array]:
+    """Return the entries of W, first those on its diagonal; log|det W|; and tr(W A W*)."""
+    row = jax.checkpoint(lambda part: _row(entries, *part))
+    own, others, logs, traces = jax.lax.map(row, parts, batch_size=batch)
+    data = jnp.append(own.astype(others.dtype), others.ravel()[places])
+    return data, jnp.sum(logs), jnp.sum(traces)
 
 
 def _row(
@@ -182,7 +190,7 @@ def _row(
     floor = 4 * m * float(jnp.finfo(block.dtype).eps)
     lifted = inside + floor * jnp.eye(m, dtype=block.dtype)
     c = _solved(lifted, side)
-    along, inner = (jnp.vdot(c, x).real for x in (side, dot(inside, c)))
+    along, inner = (column_dots(c, x).real[0] for x in (side, dot(inside, c)))
     v = jnp.maximum(1 - along, floor)
     own = 1 / (roots[m] * jnp.sqrt(v))
     others = -over(c[:, 0].conj(), jnp.sqrt(v) * roots[:m])
@@ -212,7 +220,7 @@ def _inverse(matrix: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     batches sometimes wait for threads for ever.)
     """
 
-    def sweep(k: Array, swept: Array) -> Array:
+    def sweep(k: Any, swept: Array) -> Array:
         is_k = np.arange(len(matrix)) == k
         column, pivot = swept[:, k], swept[k, k].real
         pivot = jnp.where(pivot > 0, pivot, jnp.nan)
