@@ -1,9 +1,9 @@
 """Equations with A + S, where S is shift I or diagonal and positive, and their whitening.
 
 `equation_of` scales A + D by D^{-1/2}, which turns it into a matrix plus I. `whitened` does
-the same with a `Whitening` of the user, and `control_of` chooses what is sampled in place
-of log x then. `right_hand_sides` makes columns of the vectors that the user gives.
-`preconditioner` is a public function, for the solvers of lineax.
+the same with a `Whitening` of the user, and chooses what is sampled in place of log x then.
+`right_hand_sides` makes columns of the vectors that the user gives. `preconditioner` is a
+public function, for the solvers of lineax.
 """
 
 from __future__ import annotations
