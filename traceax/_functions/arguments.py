@@ -63,7 +63,8 @@ def logarithm_of(
     control: Number | None = None,
 ) -> tuple[MatrixFunction, PyTree]:
     """Return log(A + shift I) as the subject of the derivative rule, and the structure of
-    its traces. With a `control` c, the function is log x - c (x - 1).
+    its traces. With a `control` c, the function is log x - c (x - 1), and its derivative is
+    1/x.
 
     0 is taken for a bound of the spectrum without a tag: a run that finds an eigenvalue on
     the other side drops it. If the shift is zero, the logarithm is infinite there.
@@ -71,7 +72,8 @@ def logarithm_of(
 
     def logarithm(x: Number) -> Shifts:
         logs = jnp.log(x + shift)
-        return logs if control is None else logs - control * (x - 1)
+        held = jax.lax.stop_gradient(x)
+        return logs if control is None else logs - control * (held - 1)
 
     dtype = jnp.finfo(linear_map.dtype).dtype
     fn, structure = scalar_function(name, logarithm, shift.dtype)
