@@ -306,7 +306,7 @@ class Likelihood(eqx.Module):
 
 class Started(NamedTuple):
     """A run, and a guess: what it leaves of the right-hand sides, and what it takes of
-    them, both whitened, and its energy."""
+    them (or None without W), both whitened, and its energy."""
 
     space: BlockKrylov
     guess: Sides
@@ -318,7 +318,7 @@ class Started(NamedTuple):
 class Prepared(NamedTuple):
     """The log-determinant, and what conjugate gradients need: the projection of B and its
     preconditioner, the guess, the whitened solution on the space, what it leaves, and the
-    energy of both. `of_guess` is what the guess is on the space."""
+    energy of both. `of_guess` is W^{-*} times the guess, on the space if there is a W."""
 
     traced: Outcome
     known: Projection
@@ -327,7 +327,7 @@ class Prepared(NamedTuple):
     start: Sides
     residual: Sides
     energy: OfProbes
-    of_guess: Sides | float
+    of_guess: Sides
 
 
 def likelihood_run(
@@ -339,13 +339,14 @@ def likelihood_run(
     are in the run, or their residuals if there is a guess.
     """
     (block, guess), (y, sizes), equation = probes, subject.scaled, subject.equation
+    taken = None
     if guess is None:
-        left, guess, taken = y, jnp.zeros_like(y), None
-        energy = jnp.zeros_like(sizes)
+        left, guess, energy = y, jnp.zeros_like(y), jnp.zeros_like(sizes)
     else:
         guess = over(guess, sizes[None, :])
         left = y - equation(guess)
-        taken, energy = equation.whiten(y - left), column_dots(guess, y + left).real
+        energy = column_dots(guess, y + left).real
+        taken = None if equation.white is None else equation.whiten(y - left)
     white = equation.whiten(left)
     in_run = over(white, column_scales(white)[None, :])[:, :kept]
     block = jnp.concatenate([in_run, block], axis=1)
@@ -364,7 +365,7 @@ def likelihood_prepared(subject: Likelihood, made: Started, *, kept: int) -> Pre
     known = projected(space, shift, spectrum.theta[0], eigen.vectors[0])
     start, residual = galerkin(known, left)
     energy = jnp.maximum(energy + column_dots(start, left - residual).real, 0)
-    of_guess = 0.0 if taken is None else galerkin(known, taken)[0]
+    of_guess = guess if taken is None else galerkin(known, taken)[0]
     parts = known, preconditioner_of(known), guess, start, residual, energy, of_guess
     return Prepared(traced, *parts)
 
