@@ -7,7 +7,10 @@ turns a budget into the shape of a Krylov run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +27,12 @@ from traceax._core.operator import (
 )
 from traceax._linalg.columns import Number
 from traceax._quadrature.block_quadrature import Shape, shape_for
-from traceax._quadrature.scalar import MatrixFunction, ScalarFunction, scalar_function
+from traceax._quadrature.scalar import (
+    Flat,
+    MatrixFunction,
+    ScalarFunction,
+    scalar_function,
+)
 
 Function = Callable[[Inexact[Array, ""]], PyTree[Array]]
 """The type of f in f(A): a function of a scalar."""
@@ -63,23 +71,36 @@ def logarithm_of(
     control: Number | None = None,
 ) -> tuple[MatrixFunction, PyTree]:
     """Return log(A + shift I) as the subject of the derivative rule, and the structure of
-    its traces. With a `control` c, the function is log x - c (x - 1), and its derivative is
-    1/x.
+    its traces. With a `control` c, the function is log x - c (x - 1).
 
     0 is taken for a bound of the spectrum without a tag: a run that finds an eigenvalue on
     the other side drops it. If the shift is zero, the logarithm is infinite there.
     """
 
-    def logarithm(x: Number) -> Shifts:
-        logs = jnp.log(x + shift)
-        held = jax.lax.stop_gradient(x)
-        return logs if control is None else logs - control * (held - 1)
-
     dtype = jnp.finfo(linear_map.dtype).dtype
-    fn, structure = scalar_function(name, logarithm, shift.dtype)
+    fn, structure = scalar_function(name, lambda x: jnp.log(x + shift), shift.dtype)
     node = None if is_zero else _zero_if_defined(fn, dtype)
     bound = -jax.lax.stop_gradient(jnp.min(shift))
-    return MatrixFunction(linear_map, fn, bound=bound, node=node), structure
+    if control is None:
+        return MatrixFunction(linear_map, fn, bound=bound, node=node), structure
+    part = lambda x: jnp.log(x + shift) - control * (x - 1)  # noqa: E731
+    sampled, _ = scalar_function(name, part, shift.dtype)
+    return Controlled(linear_map, sampled, bound=bound, node=node, plain=fn), structure
+
+
+class Controlled(MatrixFunction):
+    """log x - c (x - 1) of W A W*, whose trace is known. `plain` is log x.
+
+    The known trace does not change with A and W if W is made of the entries of A. If W is
+    held constant, what A adds to the derivative of the trace is not known, so that the
+    derivative is then that of log x.
+    """
+
+    plain: Flat = eqx.field(kw_only=True)
+
+    def along(self, tangent: Any) -> MatrixFunction:
+        is_moved = bool(jax.tree.leaves(getattr(tangent, "white", None)))
+        return self if is_moved else replace(self, fn=self.plain)
 
 
 def _zero_if_defined(fn: ScalarFunction, dtype: jnp.dtype) -> Float[Array, ""] | None:

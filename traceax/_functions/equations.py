@@ -171,8 +171,6 @@ def whitened(call: Call, shift: Shift, whitening: Whitening) -> Equation:
     key, trace = keys_of(call.key, 1, BLOCKS)[0], jnp.asarray(whitening.trace, dtype)
     probes = draw(call.name, rademacher, key, call.operator, NUM_TESTS)
     control, error = compiled(_control, *frozen((similar, probes, trace)))
-    # The control variate changes no derivative, so that these are right if W is a constant.
-    trace = jax.lax.stop_gradient(trace)
     rest = rest + control * (trace - call.operator.in_size())
     return Equation(*parts, rest, white, control, error, is_shifted=False)
 

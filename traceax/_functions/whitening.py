@@ -67,8 +67,8 @@ class Whitening(eqx.Module):
     - `trace`: tr(W A W*), real, of shape `()`, where A includes the shift. If it is known,
       log x - c (x - 1) is sampled in place of log x, which has a smaller variance. It must
       belong to the operator and the shift with which W is used. If W was made for others,
-      leave it out: `Whitening(w.operator, w.log_determinant)`. It is a constant for
-      derivatives. Default `None`.
+      leave it out: `Whitening(w.operator, w.log_determinant)`. Differentiate either both W
+      and A, or A alone. Default `None`.
 
     **Example**
 

@@ -244,7 +244,7 @@ def _read_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
         parts.append(dot(rates.reshape(value.size, -1), numbers.astype(rates.dtype)))
     if jax.tree.leaves(tangent.linear_map):
         direction = Direction(subject.linear_map, tangent.linear_map)
-        parts.append(nodes.pairs(subject, direction))
+        parts.append(nodes.pairs(subject.along(tangent.linear_map), direction))
     if not jnp.iscomplexobj(value):
         parts = [part.real for part in parts]
     moved = sum((part.astype(value.dtype) for part in parts), jnp.zeros_like(value))

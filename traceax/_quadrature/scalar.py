@@ -110,6 +110,10 @@ class MatrixFunction(eqx.Module):
         space = lx.IdentityLinearOperator(self.linear_map.operator.in_structure())
         return replace(self, linear_map=LinearMap(space))
 
+    def along(self, tangent: Any) -> MatrixFunction:
+        """Return the function that is differentiated along this tangent of the map."""
+        return self
+
 
 class Jacobian(eqx.Module):
     """A function of x, whose values are the p x q derivatives of fn in all q numbers that
