@@ -198,7 +198,7 @@ def _control(linear_map: LinearMap, probes: Block, trace: Number) -> tuple[Numbe
     """Choose the control variate c (x - 1) for log x, and return c; and the error that it
     has, if its trace is clearly not the one given.
 
-    The best c is the slope of log x against x over the spectrum. If that is lognormal with
+    The best c is the regression of log x on x over the spectrum. If that is lognormal with
     the mean 1 and the variance d, it is log(1 + d)/d, which is 1 near I, and small for
     spectra that W leaves wide. d is estimated from |B z - z|^2 for signs z that are
     independent of all other probes, so that the value has no bias. Forms z* B z then have

@@ -235,8 +235,8 @@ def logdet(
       for the log-determinant of a sparse precision matrix. Default `None`.
     - `whitening`: a `Whitening` W of A + shift I, for example by `vecchia`. The run is on
       W (A + shift I) W*, whose spectrum a few steps resolve. It may be differentiated with
-      respect to W, too: what W contributes to slopes cancels on average, and leaves them
-      with less variance. If it knows its trace, two matvecs of the budget test that. With
+      respect to W, too: what W adds to derivatives cancels on average, and lowers
+      their variance. If it knows its trace, two matvecs of the budget test that. With
       an array of shifts, each has a run of its own. A pattern is not used then, and an
       exact value needs no W. Default `None`.
     - `progress_meter`: an object that shows the progress of the Krylov run, for example
