@@ -75,6 +75,15 @@ def likelihood(matrix: Matrix, key: PRNGKeyArray) -> Any:
     return [part.value for part in parts], [part.standard_error for part in parts]
 
 
+NEAR = tx.nearest_neighbours(range(N), 10)
+
+
+def whitened(matrix: Matrix, key: PRNGKeyArray) -> tuple[Array, Array]:
+    white = tx.vecchia(lambda i, j: matrix[i, j], NEAR)
+    estimate = tx.logdet(of(matrix), key, NUM_MATVECS, whitening=white)
+    return estimate.value, estimate.standard_error
+
+
 def value_of(function: Function) -> Function:
     return lambda matrix, key: sum(jax.tree.leaves(function(matrix, key)[0]))
 
@@ -102,6 +111,7 @@ ROWS = {
         with_bar(tx.logdet, PSD, num_matvecs=NUM_MATVECS, shift=0.1), "matfree slq", 2
     ),
     "inv_quad_logdet": Row(likelihood, "matfree slq", 2.5),
+    "logdet, whitened": Row(whitened, "matfree slq", 2),
     "value of logdet": Row(value_of(logdet), "value of logdet", 1),
     "its gradient, too": Row(jax.value_and_grad(value_of(logdet)), "value of logdet", 1.7),
     "value of likelihood": Row(value_of(likelihood), "value of likelihood", 1),

@@ -325,6 +325,74 @@ def test_batches_of_hyperparameters() -> None:
     close(together[1], jnp.stack([g for _, g in alone]), 1e-6)
 
 
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
+def test_units(unit: float) -> None:
+    """In float32, whose squares these are beyond."""
+    theta = jnp.array([-0.7, -2.3], "float32")
+    size = jnp.asarray(unit, "float32")
+    scaled = lambda i, j: size * kernel(theta, i, j)  # noqa: E731
+    matrix = scaled(*EVERYWHERE)
+    found = [tx.logdet(of(matrix), KEY, 60, whitening=tx.vecchia(scaled, NEAR))]
+    plain = tx.vecchia(partial(kernel, theta), NEAR)
+    found += [tx.logdet(of(matrix / size), KEY, 60, whitening=plain)]
+    close(float(found[0].value) - N * np.log(unit), found[1].value, 3e-2)
+    close(found[0].standard_error, found[1].standard_error, 0.2)
+
+
+def test_points_that_are_there_twice() -> None:
+    """Noise alone tells them apart."""
+    points = np.repeat(POINTS[:75], 2, axis=0)
+    near = tx.nearest_neighbours(points, 8)
+
+    def entries(i: Any, j: Any) -> Any:
+        noise = jnp.where((i // 2 == j // 2) & (i != j), jnp.exp(THETA[1]), 0)
+        return kernel(THETA, i // 2, j // 2) - noise
+
+    matrix = entries(*EVERYWHERE)
+    found = tx.logdet(of(matrix), KEY, 60, whitening=tx.vecchia(entries, near))
+    truth = jnp.linalg.slogdet(matrix)[1]
+    assert abs(found.value - truth) <= 4 * found.standard_error <= 8
+
+
+def test_products_in_bfloat16() -> None:
+    """The entries are those of the rounded matrix, too: those of another one would move the
+    trace by more than the bar."""
+    theta = jnp.array([-0.7, -2.3], "float32")
+    low = kernel(theta, *EVERYWHERE).astype("bfloat16")
+    coarse = lambda v: (low @ v.astype("bfloat16")).astype(v.dtype)  # noqa: E731
+    space = jax.ShapeDtypeStruct((N,), theta.dtype)
+    operator = lx.FunctionLinearOperator(coarse, space, PSD)
+    white = tx.vecchia(lambda i, j: low[i, j].astype(theta.dtype), NEAR)
+    found = over_keys(lambda key: tx.logdet(operator, key, 60, whitening=white), KEY, 20)
+    truth = jnp.linalg.slogdet(low.astype(float))[1].astype(theta.dtype)
+    assert jnp.all(abs(found.value - truth) <= 4 * found.standard_error)
+
+
+def test_training_in_a_loop() -> None:
+    """Newton's step in a `while_loop`, by a second derivative through W."""
+
+    def value(x: Any) -> Any:
+        theta = THETA.at[0].add(x)
+        white = tx.vecchia(partial(kernel, theta), NEAR)
+        whole = tx.logdet(of(kernel(theta, *EVERYWHERE)), KEY, 60, whitening=white)
+        return whole.value + N * jnp.cosh(x)
+
+    def true(x: Any) -> Any:
+        theta = THETA.at[0].add(x)
+        return exact(theta)[1] + N * jnp.cosh(x)
+
+    def least(value: Any) -> Any:
+        slope = jax.grad(value)
+
+        def step(state: Any) -> Any:
+            return state[0] - slope(state[0]) / jax.grad(slope)(state[0]), state[1] + 1
+
+        more = lambda state: state[1] < 4  # noqa: E731
+        return jax.jit(lambda: jax.lax.while_loop(more, step, (jnp.zeros(()), 0))[0])()
+
+    close(least(value), least(true), 2e-2)
+
+
 # Sparse precision matrices.
 
 
