@@ -43,11 +43,13 @@ from traceax._functions.function_trace import logdet as logdet
 from traceax._functions.function_trace import schatten_norm as schatten_norm
 from traceax._functions.inv_quad_logdet import InvQuadLogdet as InvQuadLogdet
 from traceax._functions.inv_quad_logdet import inv_quad_logdet as inv_quad_logdet
+from traceax._functions.krylov import Krylov as Krylov
+from traceax._functions.krylov import krylov as krylov
 from traceax._functions.neighbours import Neighbours as Neighbours
 from traceax._functions.neighbours import graph_neighbours as graph_neighbours
 from traceax._functions.neighbours import nearest_neighbours as nearest_neighbours
 from traceax._functions.slq import slq_trace as slq_trace
-from traceax._functions.slq import spectral_density as spectral_density
+from traceax._functions.spectral_density import spectral_density as spectral_density
 from traceax._functions.whitening import Whitening as Whitening
 from traceax._functions.whitening import vecchia as vecchia
 from traceax._probes.colouring import colouring as colouring

@@ -64,6 +64,7 @@ SECTIONS = (
     Section("Likelihoods of Gaussian processes", "likelihoods"),
     Section("Likelihoods of Gaussian processes, whitened", "likelihoods --whitened"),
     Section("Whitening by entries", "whitening"),
+    Section("One run, many answers, and the weights in densities", "one_run"),
     Section("Preconditioned solves", "solves"),
     Section("Automatic choices against estimators by name", "automatic --keys 40"),
     Section("Traces by choice and by name, budget by spectrum", "choices --keys 100"),

@@ -31,6 +31,7 @@ A new thing has one place. Copy one of its kind:
     one that takes more than an operator   `_estimators.control_variate`
     a way to sum the rows of a diagonal    `_estimators.readouts`
     an estimator of f(A); a likelihood     `function_diagonal`; `inv_quad_logdet`
+    what a finished run can answer         `_functions.krylov`
     a factor of entries; its neighbours    `_functions.whitening`, `neighbours`
     a derivative along probes              `_calculus.sampled`
     a differential operator                `_calculus.laplacian`

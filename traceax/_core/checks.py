@@ -70,6 +70,9 @@ def check_operator(
         must, got = "be a lineax operator", with_library(operator)
         is_function = callable(operator) and not hasattr(operator, "matvec")
         cure = f"Make it one: traceax.as_operator({'function, n' if is_function else 'a'})."
+        if isinstance(getattr(operator, "operator", None), Operator):
+            cure = "Pass its attribute `operator`. A finished run is for function_trace, "
+            cure += "function_diagonal, logdet, inv_quad_logdet and spectral_density."
         if _is_key(operator):
             got = "a random key"
             cure = f"The operator comes first, then the key: traceax.{name}(operator, ...)."

@@ -85,18 +85,20 @@ class Call:
     budget. `num_checks` is the number of matvecs that are spent on measuring the noise of
     matvecs (see `measured`). They have been subtracted from the budget. `sampler` is None
     if neither the user nor the function has named one yet. `reduce` says what is read: the
-    trace, the diagonal or sums over leaves.
+    trace, the diagonal or sums over leaves. `finished` is a Krylov run that the user has
+    passed in place of an operator.
     """
 
     name: str
     operator: Operator
-    key: PRNGKeyArray
+    key: Any  # one random key, or None with a finished run
     num_matvecs: int
     sampler: Sampler | None = None
     batch_size: int | None = None
     meter: ProgressMeter = SILENT
     num_checks: int = 0
     reduce: Reduce = TOTAL
+    finished: Any = None
 
     @property
     def num_exact(self) -> int:

@@ -1,7 +1,7 @@
 """The arguments that functions of an operator share: f, and probes and steps.
 
-`subject_of` says what the tags of an operator tell about its spectrum, and `checked_run`
-turns a budget into the shape of a Krylov run.
+`subject_of` says what the tags of an operator tell about its spectrum. What a budget
+becomes is in `krylov`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from traceax._core import checks
 from traceax._core.canonical import is_concrete
 from traceax._core.operator import (
     LinearMap,
@@ -26,7 +25,6 @@ from traceax._core.operator import (
     working_dtype,
 )
 from traceax._linalg.columns import Number
-from traceax._quadrature.block_quadrature import Shape, shape_for
 from traceax._quadrature.scalar import (
     Flat,
     MatrixFunction,
@@ -110,32 +108,3 @@ def _zero_if_defined(fn: ScalarFunction, dtype: jnp.dtype) -> Float[Array, ""] |
             if not np.all(np.isfinite(fn(jnp.zeros((), dtype)))):
                 return None
     return jnp.zeros((), dtype)
-
-
-def checked_run(
-    name: str, budgets: Budgets, choose: Callable[[int], Shape] = shape_for, tests: int = 0
-) -> tuple[Shape, int]:
-    """Return the shape of the block Krylov run that the user asks for, and its budget.
-
-    If the budget reaches n, the whole matrix costs no more than the run. `choose` makes a
-    shape from a budget if the user gives neither `num_probes` nor `num_steps`. If the user
-    gives one of them, the budget also pays for the matvecs of `tests` more probes.
-    """
-    num_matvecs, num_probes, num_steps = int(budgets[0]), *budgets[1:]
-    why = "the fewest that can be used"
-    if num_probes is not None:
-        num_probes = checks.check_count(name, "num_probes", num_probes, 1, why)
-    if num_steps is not None:
-        num_steps = checks.check_count(name, "num_steps", num_steps, 1, why)
-    if num_probes is None and num_steps is None:
-        return choose(num_matvecs), num_matvecs
-    if num_probes is not None and num_steps is not None:
-        return Shape(num_probes, num_steps), num_probes * num_steps
-    count = num_steps if num_probes is None else num_probes
-    argument = "num_steps" if num_probes is None else "num_probes"
-    assert count is not None
-    least = count + tests if num_steps is None else count * (1 + tests)
-    checks.check_count(name, "num_matvecs", num_matvecs, least, f"for {argument}={count}")
-    if num_steps is None:
-        return Shape(count, num_matvecs // (count + tests)), num_matvecs
-    return Shape(num_matvecs // count - tests, count), num_matvecs

@@ -158,9 +158,9 @@ def num_tests(name: str, whitening: Any) -> int:
     return 0 if whitening is None or whitening.trace is None else NUM_TESTS
 
 
-def whitened(call: Call, shift: Shift, whitening: Whitening) -> Equation:
-    """Return the equation that a whitening of the user makes. The shift of B is 0."""
-    plain = equation_of(call.operator, shift)
+def whitened(call: Call, plain: Equation, whitening: Whitening) -> Equation:
+    """Return the equation that a whitening of the user makes of one that has none, or has
+    its own. The shift of B is 0."""
     whitening = hidden(whitening, call.key, call.operator)
     dtype, white = real_dtype(call.operator), _white_map(call, whitening.operator)
     similar = Congruence(call.operator, added=plain.added, white=white)

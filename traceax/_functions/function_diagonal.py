@@ -55,16 +55,17 @@ from traceax._core.keys import BLOCKS, keys_of
 from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome
 from traceax._core.vectors import as_result
-from traceax._estimators.call import Call, begin
+from traceax._estimators.call import Call
 from traceax._estimators.hutchinson import estimate_by_ratio
 from traceax._estimators.readouts import TwoSided, by_row, leave_one_out, two_sided
-from traceax._functions.arguments import Function, checked_run, real_dtype, subject_of
+from traceax._functions.arguments import Function, real_dtype, subject_of
 from traceax._functions.exact_functions import (
     AllEntries,
     asymmetry_error,
     entries,
     exact_estimate,
 )
+from traceax._functions.krylov import Krylov, begin_run, checked_run, first_stage
 from traceax._linalg.columns import (
     Block,
     Number,
@@ -86,7 +87,6 @@ from traceax._quadrature.block_quadrature import (
     Run,
     Shape,
     Spectrum,
-    krylov_run,
     levels_and_complements,
     shape_for,
     spectrum_of,
@@ -105,14 +105,14 @@ _TESTS = 4
 
 
 def function_diagonal(
-    operator: Operator,
+    operator: Operator | Krylov,
     fn: Function,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | None = None,
     num_matvecs: int = 240,
     *,
     num_probes: int | None = None,
     num_steps: int | None = None,
-    sampler: SamplerLike = rademacher,
+    sampler: SamplerLike | None = None,
     progress_meter: ProgressMeter | None = None,
 ) -> Estimate:
     """Estimate the diagonal of f(A) of a Hermitian A.
@@ -138,7 +138,8 @@ def function_diagonal(
       multiple of the number of colours. Default `None`, which lets traceax choose.
     - `num_steps`: the number of steps, as in `function_trace`. Default `None`, which lets
       traceax choose.
-    - `sampler`: a sampler of independent probes, or `probing`. Default `rademacher`.
+    - `sampler`: a sampler of independent probes, or `probing`. Default `None`, which is
+      `rademacher`.
     - `progress_meter`: an object that shows the progress of the Krylov run, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 
@@ -171,18 +172,16 @@ def function_diagonal(
     **See also**: `function_trace`, `diagonal`, `probing`.
     """
     name = "function_diagonal"
-    call = begin(
-        name, operator, key, num_matvecs, least=6, sampler=sampler, takes="coloured"
-    )
-    call = call.in_batches(None, progress_meter)
+    budgets, how = (num_matvecs, num_probes, num_steps), {"left_out": {"sampler": sampler}}
+    how |= {"sampler": rademacher if sampler is None else sampler, "takes": "coloured"}
+    call = begin_run(name, operator, key, budgets, progress_meter, **how)
     operator, colours = call.operator, call.group
     converted, structure = scalar_function(name, fn, real_dtype(operator))
     check_scalar(name, "fn", structure)
     choose, tests = shape_for, 0
     if colours > 1:
         choose, tests = partial(_coloured, name=name, colours=colours), 3 * _TESTS // 2
-    budgets = num_matvecs, num_probes, num_steps
-    shape, budget = checked_run(name, budgets, choose, tests)
+    shape, budget = checked_run(call, budgets, choose, tests)
     check_samples(name, shape.width, colours, "num_probes")
     if (known := entries(operator, budget)) is not None:
         value = _exact_diagonal(converted, known.array)
@@ -192,10 +191,10 @@ def function_diagonal(
     if colours > 1:
         return _probed(call, converted, shape)
     subject = subject_of(operator, converted)
-    stages = partial(krylov_run, depth=shape.depth, meter=call.meter), block_diagonal
-    (probes,), space = call.draw(shape.width), operator.in_structure()
+    (first, start), space = first_stage(call, shape), operator.in_structure()
     how: dict[str, Any] = {"spent": shape.num_matvecs, "degrees": max(shape.width - 1, 1)}
-    return call.finish(stages, probes, structure=space, subject=subject, **how)
+    how |= {"structure": space, "subject": subject}
+    return call.finish((first, block_diagonal), start, **how)
 
 
 def _coloured(num_matvecs: int, *, name: str, colours: int) -> Shape:

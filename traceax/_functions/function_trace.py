@@ -35,7 +35,6 @@ from traceax._functions.arguments import (
     Function,
     Real,
     Shifts,
-    checked_run,
     real_dtype,
     subject_of,
 )
@@ -54,7 +53,15 @@ from traceax._functions.exact_functions import (
     is_small,
     power,
 )
+from traceax._functions.krylov import (
+    Krylov,
+    begin_run,
+    checked_run,
+    diagonal_only,
+    first_stage,
+)
 from traceax._functions.slq import quadratures
+from traceax._functions.structures import split
 from traceax._functions.whitening import Whitening
 from traceax._linalg.columns import Number, largest_modulus
 from traceax._linalg.jackknife import shared_degrees_of_freedom
@@ -71,9 +78,9 @@ from traceax._quadrature.scalar import MatrixFunction, combination, scalar_funct
 
 
 def function_trace(
-    operator: Operator,
+    operator: Operator | Krylov,
     fn: Function,
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | None = None,
     num_matvecs: int = 240,
     *,
     num_probes: int | None = None,
@@ -161,10 +168,11 @@ def function_trace(
     `schatten_norm`.
     """
     name = "function_trace"
-    call = begin(name, operator, key, num_matvecs, least=6).in_batches(None, progress_meter)
+    budgets, others = (num_matvecs, num_probes, num_steps), {"pattern": pattern}
+    call = begin_run(name, operator, key, budgets, progress_meter, left_out=others)
     fn, structure = scalar_function(name, fn, real_dtype(call.operator))
     combined, structure = combination(name, combine, fn, structure)
-    shape, budget = checked_run(name, (num_matvecs, num_probes, num_steps))
+    shape, budget = checked_run(call, budgets)
     if lx.is_diagonal(call.operator) or is_small(call.operator, budget):
         return exact_function_trace(call, fn, structure, combined)
     subject = subject_of(call.operator, fn, combined)
@@ -180,9 +188,11 @@ def block_trace(
     probes for colours that keep two steps apart, the estimate uses `probing` and the
     quadrature of each probe instead.
     """
-    coloured = for_pattern(check_pattern(call.name, call.operator, pattern), shape.width, 2)
-    if coloured is not None:
-        return quadratures(call.using(coloured), subject, structure, shape)
+    if call.finished is None:
+        known = check_pattern(call.name, call.operator, pattern)
+        coloured = for_pattern(known, shape.width, 2)
+        if coloured is not None:
+            return quadratures(call.using(coloured), subject, structure, shape)
     return leave_one_out(call, subject, structure, shape)
 
 
@@ -191,15 +201,15 @@ def leave_one_out(
 ) -> Estimate:
     """Estimate a trace of f(A) from a block Krylov run of this shape."""
     call, degrees = call.using(sphere), shared_degrees_of_freedom(shape.width)
-    first = partial(krylov_run, depth=shape.depth, meter=call.meter)
-    (probes,) = call.draw(shape.width)
+    first, start = first_stage(call, shape)
+    second = partial(block_quadrature, resphered=call.resphere)
     how = {"spent": shape.num_matvecs, "degrees": degrees, "structure": structure}
-    return call.finish((first, block_quadrature), probes, subject=subject, **how)
+    return call.finish((first, second), start, subject=subject, **how)
 
 
 def logdet(
-    operator: Operator,
-    key: PRNGKeyArray,
+    operator: Operator | Krylov,
+    key: PRNGKeyArray | None = None,
     num_matvecs: int = 240,
     *,
     shift: Shift = 0.0,
@@ -274,11 +284,18 @@ def logdet(
     **See also**: `inv_quad_logdet`, `function_trace`, `arnoldi_trace`.
     """
     name, tests = "logdet", num_tests("logdet", whitening)
-    call = begin(name, operator, key, num_matvecs, least=6 + tests)
-    call = call.in_batches(None, progress_meter)
+    budgets, others = (num_matvecs, num_probes, num_steps), {"pattern": pattern}
+    others |= {"whitening": whitening, "shift": diagonal_only(shift)}
+    how: dict[str, Any] = {"least": 6 + tests, "left_out": others}
+    call = begin_run(name, operator, key, budgets, progress_meter, **how)
     check_shift(name, call.operator, shift)
+    is_plain = call.finished is None and pattern is None and whitening is None
+    if is_plain and (parts := split(name, call.operator, shift)) is not None:
+        again = {"num_probes": num_probes, "num_steps": num_steps, "shift": shift}
+        again |= {"num_matvecs": num_matvecs, "progress_meter": progress_meter}
+        return parts.joined(call, partial(logdet, **again))
     left = max(call.num_matvecs - tests, 1)
-    shape, budget = checked_run(name, (left, num_probes, num_steps))
+    shape, budget = checked_run(call, (left, num_probes, num_steps))
     equation = equation_of(call.operator, shift)
     if (known := entries(call.operator, budget + tests, CHOLESKY)) is not None:
         array, shift = equation.scaled(known.array), equation.shift
@@ -291,7 +308,7 @@ def logdet(
         one = partial(logdet, operator, key, num_matvecs, whitening=bare, **how)
         return _of_each(lambda shift: one(shift=shift), equation.shift)
     if whitening is not None:
-        equation = whitened(call, shift, whitening)
+        equation = whitened(call, equation, whitening)
         call = dataclasses.replace(call, num_checks=tests)
         # Colours would have 4 to 13 times the error where W leaves condition numbers of
         # 150 and 50, and two thirds of it at 700 (`tests.benchmarks.whitening`).
@@ -384,7 +401,7 @@ def schatten_norm(
         target, exponent, cost = gram(scaled), p / 2, 2
     fn, structure = scalar_function(name, lambda x: power(x, exponent), real_dtype(target))
     products = max((num_matvecs - 1) // cost, 1)
-    shape, budget = checked_run(name, (products, num_probes, num_steps))
+    shape, budget = checked_run(call, (products, num_probes, num_steps))
     small = is_small(scaled, budget)
     if lx.is_diagonal(target) or (cost == 1 and small):
         traced = exact_function_trace(call.on(target), fn, structure)
@@ -507,7 +524,7 @@ def arnoldi_trace(
         name, operator, key, num_matvecs, least=6, sampler=sampler, takes="coloured"
     )
     budgets = num_matvecs, num_probes, num_steps
-    shape, budget = checked_run(name, budgets)
+    shape, budget = checked_run(call, budgets)
     call = dataclasses.replace(call, num_matvecs=budget)
     dtype = working_dtype(call.operator)
     _, structure = scalar_function(name, fn, dtype)
@@ -558,7 +575,7 @@ def _coloured_trace(
         more = tests if repeats == 1 else 0
         return Shape(width, max(1, num_matvecs // (width + more)))
 
-    shape, _ = checked_run(call.name, budgets, choose, tests)
+    shape, _ = checked_run(call, budgets, choose, tests)
     check_samples(call.name, shape.width, colours, "num_probes")
     depth, (first_key, *others) = shape.depth, keys_of(call.key, 3, BLOCKS)
     streamed = dataclasses.replace(call, num_matvecs=shape.width, key=first_key).stream()

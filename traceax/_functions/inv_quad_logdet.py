@@ -39,7 +39,7 @@ from traceax._core.estimate import Estimate, exportable
 from traceax._core.operator import Operator, frozen
 from traceax._core.rule import Outcome, Readout, run, with_own_jvp
 from traceax._core.vectors import unflatten_rows
-from traceax._estimators.call import Call, begin
+from traceax._estimators.call import Call
 from traceax._functions.equations import (
     Equation,
     equation_of,
@@ -55,6 +55,7 @@ from traceax._functions.exact_functions import (
     exact_estimate,
     factorised,
 )
+from traceax._functions.krylov import Krylov, begin_run, checked_run, diagonal_only
 from traceax._functions.whitening import Whitening
 from traceax._linalg.columns import (
     Block,
@@ -81,8 +82,8 @@ from traceax._linalg.krylov import BlockKrylov, block_krylov
 from traceax._probes.samplers import sphere
 from traceax._probes.stream import ProgressMeter
 from traceax._quadrature.block_quadrature import (
+    Run,
     levels_and_complements,
-    shape_for,
     spectrum_of,
     trace_from_spectrum,
 )
@@ -124,9 +125,9 @@ exportable(InvQuadLogdet(Estimate(None, None, 0), Estimate(None, None, 0), None)
 
 
 def inv_quad_logdet(
-    operator: Operator,
+    operator: Operator | Krylov,
     vector: PyTree[ArrayLike],
-    key: PRNGKeyArray,
+    key: PRNGKeyArray | None = None,
     num_matvecs: int = 240,
     *,
     shift: Shift = 0.0,
@@ -199,8 +200,9 @@ def inv_quad_logdet(
     """
     name = "inv_quad_logdet"
     tests = num_tests(name, whitening)
-    call = begin(name, operator, key, num_matvecs, least=6 + tests)
-    call = call.in_batches(None, progress_meter)
+    others = {"whitening": whitening, "shift": diagonal_only(shift)}
+    how: dict[str, Any] = {"least": 6 + tests, "left_out": others}
+    call = begin_run(name, operator, key, (num_matvecs, None, None), progress_meter, **how)
     check_shift(name, call.operator, shift, several=False)
     check_rtol(name, rtol)
     columns, several = right_hand_sides(name, call.operator, vector)
@@ -212,7 +214,7 @@ def inv_quad_logdet(
         is_like = (many, start.shape) == (several, columns.shape)
         require(is_like, name, "guess", must, got, cure)
     equation = equation_of(call.operator, shift)
-    if (known := entries(call.operator, num_matvecs, CHOLESKY)) is not None:
+    if (known := entries(call.operator, call.num_matvecs, CHOLESKY)) is not None:
         array, shift = equation.scaled(known.array), equation.shift
         known_sides = shift, equation.whiten(columns)
         values, error, solution = _exact_solve(*known_sides, array)
@@ -222,8 +224,8 @@ def inv_quad_logdet(
         solution = equation.back(solution)
     else:
         if whitening is not None:
-            equation = whitened(call, shift, whitening)
-            call = replace(call, num_matvecs=num_matvecs - tests, num_checks=tests)
+            equation = whitened(call, equation, whitening)
+            call = replace(call, num_matvecs=call.num_matvecs - tests, num_checks=tests)
         subject = Likelihood(equation.logarithm(name)[0], columns, equation)
         start = jax.lax.stop_gradient(start)
         form, logdet, solution = _estimated(call, subject, float(rtol), start)
@@ -251,14 +253,15 @@ def _estimated(
 
     `start` is the guess.
     """
-    shape, t = shape_for(call.num_matvecs), subject.vectors.shape[1]
+    shape, _ = checked_run(call, (call.num_matvecs, None, None))
+    t, finished, call = subject.vectors.shape[1], call.finished, call.using(sphere)
     # Right-hand sides take at most a quarter of the first block.
-    kept = t if 4 * t <= shape.width else 0
+    kept = t if finished is None and 4 * t <= shape.width else 0
     width = shape.width - kept
-    (probes,) = call.using(sphere).draw(width)
+    probes = call.draw(width)[0] if finished is None else finished.run
     stages = (
         partial(likelihood_run, depth=shape.depth, kept=kept, meter=call.meter),
-        partial(likelihood_prepared, kept=kept),
+        partial(likelihood_prepared, kept=kept, resphered=call.resphere),
         partial(likelihood_solved, rtol=rtol, max_steps=10 * call.num_matvecs),
     )
     outcome = run(stages, subject, (probes, start))
@@ -331,12 +334,12 @@ class Prepared(NamedTuple):
 
 
 def likelihood_run(
-    subject: Likelihood, probes: tuple[Block, Any], *, depth: int, kept: int, meter: Any
+    subject: Likelihood, probes: tuple[Any, Any], *, depth: int, kept: int, meter: Any
 ) -> Started:
     """Make a block Krylov space with its next block.
 
-    `probes` are a block of probes, and the guess or None. The first `kept` right-hand sides
-    are in the run, or their residuals if there is a guess.
+    `probes` are a block of probes, or a finished run; and the guess or None. The first
+    `kept` right-hand sides are in the run, or their residuals if there is a guess.
     """
     (block, guess), (y, sizes), equation = probes, subject.scaled, subject.equation
     taken = None
@@ -348,6 +351,8 @@ def likelihood_run(
         energy = column_dots(guess, y + left).real
         taken = None if equation.white is None else equation.whiten(y - left)
     white = equation.whiten(left)
+    if isinstance(block, Run):
+        return Started(block.space, guess, white, taken, energy)
     in_run = over(white, column_scales(white)[None, :])[:, :kept]
     block = jnp.concatenate([in_run, block], axis=1)
     how = {"meter": meter, "extend": True}
@@ -355,10 +360,13 @@ def likelihood_run(
     return Started(space, guess, white, taken, energy)
 
 
-def likelihood_prepared(subject: Likelihood, made: Started, *, kept: int) -> Prepared:
+def likelihood_prepared(
+    subject: Likelihood, made: Started, *, kept: int, resphered: bool
+) -> Prepared:
     """Estimate the log-determinant, and prepare the solve, from a run."""
     (space, guess, left, taken, energy), function = made, subject.function
     levels, spaces = levels_and_complements(space, kept=kept, subject=function)
+    spaces = spaces.resphered() if resphered else spaces
     spectrum = spectrum_of(space, levels, function)
     traced = trace_from_spectrum(space, spectrum, spaces, function)
     shift, eigen = subject.equation.shift, spectrum.eigen

@@ -1,12 +1,11 @@
 """Stochastic Lanczos quadrature: tr f(A) = E[v* f(A) v], each form by Gauss quadrature.
 
-`slq_trace` estimates a trace. `spectral_density` is the trace of a Gaussian about each
-point of a grid.
+`slq_trace` estimates a trace, and `quadratures` is what it shares with the functions that
+use colours.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,10 +20,8 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Inexact, PRNGKeyArray, PyTree
 
 from traceax._core import checks
-from traceax._core.canonical import compiled
 from traceax._core.estimate import Estimate
 from traceax._core.operator import (
-    LinearMap,
     Operator,
     frozen,
 )
@@ -32,20 +29,18 @@ from traceax._core.rule import Outcome, Readout, Values
 from traceax._estimators.call import Call, Streamed, begin
 from traceax._functions.arguments import (
     Function,
-    Real,
-    checked_run,
     real_dtype,
     subject_of,
 )
-from traceax._functions.exact_functions import exact_function_trace, price
+from traceax._functions.exact_functions import exact_function_trace
 from traceax._linalg import jackknife
-from traceax._linalg.columns import Block, einsum, largest_modulus, promoted
-from traceax._linalg.krylov import Krylov, lanczos, truncated
+from traceax._linalg.columns import Block, einsum, promoted
+from traceax._linalg.krylov import Lanczos, lanczos, truncated
 from traceax._probes.probing import neighbour_residuals
 from traceax._probes.samplers import SamplerLike, sphere
 from traceax._probes.stream import ProgressMeter, SamplingDesign, Stream
 from traceax._quadrature.block_quadrature import Shape
-from traceax._quadrature.dense import Eigen, decompose, decompose_above
+from traceax._quadrature.dense import Eigen, decompose_above
 from traceax._quadrature.nodes import (
     Nodes,
     Rules,
@@ -159,26 +154,17 @@ def quadratures(
     shape: Shape,
     *,
     reorthogonalise: bool = True,
-    krylov: Krylov | None = None,
 ) -> Estimate:
-    """Estimate a trace by the quadrature of each probe.
-
-    `shape` has the number of probes and of steps. If `krylov`, a run made earlier, is
-    given, no probes are drawn.
-    """
+    """Estimate a trace by the quadrature of each probe. `shape` has the number of probes
+    and of steps."""
     steps = min(shape.depth, call.operator.in_size()), reorthogonalise
-    if krylov is None:
-        streamed = replace(call, num_matvecs=shape.width).stream()
-        design, spent, source = streamed.design, streamed.num_matvecs, streamed.probes
-        near = streamed.neighbourhood if design.num_samples == 1 else None
-        algorithm, probes = partial(_slq_in_batches, steps=steps), streamed
-        if source.shown(call.meter).is_whole:
-            algorithm = partial(_spaces, steps=steps), partial(_slq, design=design)
-            probes = source.source, near
-    else:
-        near, spent, probes = None, shape.width, (krylov, None, None)
-        design = SamplingDesign(spent, spent, 1.0)
-        algorithm = partial(_slq, design=design)
+    streamed = replace(call, num_matvecs=shape.width).stream()
+    design, spent, source = streamed.design, streamed.num_matvecs, streamed.probes
+    near = streamed.neighbourhood if design.num_samples == 1 else None
+    algorithm, probes = partial(_slq_in_batches, steps=steps), streamed
+    if source.shown(call.meter).is_whole:
+        algorithm = partial(_spaces, steps=steps), partial(_slq, design=design)
+        probes = source.source, near
     cost = {"spent": spent * steps[0], "degrees": design.degrees(near is not None)}
     return call.finish(algorithm, probes, structure=structure, subject=subject, **cost)
 
@@ -187,7 +173,7 @@ Steps = tuple[int, bool]
 """The number of Lanczos steps, and whether each is made orthogonal to all earlier ones."""
 
 
-Spaces = tuple[Krylov, Any, Any]
+Spaces = tuple[Lanczos, Any, Any]
 """The Krylov spaces of some probes. If these are a single repeat of `probing`, they come
 next, with the neighbourhood of their colours."""
 
@@ -340,7 +326,7 @@ def _sizes(num_steps: int, *, mixed: bool) -> list[int]:
     return [num_steps - less for less in fewer if less < num_steps]
 
 
-def _below(krylov: Krylov, sizes: list[int]) -> Inexact[Array, "levels N 1 m"]:
+def _below(krylov: Lanczos, sizes: list[int]) -> Inexact[Array, "levels N 1 m"]:
     """Return the row below T that couples it to the next step, for every size."""
     m = krylov.projection.shape[1]
     padded = jnp.pad(krylov.projection, ((0, 0), (0, 1), (0, 0)))
@@ -367,158 +353,3 @@ def _indicator(spaces: Spaces, eigen: Eigen, values: Inexact[Array, "N p m"]) ->
         return residuals.error_in_sum(near, eps, real=real, hermitian=True)
 
     return jax.lax.map(of_one, jnp.swapaxes(values, 0, 1))
-
-
-_WIDTHS = "Pass one in the units of the grid, or, of a grid of two points or more, None."
-
-
-def spectral_density(
-    operator: Operator,
-    grid: Float[Array, " points"] | None,
-    key: PRNGKeyArray,
-    num_matvecs: int = 240,
-    *,
-    num_probes: int | None = None,
-    num_steps: int | None = None,
-    width: Real | None = None,
-    sampler: SamplerLike = sphere,
-    reorthogonalise: bool = True,
-    batch_size: int | None = None,
-    progress_meter: ProgressMeter | None = None,
-) -> Estimate:
-    """Estimate the density of the eigenvalues of a Hermitian operator, on a grid.
-
-        phi(t) = 1/n sum_i N(t; lambda_i, width^2)
-
-    It is `slq_trace` of a Gaussian about each point of the grid, from one run, and unbiased
-    except for quadrature. Its integral over the line is 1. Eigenvalues that are separated
-    from the rest are found exactly. Within the bulk, m steps resolve about an m-th part
-    of it. The value is exact if num_probes * num_steps reaches n^2.
-
-    **Arguments** (details are in the guide's conventions)
-
-    - `operator`: a Hermitian lineax operator, as in `function_trace`.
-    - `grid`: the points at which to evaluate the density, a vector of real numbers in the
-      units of the eigenvalues. `None` means 200 points, from three widths below the least
-      eigenvalue that the run sees to three widths above the largest. These points are
-      constants, and `batch_size` cannot be given. To `pool` several runs, pass the grid of
-      the first to all others.
-    - `key`: one JAX random key, for example `jax.random.key(0)`.
-    - `num_matvecs`: the budget. Default 240.
-    - `num_probes`: the number of probes. Default `None`, which lets traceax choose. The
-      default budget gives 34 probes.
-    - `num_steps`: the number of steps for each probe. Default `None`, which lets traceax
-      choose. The default budget gives 7 steps.
-    - `width`: the standard deviation of the Gaussians, positive, in the units of the grid.
-      For smaller widths the error bar grows. Default `None`, which means twice the span of
-      the grid (or of the eigenvalues seen, if `grid` is `None`) divided by `num_steps`.
-      Half of the steps are enough to resolve this width.
-    - `sampler`: a sampler of independent probes, or `probing`, as in `slq_trace`.
-      Default `sphere`.
-    - `reorthogonalise`: as in `slq_trace`. A density hardly needs it. Default `True`.
-    - `batch_size`: how many probes are in memory at a time, an int of at least 1. Default
-      `None`, which means all of them.
-    - `progress_meter`: an object that shows the progress, for example
-      `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
-
-    **Returns** an `Estimate` with a value of the shape of its `grid`. The value is a
-    density per unit of the grid.
-
-    **Derivatives**: they are as for `slq_trace`, with one matvec-VJP for each probe and
-    point of the grid, so use coarse grids.
-
-    **Cost**: at most `num_matvecs` matvecs.
-
-    **Example**
-
-        >>> import jax, jax.numpy as jnp, lineax as lx, traceax as tx
-        >>> operator = lx.DiagonalLinearOperator(jnp.linspace(0.0, 1.0, 400))
-        >>> density = tx.spectral_density(operator, None, jax.random.key(0))
-        >>> bool(abs(jnp.trapezoid(density.value, density.grid) - 1) < 1e-2)
-        True
-
-    **Reference**: Lin, Saad and Yang (2016),
-    [doi:10.1137/130934283](https://doi.org/10.1137/130934283). Compare Matti and others
-    (2025), [arXiv:2502.18626](https://arxiv.org/abs/2502.18626).
-
-    **See also**: `slq_trace`, `pool`.
-    """
-    name, takes = "spectral_density", "independent" if grid is None else "coloured"
-    call = begin(name, operator, key, num_matvecs, sampler=sampler, takes=takes)
-    call = call.in_batches(batch_size, progress_meter)
-    shape, _ = checked_run(name, (num_matvecs, num_probes, num_steps), _resolving)
-    checks.check_samples(name, shape.width, call.group, "num_probes")
-    checks.check_positive(name, "width", 1.0 if width is None else width, _WIDTHS)
-    n, spent, krylov = call.operator.in_size(), 0, None
-    is_exact = shape.num_matvecs >= n**2
-    if grid is not None:
-        checks.check_grid(name, grid)
-        points = jnp.asarray(grid, real_dtype(call.operator))
-        spread = 2 * jnp.ptp(points) / shape.depth if width is None else width
-        checks.check_positive(name, "width", spread, _WIDTHS)
-    elif batch_size is not None:
-        must = "be given with batch_size, because no batch sees the whole spectrum"
-        cure = "Pass jax.numpy.linspace(low, high, 200), or leave out batch_size."
-        raise checks.invalid(ValueError, name, "grid", must, "None", cure)
-    else:
-        seen = LinearMap(frozen(call.operator))
-        if is_exact:
-            matrix, spent = seen.dense(), price(call.operator)
-        else:  # The density is computed from the same run.
-            (block,) = call.draw(shape.width)
-            how = {"num_steps": min(shape.depth, n), "reorthogonalise": reorthogonalise}
-            krylov = compiled(partial(lanczos, **how), seen, block.T)
-            matrix = krylov.projection
-        points, spread = _about(decompose(matrix).values, width, shape.depth)
-    scale = 1 / (spread * (2 * jnp.pi) ** 0.5 * n)
-
-    def bumps(x: Float[Array, ""]) -> Float[Array, " points"]:
-        return scale * jnp.exp(-(((points - x) / spread) ** 2) / 2)
-
-    fn, structure = scalar_function(name, bumps, real_dtype(call.operator))
-    if is_exact:
-        density = exact_function_trace(call, fn, structure)
-    else:
-        subject = MatrixFunction(LinearMap(call.operator), fn)
-        how = {"reorthogonalise": reorthogonalise, "krylov": krylov}
-        density = quadratures(call, subject, structure, shape, **how)
-        if call.group == 1:
-            density = _with_theory(density, scale / shape.width)
-    spent, points = spent + density.num_matvecs, jax.lax.stop_gradient(points)
-    return replace(density, num_matvecs=spent, grid=points)
-
-
-def _with_theory(density: Estimate, peak: Real) -> Estimate:
-    """Make the standard error at least what theory says of sums of positive terms.
-
-    A mean of k forms v* f(A) v has the variance 2 sum_i f_i^2 / k, and `peak` is the
-    largest f_i over k. The sum of squares is the largest f_i times the sum of all if one
-    eigenvalue alone is near, and 1/sqrt(2) of that within a bulk, for which this is right.
-    If one is near, the samples are so skewed that a low mean comes with a small spread.
-    """
-    value = jnp.maximum(jax.lax.stop_gradient(density.value), 0)
-    error = jnp.sqrt(2**0.5 * jax.lax.stop_gradient(peak) * value)
-    return replace(density, standard_error=jnp.maximum(density.standard_error, error))
-
-
-def _about(
-    values: Float[Array, "..."], width: Real | None, num_steps: int
-) -> tuple[Float[Array, " points"], Real]:
-    """Return the grid about the eigenvalues that a run sees, and the width."""
-    low, high = jnp.min(values), jnp.max(values)
-    rounding = jnp.finfo(values.dtype).eps ** 0.5 * largest_modulus(values)
-    span = jnp.maximum(high - low, rounding)
-    span = jnp.where(span == 0, 1, span)
-    width = 2 * span / num_steps if width is None else width
-    margin = 3 * jax.lax.stop_gradient(jnp.asarray(width, values.dtype))
-    return jnp.linspace(low - margin, high + margin, 200, dtype=values.dtype), width
-
-
-def _resolving(num_matvecs: int) -> Shape:
-    """Choose a run with more steps than probes.
-
-    Only steps resolve details. A few probes are enough, because each one meets all
-    eigenvalues.
-    """
-    width = max(1, math.isqrt(num_matvecs // 4))
-    return Shape(width, num_matvecs // width)

@@ -97,7 +97,7 @@ OnSpace = Inexact[Array, "r r"]
 Filled = Bool[Array, " r"]
 
 
-class Krylov(NamedTuple):
+class Lanczos(NamedTuple):
     """The result of Lanczos' process from N vectors v.
 
     A q_j = sum_i q_i T_ij + a residual, with the orthonormal rows q_j of `basis` and
@@ -121,7 +121,7 @@ def lanczos(
     *,
     reorthogonalise: bool = True,
     differentiable: bool = False,
-) -> Krylov:
+) -> Lanczos:
     """Run Lanczos' process from each of N vectors, in one batch.
 
     T is NaN if A is found not to be Hermitian. Set `differentiable` to differentiate the
@@ -159,7 +159,7 @@ def lanczos(
     projection = jnp.eye(num_steps, dtype=alphas.dtype)[None] * alphas[:, :, None]
     projection = projection + above + jnp.swapaxes(above, 1, 2)
     basis = rows if basis is None else basis
-    return Krylov(basis, projection, length, skew, new, below)
+    return Lanczos(basis, projection, length, skew, new, below)
 
 
 def _updated(array: Array, part: Array, place: tuple[Array | int, ...]) -> Array:

@@ -109,6 +109,10 @@ Sides = Inexact[Array, "k s m"]
 Forms = Inexact[Array, "v k s s"]
 
 
+# Up to so many functions of one run, such as the points of a grid, share a product.
+FEW = 8
+
+
 class Shape(NamedTuple):
     """The shape of a run: `depth` blocks of `width` probes, of which the first `inner`
     blocks make the spaces S_i."""
@@ -161,10 +165,14 @@ def krylov_run(subject: MatrixFunction, probes: Block, *, depth: int, **how: Any
     return Run(block_krylov(subject.linear_map, probes, depth, **how), probes)
 
 
-def block_quadrature(subject: MatrixFunction, run: Run) -> Outcome:
-    """Estimate tr f(A) from a block Krylov run."""
+def block_quadrature(
+    subject: MatrixFunction, run: Run, *, resphered: bool = True
+) -> Outcome:
+    """Estimate tr f(A) from a block Krylov run. The c_i are 1 if the r_i must not be
+    `resphered`."""
     space = run.space
     levels, spaces = levels_and_complements(space, subject=subject)
+    spaces = spaces.resphered() if resphered else spaces
     return trace_from_spectrum(space, spectrum_of(space, levels, subject), spaces, subject)
 
 
@@ -172,7 +180,7 @@ def trace_from_spectrum(
     space: BlockKrylov, spectrum: Spectrum, spaces: Complements, subject: MatrixFunction
 ) -> Outcome:
     """Estimate tr f(A) from a space, and the spectrum and the complements made of it."""
-    rule = quadrature(spectrum, spaces.resphered())
+    rule = quadrature(spectrum, spaces)
     whole = Eigen(*(x[:1] for x in spectrum.eigen))
     weights = jnp.mean(rule.weights, axis=2, keepdims=True)
     parts = space.extended.T[None], whole, rule.matrix[None], max(5 * space.depth, 40)
@@ -356,7 +364,11 @@ class Quadrature(eqx.Module):
         error = jackknife.shared_error(samples, rounding)
         if samples.shape[-1] > 1:
             used = jnp.where(weights > 0, values[0, 0], 0)[:, :m]
-            theory = self._error_by_theory(over(used, scales[1][:, None]))
+            used = over(used, scales[1][:, None])
+            if len(used) <= FEW:
+                theory = self._error_by_theory(used)
+            else:  # together they are larger than the basis
+                theory = jax.lax.map(lambda f: self._error_by_theory(f[None])[0], used)
             error = jnp.maximum(error, scales[1] * theory)
         return error, jackknife.error_of_rules(mean(every), share, rounding=rounding)
 
