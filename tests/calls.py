@@ -186,3 +186,4 @@ OTHERS = {"Estimate", "InvQuadLogdet", "Layout", "colouring", "preconditioner", 
 OTHERS |= {"Sampler", "adaptive", "as_operator", "empirical_fisher", "gauss_newton"}
 OTHERS |= {"hadamard", "normal", "orthogonal", "rademacher", "sphere"}
 OTHERS |= {"Neighbours", "Whitening", "graph_neighbours", "nearest_neighbours"}
+OTHERS |= {"Krylov"}

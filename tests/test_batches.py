@@ -68,9 +68,6 @@ CASES: dict[str, Callable[..., Any]] = {
     "diagonal, probing": of("hutchinson_diagonal", 30, sampler=FIVE),
     "diagonal, exact": of("hutchinson_diagonal", 100),
     "slq_trace": quadrature(lambda a, *x, **y: tx.slq_trace(a, jnp.log, *x, **y)),
-    "spectral_density": quadrature(
-        lambda a, *x, **y: tx.spectral_density(a, jnp.linspace(0.0, 9.0, 5), *x, **y)
-    ),
     "laplacian": calculus("laplacian", energy, sampler=tx.rademacher),
     "biharmonic": calculus("biharmonic", energy),
     "divergence": calculus("divergence", waves, sampler=tx.rademacher),
@@ -98,7 +95,7 @@ RUNS = [(name, float, 5) for name in ("trace", "diagonal, probing", "trace, exac
 RUNS += [slow(name, float, 5) for name in CASES if (name, float, 5) not in RUNS]
 RUNS += [slow(name, complex, 10) for name in SOME]
 METER = diffrax.TextProgressMeter(minimum_increase=0.0)
-PROBES = {"diagonal, probing": 30, "slq_trace": 11, "spectral_density": 11}
+PROBES = {"diagonal, probing": 30, "slq_trace": 11}
 
 
 @pytest.mark.parametrize(("name", "dtype", "batch_size"), RUNS)
@@ -124,6 +121,16 @@ def test_batches_change_no_number_and_are_shown_once(
     count = PROBES.get(name, N if "exact" in name else K)
     shares = [min(done / count, 1) for done in range(0, count + batch_size, batch_size)]
     assert lines == [f"{100 * share:.2f}%" for share in shares]
+
+
+def test_densities_in_batches() -> None:
+    """They are those of plain quadrature."""
+    scale = jnp.linspace(1.0, 2.0, 100)
+    a, grid = matrix_free(lambda v: scale * v, 100), jnp.linspace(0.5, 2.5, 5)
+    how: Any = {"num_probes": 7, "num_steps": 4}
+    parts = tx.spectral_density(a, grid, KEY, batch_size=3, **how)
+    whole = tx.spectral_density(a, grid, KEY, reorthogonalise=False, **how)
+    close((parts.value, parts.standard_error), (whole.value, whole.standard_error), 1e-9)
 
 
 def test_batches_at_any_scale() -> None:
@@ -174,7 +181,8 @@ def test_wrong_batch_sizes() -> None:
     for size in (0, -1):
         refused(ValueError, few, CASES["trace"], matrix, batch_size=size)
     refused(TypeError, "batch_size=.*Python int", slq, matrix, batch_size=2.0)
-    words, density = r"spectral_density\(batch_size=", CASES["spectral_density"]
+    density = quadrature(lambda a, *x, **y: tx.spectral_density(a, matrix[0], *x, **y))
+    words = r"spectral_density\(batch_size="
     refused(ValueError, words, density, matrix, batch_size=0)
     words, how = "batch_size=.*at least 5.*sample", {"sampler": FIVE}
     refused(ValueError, words, of("hutchinson_diagonal", 10, **how), matrix, batch_size=4)

@@ -31,6 +31,7 @@ CHOSEN = {
     "selected_entries": "selected_entries, 9 colours",
     "unbiased_square": "hutchinson_trace",
     "vecchia": "logdet",
+    "krylov": "logdet",
 }
 NAMES = [x for x in CALLS if x not in ("inv_quad_logdet", "leaf_traces", "pool")]
 

@@ -32,6 +32,7 @@ A new thing has one place. Copy one of its kind:
     a way to sum the rows of a diagonal    `_estimators.readouts`
     an estimator of f(A); a likelihood     `function_diagonal`; `inv_quad_logdet`
     what a finished run can answer         `_functions.krylov`
+    a structure that splits log det        `_functions.structures`
     a factor of entries; its neighbours    `_functions.whitening`, `neighbours`
     a derivative along probes              `_calculus.sampled`
     a differential operator                `_calculus.laplacian`
