@@ -130,16 +130,17 @@ def function_diagonal(
 
     **Arguments** (details are in the guide's conventions)
 
-    - `operator`: a Hermitian lineax operator A, as in `function_trace`.
+    - `operator`: a Hermitian lineax operator A, as in `function_trace`, or a finished run,
+      as in `krylov`.
     - `fn`: the function f, a real function of a real scalar, made of JAX operations.
-    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `key`: one JAX random key, for example `jax.random.key(0)`; none with a run.
     - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `num_probes`: the number of probes, as in `function_trace`. With `probing`, it is a
       multiple of the number of colours. Default `None`, which lets traceax choose.
     - `num_steps`: the number of steps, as in `function_trace`. Default `None`, which lets
       traceax choose.
     - `sampler`: a sampler of independent probes, or `probing`. Default `None`, which is
-      `rademacher`.
+      `rademacher`, or the sampler of the run.
     - `progress_meter`: an object that shows the progress of the Krylov run, for example
       `diffrax.TqdmProgressMeter()`. Default `None`, which shows nothing.
 

@@ -113,10 +113,10 @@ def function_trace(
     **Arguments** (details are in the guide's conventions)
 
     - `operator`: a Hermitian lineax operator A, real or complex, on arrays or pytrees. It
-      needs no tag.
+      needs no tag. Or a finished run, as in `krylov`.
     - `fn`: the function f of a real scalar, made of JAX operations, that returns an array
       or a pytree of arrays. Each entry is another trace from the same run.
-    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `key`: one JAX random key, for example `jax.random.key(0)`; none with a run.
     - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `num_probes`: the number k of probes, which is the width of the run. More probes help
       if many eigenvalues contribute similar amounts. Default `None`, which lets traceax
@@ -164,7 +164,7 @@ def function_trace(
     [arXiv:2603.05721](https://arxiv.org/abs/2603.05721). Singh, Barros and Li (2026),
     [arXiv:2605.12801](https://arxiv.org/abs/2605.12801).
 
-    **See also**: `logdet`, `slq_trace`, `arnoldi_trace`, `function_diagonal`,
+    **See also**: `logdet`, `krylov`, `slq_trace`, `arnoldi_trace`, `function_diagonal`,
     `schatten_norm`.
     """
     name = "function_trace"
@@ -228,12 +228,15 @@ def logdet(
 
     The value is exact, from a Cholesky factorisation, for stored matrices up to n = 2048,
     if `num_matvecs` reaches n, and for n <= 64. Diagonal operators need one matvec or none.
+    The log-determinant of c A splits off n log |c| if A is tagged semidefinite. So do those
+    of blocks and Kronecker factors that the operator's class names (see the guide's
+    structured operators).
 
     **Arguments** (details are in the guide's conventions)
 
     - `operator`: a Hermitian lineax operator A, real or complex, on arrays or pytrees. It
-      needs no tag.
-    - `key`: one JAX random key, for example `jax.random.key(0)`.
+      needs no tag. Or a finished run, as in `krylov`.
+    - `key`: one JAX random key, for example `jax.random.key(0)`; none with a run.
     - `num_matvecs`: the budget, at least min(6, n). It is ignored if n <= 64. Default 240.
     - `shift`: a real number. An array of shifts gives the log-determinants for all of them
       from one run. An `lx.DiagonalLinearOperator` D with positive entries, for example the
@@ -281,7 +284,7 @@ def logdet(
     Chen and Hallman (2023), [doi:10.1137/22M1494257](https://doi.org/10.1137/22M1494257).
     Cortinovis and Toni (2026), [arXiv:2601.05778](https://arxiv.org/abs/2601.05778).
 
-    **See also**: `inv_quad_logdet`, `function_trace`, `arnoldi_trace`.
+    **See also**: `inv_quad_logdet`, `function_trace`, `krylov`, `arnoldi_trace`.
     """
     name, tests = "logdet", num_tests("logdet", whitening)
     budgets, others = (num_matvecs, num_probes, num_steps), {"pattern": pattern}

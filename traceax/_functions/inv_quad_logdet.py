@@ -147,10 +147,10 @@ def inv_quad_logdet(
     **Arguments** (details are in the guide's conventions)
 
     - `operator`: a Hermitian lineax operator A. A + shift I must be positive definite. It
-      needs no tags.
+      needs no tags. Or a finished run, as in `krylov`, which has probes alone.
     - `vector`: y, with the operator's input structure. For several right-hand sides, every
       leaf has an additional leading axis.
-    - `key`: one JAX random key, for example `jax.random.key(0)`.
+    - `key`: one JAX random key, for example `jax.random.key(0)`; none with a run.
     - `num_matvecs`: the budget of the Krylov run, without the solve, at least min(6, n).
       Default 240.
     - `shift`: a real number, or an `lx.DiagonalLinearOperator`, as in `logdet`. Default 0.

@@ -84,8 +84,10 @@ def krylov(
 
     `function_trace`, `logdet`, `function_diagonal`, `spectral_density` and
     `inv_quad_logdet` take the result in place of the operator, without a key and a budget.
-    Each then gives the estimate that it gives with the operator, this key and this budget,
-    but takes no further matvec (`inv_quad_logdet` takes those of its solve).
+    Each then gives the estimate that it gives with the operator, this key, this budget and
+    this sampler, but takes no further matvec. `inv_quad_logdet` takes the matvecs of its
+    solve, for any right-hand sides. They are not in the run, so that its numbers may differ
+    from those without a run, within their error bars.
 
     **Arguments** (details are in the guide's conventions)
 
