@@ -30,16 +30,21 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def cases(values: Iterable[Any], *quick: Any) -> list[Any]:
+def nightly(*values: Any) -> Any:
+    """A parameter of the tests that `python -m pytest -m nightly` runs, and CI does not."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def cases(values: Iterable[Any], *quick: Any, rest: Any = slow) -> list[Any]:
     """Parameters of a test, of which only the named ones are in the quick run: by their
-    `name`, their `__name__` or themselves."""
+    `name`, their `__name__` or themselves. The rest is slow, or nightly."""
 
     def name(value: Any) -> Any:
         return getattr(value, "name", getattr(value, "__name__", value))
 
     values = list(values)
     assert set(quick) <= {name(value) for value in values}
-    return [value if name(value) in quick else slow(value) for value in values]
+    return [value if name(value) in quick else rest(value) for value in values]
 
 
 def given(probes: Any) -> Callable[..., Any]:

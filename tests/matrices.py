@@ -21,12 +21,8 @@ def spectrum(name: str, n: int) -> np.ndarray:
 
 def hermitian(eigenvalues: np.ndarray, dtype: Any = float, seed: int = 0) -> Any:
     """A dense Hermitian matrix with these eigenvalues in a random orthonormal basis."""
-    n = len(eigenvalues)
-    rng = np.random.default_rng(seed)
-    block: Any = rng.standard_normal((n, n))
-    if np.issubdtype(np.dtype(dtype), np.complexfloating):
-        block = block + 1j * rng.standard_normal((n, n))
-    basis, _ = np.linalg.qr(block)
+    n, kind = len(eigenvalues), np.dtype(dtype).kind
+    basis, _ = np.linalg.qr(numbers((n, n), complex if kind == "c" else float, seed))
     matrix = (basis * eigenvalues) @ basis.conj().T
     return jnp.asarray((matrix + matrix.conj().T) / 2, dtype)
 
@@ -35,7 +31,7 @@ def general(n: int, dtype: Any = float, seed: int = 0) -> Any:
     """A dense non-normal matrix."""
     rng = np.random.default_rng(seed)
     matrix = rng.standard_normal((n, n)) / np.sqrt(n) + 0.5 * np.triu(np.ones((n, n)))
-    if np.issubdtype(np.dtype(dtype), np.complexfloating):
+    if np.dtype(dtype).kind == "c":
         matrix = matrix + 1j * rng.standard_normal((n, n))
     return jnp.asarray(matrix, dtype)
 
@@ -44,7 +40,7 @@ def numbers(shape: Any, dtype: Any = float, seed: int = 0) -> np.ndarray:
     """Normal numbers."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape)
-    if np.issubdtype(np.dtype(dtype), np.complexfloating):
+    if np.dtype(dtype).kind == "c":
         values = values + 1j * rng.standard_normal(shape)
     return values.astype(dtype)
 

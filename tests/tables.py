@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import cases
+from tests.helpers import cases, slow
 from tests.matrices import general, hermitian
 from tests.wrappers import PSD
 from traceax._linalg.columns import promoted
@@ -96,7 +96,8 @@ def names(entries: list[Entry]) -> list[str]:
     return [entry.name for entry in entries]
 
 
-def each(entries: list[Entry], *quick: str) -> pytest.MarkDecorator:
-    """A test for the entries of a table; only the named ones are in the quick run."""
-    chosen = cases(entries, *quick) if quick else entries
+def each(entries: list[Entry], *quick: str, rest: Any = slow) -> pytest.MarkDecorator:
+    """A test for the entries of a table; only the named ones are in the quick run, and the
+    rest is slow, or nightly."""
+    chosen = cases(entries, *quick, rest=rest) if quick else entries
     return pytest.mark.parametrize("entry", chosen, ids=lambda entry: entry.name)

@@ -9,7 +9,7 @@ from tests.calls import CALLS
 from tests.helpers import outputs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_single_and_double_precision_agree_for_every_function(tmp_path: Path) -> None:
     """Each has a row for either spectrum, with no NaN, and no `!` for what differs. The

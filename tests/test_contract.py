@@ -1,6 +1,7 @@
 """What holds for every estimator: budgets, shapes, error messages, the automatic choice."""
 
 import functools
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -12,10 +13,10 @@ import pytest
 import scipy.stats
 
 import traceax as tx
-from tests.helpers import close, refused, slow
+from tests.helpers import close, nightly, refused, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.tables import ALL, ESTIMATORS, NORMS, REST, REST_ALL, Entry, each
-from tests.wrappers import PSD, function, matrix_free
+from tests.wrappers import PSD, Plain, function, matrix_free
 from traceax._estimators.call import begin
 from traceax._estimators.krylov_nystrom import estimate_by_nystrom
 from traceax._estimators.second_batch import xtrace_or_hutchinson
@@ -23,68 +24,47 @@ from traceax._estimators.second_batch import xtrace_or_hutchinson
 KEY = jax.random.key(2)
 
 
-class Tally:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, _: Any) -> None:
-        self.count += 1
-
-
-class Counted(lx.AbstractLinearOperator):
+class Counted(Plain):
     """A user's operator. It counts the columns that it and its transpose are applied to."""
 
-    matrix: Any
-    tally: Tally = eqx.field(static=True)
     known: bool
+    tally: Any = eqx.field(static=True, default_factory=itertools.count)
 
     def mv(self, vector: Any) -> Any:
-        jax.debug.callback(self.tally, vector[0])
+        jax.debug.callback(lambda _: next(self.tally), vector[0])
         return self.matrix @ vector
 
     def as_matrix(self) -> Any:
         raise AssertionError("no estimator forms the matrix")
 
-    def transpose(self) -> "Counted":
-        return Counted(self.matrix.T, self.tally, self.known)
-
-    def in_structure(self) -> Any:
-        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
-
-    def out_structure(self) -> Any:
-        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+    def transpose(self) -> Any:
+        return Counted(self.matrix.T, self.known, self.tally)
 
     def counted(self) -> int:
         jax.effects_barrier()
-        return self.tally.count
+        return next(self.tally)
 
 
-lx.conj.register(Counted, lambda o: Counted(o.matrix.conj(), o.tally, o.known))
-lx.is_symmetric.register(Counted, lambda o: o.known)
-lx.is_positive_semidefinite.register(Counted, lambda o: o.known)
-lx.is_negative_semidefinite.register(Counted, lambda o: False)
-lx.is_diagonal.register(Counted, lambda o: False)
+lx.conj.register(Counted, lambda o: Counted(o.matrix.conj(), o.known, o.tally))
+for question in (lx.is_symmetric, lx.is_positive_semidefinite):
+    question.register(Counted, lambda operator: operator.known)
 
 
-# Of an operator known to be Hermitian, and of one that is not: (applications a probe).
-PER_PROBE = {
-    "trace": (1, 2),
-    "xtrace": (2, 2),
-    "xdiag": (2, 2),
-    "diagonal": (1, 2),
-    "row_norms_squared": (2, 3),
-    "frobenius_norm_squared": (2, 2),
-}
+# The matvecs of a probe: for an operator known to be Hermitian, and for another one.
+PER_PROBE = {"trace": (1, 2), "xtrace": (2, 2), "xdiag": (2, 2), "diagonal": (1, 2)}
+PER_PROBE |= {"row_norms_squared": (2, 3), "frobenius_norm_squared": (2, 2)}
+TAGGED = [(entry, entry.semidefinite) for entry in ALL + REST_ALL]
+TAGGED += [(e, True) for e in ALL + REST_ALL if e.name in ("xdiag", "row_norms_squared")]
 
 
-@each(ALL + REST_ALL, "xtrace", "xdiag", "trace")
-@pytest.mark.parametrize("tagged", [True, False])
-def test_applications_are_counted_right(entry: Entry, tagged: bool) -> None:
+@pytest.mark.parametrize(
+    ("entry", "tagged"),
+    [run if run[0].name in ("xtrace", "xdiag", "trace") else slow(*run) for run in TAGGED],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_matvecs_are_counted_right(entry: Entry, tagged: bool) -> None:
     """`num_matvecs` is what was spent, on the adjoint too, and never more than allowed."""
-    matrix, budget = hermitian(spectrum("poly", 70)), 50
-    counter = Counted(matrix, Tally(), tagged)
-    if tagged != entry.semidefinite and entry.name not in ("xdiag", "row_norms_squared"):
-        return  # of the others the tag changes nothing
+    counter, budget = Counted(hermitian(spectrum("poly", 70)), tagged), 50
     estimate = entry.estimate(counter, KEY, budget)
     jax.block_until_ready(estimate)
     assert estimate.num_matvecs == counter.counted() <= budget
@@ -93,12 +73,13 @@ def test_applications_are_counted_right(entry: Entry, tagged: bool) -> None:
     assert estimate.num_matvecs == cost * (budget // cost)
 
 
-@pytest.mark.parametrize("num_steps", [slow(0), 1, slow(5)])
-@pytest.mark.parametrize("tagged", [slow(False), True])
-def test_applications_of_others_are_counted_right(num_steps: int, tagged: bool) -> None:
-    """The applications that measure the quadrature error are counted, too. An adaptive
-    trace (0 steps) applies the operator once to each of its columns."""
-    counter = Counted(hermitian(spectrum("poly", 70)), Tally(), tagged)
+@pytest.mark.parametrize(
+    ("num_steps", "tagged"), [(1, True), slow(0, False), slow(5, False), nightly(5, True)]
+)
+def test_matvecs_of_others_are_counted_right(num_steps: int, tagged: bool) -> None:
+    """The matvecs that measure the quadrature error are counted, too. An adaptive trace
+    (0 steps) applies the operator once to each of its columns."""
+    counter = Counted(hermitian(spectrum("poly", 70)), tagged)
     if num_steps:
         how: Any = {"num_probes": 6, "sampler": tx.probing(np.arange(70) % 6)}
         estimate = tx.function_diagonal(counter, jnp.exp, KEY, num_steps=num_steps, **how)
@@ -109,7 +90,7 @@ def test_applications_of_others_are_counted_right(num_steps: int, tagged: bool) 
     assert estimate.num_matvecs == counter.counted()
 
 
-@each(ESTIMATORS + REST, "hutchinson_trace", "xdiag")
+@each(ESTIMATORS + REST, "xdiag")
 def test_small_dimensions(entry: Entry) -> None:
     """n = 1 and 3 with budgets below, at and above n: from n on no minimum counts."""
     for n in (1, 3):
@@ -134,17 +115,18 @@ def test_the_standard_error_of_one_sample_is_infinite(entry: Entry) -> None:
 @pytest.mark.slow
 def test_negative_semidefinite() -> None:
     matrix = hermitian(spectrum("poly", 70))
-    positive = lx.MatrixLinearOperator(matrix, PSD)
-    negative = lx.MatrixLinearOperator(-matrix, lx.negative_semidefinite_tag)
-    one, other = tx.xnystrace(positive, KEY, 20), tx.xnystrace(negative, KEY, 20)
-    assert one.value == -other.value
-    assert one.standard_error == other.standard_error
+    negative = lx.negative_semidefinite_tag
 
-    def value(matrix: Any, tag: object) -> Any:
-        return tx.xnystrace(lx.MatrixLinearOperator(matrix, tag), KEY, 20).value
+    def value(matrix: Any, tag: object) -> tuple[Any, Any]:
+        estimate = tx.xnystrace(lx.MatrixLinearOperator(matrix, tag), KEY, 20)
+        return estimate.value, estimate.standard_error
 
-    slope = jax.grad(value)(-matrix, lx.negative_semidefinite_tag)
-    close(jax.grad(value)(matrix, PSD), slope, 1e-12)
+    both = jax.value_and_grad(value, has_aux=True)
+    (one, error), gradient = both(matrix, PSD)
+    (other, same), opposite = both(-matrix, negative)
+    assert one == -other
+    assert error == same
+    close(gradient, opposite, 1e-12)
 
 
 # The automatic choice.
@@ -179,18 +161,31 @@ def test_the_automatic_choice(budget: int, tags: Any, chosen: Any) -> None:
     assert tx.trace(operator, KEY, budget).value == chosen(operator, KEY, budget).value
 
 
+@pytest.mark.parametrize(
+    ("budget", "tags", "method"),
+    [
+        (3, PSD, "xnysdiag mixed with hutchinson_diagonal"),
+        (2, PSD, "hutchinson_diagonal"),
+        (6, (), "the better of xdiag and hutchinson_diagonal"),
+        (5, (), "hutchinson_diagonal"),
+    ],
+)
+def test_the_automatic_choice_of_a_diagonal(budget: int, tags: Any, method: str) -> None:
+    operator = function(hermitian(spectrum("poly", 70)), tags)
+    found = jax.eval_shape(lambda: tx.diagonal(operator, KEY, budget))
+    assert found.method == method
+
+
 def test_the_automatic_choice_is_exact_where_that_is_cheaper() -> None:
     """For small operators, and for stored diagonals: 0 or 1 applications."""
     big = general(70)
-    stored = lx.MatrixLinearOperator(big)
-    scalar = jnp.asarray(2.0)
+    stored, scalar = lx.MatrixLinearOperator(big), jnp.asarray(2.0)
     identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((70,), jnp.float32))
-    diagonal = function(jnp.diag(big[0]), lx.diagonal_tag)
     cases: list[tuple[lx.AbstractLinearOperator, Any, int]] = [
         (stored, jnp.trace(big), 0),
         (-(scalar * stored + stored) / scalar, -1.5 * jnp.trace(big), 0),
         (identity, 70.0, 0),
-        (diagonal, big[0].sum(), 1),
+        (function(jnp.diag(big[0]), lx.diagonal_tag), big[0].sum(), 1),
         (function(big[:64, :64]), jnp.trace(big[:64, :64]), 64),
     ]
     for operator, truth, price in cases:
@@ -207,16 +202,15 @@ def test_a_tangent_has_no_tags() -> None:
     direction = hermitian(np.arange(70.0) - 40, seed=1)
     make = functools.partial(function, tags=PSD)
     primal, tangent = eqx.filter_jvp(make, (matrix,), (direction,))
-    derivative = lx.TangentLinearOperator(primal, tangent)
+    derivative, plain = lx.TangentLinearOperator(primal, tangent), function(direction)
     assert lx.is_positive_semidefinite(derivative)
-    plain = function(direction)
-    for operator in (derivative, derivative + function(0 * direction)):
-        close(tx.trace(operator, KEY, 20).value, tx.trace(plain, KEY, 20).value, 1e-12, 70)
-        got, want = (tx.na_hutchpp_trace(o, KEY, 20).value for o in (operator, plain))
-        close(got, want, 1e-12, 70)
-    for operator in (derivative, derivative + function(0 * direction), plain):
-        words = r"xnystrace\(operator=.*tagged.*positive_semidef"
+    words = r"xnystrace\(operator=.*tagged.*positive_semidef"
+    added = derivative + function(0 * direction)
+    for operator in (derivative, added, plain):
         refused(ValueError, words, tx.xnystrace, operator, KEY, 20)
+    for estimator, operator in ((tx.trace, added), (tx.na_hutchpp_trace, derivative)):
+        found, truth = (estimator(a, KEY, 20).value for a in (operator, plain))
+        close(found, truth, 1e-12, 70)
 
 
 # Errors: the argument as the user typed it, what was got, and the cure.
@@ -273,38 +267,33 @@ def test_wrong_arguments_are_named(entry: Entry) -> None:
 
 def test_dependent_probes() -> None:
     operator = function(hermitian(spectrum("poly", 12)), PSD)
-    dependent = r"\(sampler=\.\.\.\).*independent"
+    words = r"\(sampler=\.\.\.\).*independent"
     for estimator in (tx.xtrace, tx.xnystrace):
         for sampler in (tx.orthogonal, functools.partial(tx.orthogonal)):
-            refused(ValueError, dependent, estimator, operator, KEY, 10, sampler=sampler)
+            refused(ValueError, words, estimator, operator, KEY, 10, sampler=sampler)
     samplers = tx.sphere, functools.partial(tx.sphere)
     one, other = (tx.xtrace(operator, KEY, 10, sampler=s) for s in samplers)
     assert one.value == other.value
     refused(TypeError, "sampler=.*got int", tx.xtrace, operator, KEY, 10, sampler=3)
-    space = operator.in_structure()
     words = r"orthogonal\(num_probes=.*at most 12.*got 13"
-    refused(ValueError, words, tx.orthogonal, KEY, space, 13)
+    refused(ValueError, words, tx.orthogonal, KEY, operator.in_structure(), 13)
 
 
 # Estimate.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_interval_is_students(dtype: Any) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("float64", 1e-9)])
+def test_interval_is_students(dtype: Any, tolerance: float) -> None:
     """Against scipy's quantiles, and after a trip through jit."""
     value, error = jnp.asarray(3.0, dtype), jnp.asarray(0.5, dtype)
     jitted = jax.jit(lambda e, level: e.interval(level))
-    for degrees in (1 / 3, 1.0, 3.0, 9.0, 1000.0):
-        for level in (0.5, 0.95, 0.999):
-            estimate = tx.Estimate(value, error, 10, degrees)
-            half = float(0.5 * scipy.stats.t.ppf((1 + level) / 2, degrees))
-            tolerance = 1e-9 if dtype == "float64" else 1e-3
-            intervals = [jitted(estimate, level)]
-            if level == 0.95 and degrees == 9:
-                intervals.append(estimate.interval(level))
-            for low, high in intervals:
-                close(low, 3 - half, tolerance, half)
-                close(high, 3 + half, tolerance, half)
+    every, levels = (1 / 3, 1.0, 3.0, 9.0, 1000.0), (0.5, 0.95, 0.999)
+    for degrees, level in itertools.product(every, levels):
+        estimate = tx.Estimate(value, error, 10, degrees)
+        half = float(0.5 * scipy.stats.t.ppf((1 + level) / 2, degrees))
+        close(jitted(estimate, level), (3 - half, 3 + half), tolerance, half)
+        if level == 0.95 and degrees == 9:
+            close(estimate.interval(level), (3 - half, 3 + half), tolerance, half)
     plain = tx.Estimate(value, error, 10)
     close(plain.interval()[1], 3 + 0.5 * scipy.stats.norm.ppf(0.975), 1e-3)
 

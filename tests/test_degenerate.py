@@ -6,6 +6,7 @@ of a multiple of I has the derivative sum of f', which estimates of traces find 
 (Left out is what has no such answer: the logarithm of zero, and the derivative of a root.)
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,14 +18,14 @@ import pytest
 
 import traceax as tx
 from tests import calls
-from tests.helpers import cases, close
+from tests.helpers import cases, close, nightly, slow
+from tests.matrices import numbers
 from tests.tables import row_norms, square
 from tests.wrappers import PSD
 
 N = calls.N
 KEYS = jax.random.split(jax.random.key(1), 2)
 BAND = abs(np.subtract.outer(np.arange(N), np.arange(N))) < 2
-COLOURS = tx.probing(BAND)
 LEVEL = 2.5  # of the multiple of I; bfloat16 has it
 
 
@@ -73,73 +74,61 @@ def curvature(fn: Any) -> Any:
     return lambda matrix, key: fn(energy, matrix[0], key, 6, args=matrix)
 
 
-trace, diagonal = jnp.trace, jnp.diagonal
+trace, diagonal, exponential = jnp.trace, jnp.diagonal, summed(jnp.exp)
+BUDGET: Any = {"num_matvecs": 40}
 SHORT: Any = {"num_probes": 4, "num_steps": 5}
-COLOURED: Any = {"num_probes": 3, "num_steps": 5, "sampler": COLOURS}
+COLOURED: Any = {"num_probes": 3, "num_steps": 5, "sampler": tx.probing(BAND)}
+COLOURS: Any = {"num_matvecs": 24, "pattern": BAND}
 COMPLEX: Any = {"dtype": np.complex64, "rounded": False}
 UNTAGGED: Any = {"tags": ()}
 # All entries of the probes of a colour are rounded in the same way.
 SIGNS: Any = {"rounded": False}
+FDIAG, EXP = tx.function_diagonal, diagonal_of(jnp.exp)
 CASES = [
     known("trace", trace, True),
     known("trace, untagged", trace, True, **UNTAGGED),
     known("trace, complex", trace, True, **COMPLEX),
-    Case(
-        "trace, colours", of(tx.trace, num_matvecs=24, pattern=BAND), trace, True, **SIGNS
-    ),
+    Case("trace, colours", of(tx.trace, **COLOURS), trace, True, **SIGNS),
     known("hutchinson_trace", trace, True),
     Case("hutchpp_trace", of(tx.hutchpp_trace, num_matvecs=30), trace, True, **UNTAGGED),
     Case("xtrace", of(tx.xtrace, num_matvecs=30), trace, True, **UNTAGGED),
     known("xnystrace", trace, True),
     known("deltashift", trace, True),
     known("diagonal", diagonal),
-    Case(
-        "diagonal, colours",
-        of(tx.diagonal, num_matvecs=24, pattern=BAND),
-        diagonal,
-        **SIGNS,
-    ),
+    Case("diagonal, colours", of(tx.diagonal, **COLOURS), diagonal, **SIGNS),
     known("diagpp", diagonal),
     known("xdiag", diagonal),
     known("row_norms_squared", row_norms),
     known("frobenius_norm_squared", square),
     known("selected_entries", lambda m: m[np.nonzero(BAND)]),
     Case("laplacian", curvature(tx.laplacian), trace, True),
-    Case(
-        "function_trace",
-        of(tx.function_trace, jnp.exp, num_matvecs=40),
-        summed(jnp.exp),
-        True,
-    ),
-    Case("slq_trace", of(tx.slq_trace, jnp.exp, **SHORT), summed(jnp.exp), True),
+    Case("function_trace", of(tx.function_trace, jnp.exp, **BUDGET), exponential, True),
+    Case("slq_trace", of(tx.slq_trace, jnp.exp, **SHORT), exponential, True),
     Case(
         "arnoldi_trace",
         of(tx.arnoldi_trace, jnp.exp, **SHORT),
-        summed(jnp.exp),
+        exponential,
         True,
-        tags=(),
-        **SIGNS,
+        rounded=False,
+        **UNTAGGED,
     ),
-    Case(
-        "function_diagonal",
-        of(tx.function_diagonal, jnp.exp, **SHORT),
-        diagonal_of(jnp.exp),
-    ),
-    Case(
-        "function_diagonal, colours",
-        of(tx.function_diagonal, jnp.exp, **COLOURED),
-        diagonal_of(jnp.exp),
-    ),
-    Case("logdet", of(tx.logdet, num_matvecs=40, shift=0.5), summed(logarithm), True),
-    Case("schatten_norm", of(tx.schatten_norm, 1, num_matvecs=40), summed(abs)),
+    Case("function_diagonal", of(FDIAG, jnp.exp, **SHORT), EXP),
+    Case("function_diagonal, colours", of(FDIAG, jnp.exp, **COLOURED), EXP),
+    Case("logdet", of(tx.logdet, shift=0.5, **BUDGET), summed(logarithm), True),
+    Case("schatten_norm", of(tx.schatten_norm, 1, **BUDGET), summed(abs)),
 ]
+# What shares its sketch or its quadrature with a case above.
+ALIKE = ("trace, colours", "hutchinson_trace", "xtrace", "xnystrace", "diagonal")
+ALIKE += ("diagonal, colours", "laplacian", "function_diagonal, colours")
 
 
-def to_bfloat16(x: Any) -> Any:
-    return jax.lax.reduce_precision(x, 8, 7)
+def rest(case: Case) -> Any:
+    return (nightly if case.name in ALIKE else slow)(case)
 
 
-@pytest.mark.parametrize("case", cases(CASES, "trace", "xdiag"), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", cases(CASES, "trace", "xdiag", rest=rest), ids=lambda case: case.name
+)
 def test_degenerate_operators(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     times = calls.times
 
@@ -152,6 +141,7 @@ def test_degenerate_operators(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
         def product(matrix: Any, v: Any) -> Any:
             if not case.rounded:
                 return times(matrix, v)
+            to_bfloat16 = lambda x: jax.lax.reduce_precision(x, 8, 7)  # noqa: E731
             low = to_bfloat16(times(matrix, to_bfloat16(v)))
             return jnp.where(is_rounded, low, times(matrix, v))
 
@@ -160,32 +150,25 @@ def test_degenerate_operators(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
         return sum(jnp.sum(leaf).real for leaf in jax.tree.leaves(estimate.value)), estimate
 
     monkeypatch.setattr(calls, "operator", operator)
-    both = jax.vmap(jax.value_and_grad(value, has_aux=True), in_axes=(None, None, 0))
-    compiled = jax.jit(both)
+    both = jax.value_and_grad(value, has_aux=True)
+    compiled = jax.jit(jax.vmap(both, in_axes=(None, None, 0)))
     rate = jax.grad(lambda level: case.truth(level * jnp.eye(N)).real)
-    u = np.random.default_rng(0).standard_normal(N).astype(case.dtype)
-    if np.iscomplexobj(u):
-        u = u * np.exp(1j * np.arange(N)).astype(case.dtype)
+    u = numbers(N, case.dtype)
     u = u / np.linalg.norm(u)
     eye = np.eye(N, dtype=case.dtype)
-    for name, matrix in {
-        "0": 0 * eye,
-        "I": LEVEL * eye,
-        "uu": np.outer(u, u.conj()),
-    }.items():
-        for is_rounded in [False, True][: 1 + case.rounded]:
-            (_, estimate), gradient = compiled(jnp.asarray(matrix), is_rounded, KEYS)
-            exact = np.asarray(
-                case.truth(jnp.asarray(matrix, np.result_type(matrix, 0.0))).real
-            )
-            rounding = 3e-6 * np.max(abs(exact))
-            low, high = map(np.asarray, estimate.interval(0.9999))
-            at = f"{case.name} {name} {is_rounded}"
-            assert np.all(np.isfinite(estimate.standard_error)), at
-            held = (low - rounding <= exact) & (exact <= high + rounding)
-            assert np.all(held), (at, np.max(abs(np.asarray(estimate.value) - exact)))
-            assert np.all(np.isfinite(gradient)), at
-            if case.exact and name != "uu":
-                slope = jnp.trace(gradient, axis1=1, axis2=2).real
-                expected = jnp.full(2, rate(LEVEL if name == "I" else 0.0))
-                close(slope, expected, 0.02 if is_rounded else 1e-4)
+    matrices = {"0": 0 * eye, "I": LEVEL * eye, "uu": np.outer(u, u.conj())}
+    for name, is_rounded in itertools.product(matrices, [False, True][: 1 + case.rounded]):
+        at = f"{case.name} {name} {is_rounded}"
+        matrix = jnp.asarray(matrices[name])
+        (_, estimate), gradient = compiled(matrix, is_rounded, KEYS)
+        exact = np.asarray(case.truth(matrix).real)
+        rounding = 3e-6 * np.max(abs(exact))
+        low, high = map(np.asarray, estimate.interval(0.9999))
+        assert np.all(np.isfinite(estimate.standard_error)), at
+        covered = (low - rounding <= exact) & (exact <= high + rounding)
+        assert np.all(covered), (at, np.max(abs(np.asarray(estimate.value) - exact)))
+        assert np.all(np.isfinite(gradient)), at
+        if case.exact and name != "uu":
+            derivative = jnp.trace(gradient, axis1=1, axis2=2).real
+            expected = jnp.full(2, rate(LEVEL if name == "I" else 0.0))
+            close(derivative, expected, 0.02 if is_rounded else 1e-4)

@@ -17,6 +17,7 @@ STORED = {path.stem: json.loads(path.read_text()) for path in PATHS}
 
 @pytest.mark.parametrize("name", STORED)
 def test_notebooks_are_stored_executed_with_assertions_and_pictures(name: str) -> None:
+    """Each picture has an alt text, one or two sentences, in the metadata of its cell."""
     cells = code_cells(STORED[name])
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert sum("assert " in "".join(cell["source"]) for cell in cells) >= 4
@@ -27,16 +28,11 @@ def test_notebooks_are_stored_executed_with_assertions_and_pictures(name: str) -
         assert not re.search(r"/(tmp|home|work)/|[Ww]arning", text_of(output))
         picture = output.get("data", {}).get("image/png", "")
         assert len(base64.b64decode(picture)) <= LARGEST_PICTURE
-    assert faults(STORED[name], copy.deepcopy(STORED[name]), whole=True) == []
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_every_picture_has_an_alt_text(name: str) -> None:
-    """One or two sentences for each picture, as a list in the metadata of its cell."""
-    for cell in code_cells(STORED[name]):
+    for cell in cells:
         texts = cell["metadata"].get("alt", [])
         assert len(texts) == kinds(cell).count("picture")
         assert all(60 < len(text) < 350 and text.endswith(".") for text in texts)
+    assert faults(STORED[name], copy.deepcopy(STORED[name]), whole=True) == []
 
 
 def scaled(factor: float) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 import traceax
 from tests.helpers import python
+from tests.map import TESTS, tests_of
 from traceax._linalg.columns import column_dots
 
 PACKAGE = Path(traceax.__file__).parent
@@ -24,18 +25,17 @@ def test_public_things_have_the_name_that_users_import() -> None:
 
 
 def test_the_import_leaves_out_what_few_calls_need() -> None:
+    """The checks of `traceax.testing` do not need hypothesis either."""
     before = "import sys, jax, equinox, lineax; before = set(sys.modules)"
-    after = "import traceax; print(*(set(sys.modules) - before))"
-    new = python("-c", f"{before}; {after}").split()
+    after = "import traceax; new = set(sys.modules) - before"
+    checks = "sys.modules['hypothesis'] = None; import traceax.testing as t"
+    program = f"{before}; {after}; {checks}; print(*new, t.check_operator.__name__)"
+    *new, check = python("-c", program).split()
+    assert check == "check_operator"
     assert "traceax" in new
-    heavy = ["hypothesis", "scipy.sparse", "jax.experimental.sparse", "matplotlib"]
-    heavy += ["argparse", "traceax.testing"]
-    assert not [name for name in new if name.startswith(tuple(heavy))]
-
-
-def test_checks_do_not_need_hypothesis() -> None:
-    program = "import sys; sys.modules['hypothesis'] = None; import traceax.testing as t;"
-    assert python("-c", program + "print(t.check_operator.__name__)") == "check_operator\n"
+    heavy = ("hypothesis", "scipy.sparse", "jax.experimental.sparse", "matplotlib")
+    heavy += ("argparse", "traceax.testing")
+    assert not [name for name in new if name.startswith(heavy)]
 
 
 def docstring(path: Path) -> str:
@@ -70,3 +70,11 @@ def test_a_package_says_what_each_of_its_modules_has(package: str) -> None:
 def test_annotations_are_checked() -> None:
     with pytest.raises(jaxtyping.TypeCheckError, match="column_dots"):
         column_dots(jnp.ones((3, 2)), jnp.ones((3, 1)))
+
+
+def test_every_module_has_tests() -> None:
+    """The map names them, in files that exist."""
+    modules = {str(p.relative_to(PACKAGE).with_suffix("")) for p in PACKAGE.rglob("*.py")}
+    assert {name for name in modules if not name.endswith("__init__")} == TESTS.keys()
+    for module in TESTS:
+        assert all((PACKAGE.parent / name).exists() for name in tests_of(module)), module

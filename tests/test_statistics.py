@@ -1,6 +1,8 @@
 """Statistics of random probes, with tolerances from theory. A wrong estimate must fail."""
 
 import inspect
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import contains, over_keys, slow
+from tests.helpers import contains, nightly, over_keys, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.tables import ESTIMATORS, REST, SAMPLERS, Entry
 from tests.wrappers import PSD, function, matrix_free
@@ -20,12 +22,9 @@ REPEATS = 4000
 
 
 def test_the_table_has_every_sampler() -> None:
-    same = {
-        thing
-        for thing in vars(tx).values()
-        if inspect.isroutine(thing)
-        if list(inspect.signature(thing).parameters) == ["key", "structure", "num_probes"]
-    }
+    parameters = ["key", "structure", "num_probes"]
+    routines = filter(inspect.isroutine, vars(tx).values())
+    same = {f for f in routines if list(inspect.signature(f).parameters) == parameters}
     assert same == set(SAMPLERS)
 
 
@@ -36,6 +35,12 @@ def mean_is(samples: Any, truth: Any, sigma: float) -> bool:
 
 def repeated(function: Any, repeats: int = REPEATS) -> Any:
     return jax.tree.map(np.asarray, over_keys(function, KEY, repeats))
+
+
+def coverage(runs: Any, truth: Any, repeats: int) -> Any:
+    """The share of repeats in which the interval of each estimate contains the truth."""
+    one = lambda key: jnp.stack([contains(found, truth) for found in runs(key)])  # noqa: E731
+    return repeated(one, repeats).mean(axis=0)
 
 
 def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
@@ -55,8 +60,7 @@ def variance_of_one_form(sampler: Any, matrix: np.ndarray) -> float:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("dtype", [float, complex])
 def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -> None:
-    n = 10
-    matrix = np.asarray(general(n, dtype))
+    matrix = np.asarray(general(10, dtype))
     operator = function(jnp.asarray(matrix))
     samples = repeated(lambda k: tx.hutchinson_trace(operator, k, 1, sampler=sampler).value)
     variance = variance_of_one_form(sampler, matrix)
@@ -64,10 +68,6 @@ def test_quadratic_forms_have_the_variance_of_theory(sampler: Any, dtype: Any) -
     squares = np.abs(samples - np.trace(matrix)) ** 2
     assert mean_is(squares, variance, float(np.std(squares)))
     assert np.std(squares) / np.sqrt(REPEATS) < 0.1 * variance
-    # Probes that are 2 % too long fail.
-    assert not mean_is(samples * 1.02**2, np.trace(matrix), np.sqrt(variance) / 8) or (
-        abs(np.trace(matrix)) * 0.04 < 6 * np.sqrt(variance / REPEATS)
-    )
 
 
 @pytest.mark.parametrize(
@@ -78,54 +78,47 @@ def test_probes_without_replacement_lower_the_variance(
     sampler: Any, of_one: Any, population: int
 ) -> None:
     """By the finite-population correction, and so is the standard error."""
-    n, k = 13, 6
-    matrix = general(n)
+    k, matrix = 6, general(13)
     operator = function(matrix)
-
-    def run(key: Any) -> tx.Estimate:
-        return tx.hutchinson_trace(operator, key, k, sampler=sampler)
-
-    estimates = repeated(run)
+    runs = repeated(lambda key: tx.hutchinson_trace(operator, key, k, sampler=sampler))
     uncorrected = variance_of_one_form(of_one, np.asarray(matrix)) / k
     theory = uncorrected * (population - k) / (population - 1)
-    assert mean_is(estimates.value, np.trace(matrix), theory**0.5)
-    errors = np.abs(estimates.value - np.trace(matrix))
-    for squares in (errors**2, estimates.standard_error**2):
+    assert mean_is(runs.value, np.trace(matrix), theory**0.5)
+    errors = np.abs(runs.value - np.trace(matrix))
+    for squares in (errors**2, runs.standard_error**2):
         assert mean_is(squares, theory, float(np.std(squares)))
         assert not mean_is(squares, uncorrected, float(np.std(squares)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", ESTIMATORS, ids=lambda e: e.name)
-@pytest.mark.parametrize("name", ["flat", "poly", "exp", "step"])
-def test_intervals_hold_the_truth(entry: Entry, name: str) -> None:
-    """interval(0.95) in at least 90 % of runs. Of 400 runs, one that holds exactly 90 %
+COVERED = [slow(entry, "poly") for entry in ESTIMATORS]
+COVERED += [nightly(e, name) for e in ESTIMATORS for name in ("flat", "exp", "step")]
+
+
+@pytest.mark.parametrize(("entry", "name"), COVERED, ids=lambda v: getattr(v, "name", v))
+def test_intervals_contain_the_truth(entry: Entry, name: str) -> None:
+    """interval(0.95) in at least 90 % of runs. Of 400 runs, one that covers exactly 90 %
     falls below 86 % once in a hundred times. An error bar a third as long fails, except
     for the jackknife, which is conservative for fast decaying spectra."""
     matrix = hermitian(spectrum(name, 200))
     operator = entry.tagged(function(matrix))
-    truth = float(jnp.trace(matrix))
 
-    def covered(key: Any) -> tuple[Any, Any]:
-        estimate = entry.estimate(operator, key, 40)
-        third = tx.Estimate(estimate.value, estimate.standard_error / 3, 40, 10)
-        return contains(estimate, truth), contains(third, truth)
+    def runs(key: Any) -> Any:
+        found = entry.estimate(operator, key, 40)
+        return found, tx.Estimate(found.value, found.standard_error / 3, 40, 10)
 
-    holds, short = repeated(covered, 400)
-    assert holds.mean() >= 0.86
-    jackknife = entry.name in ("xtrace", "xnystrace")
-    assert jackknife or short.mean() < 0.86
+    whole, third = coverage(runs, jnp.trace(matrix), 400)
+    assert whole >= 0.86
+    assert third < 0.86 or entry.name in ("xtrace", "xnystrace")
 
 
-SPIKED = [(tx.xtrace, 6), (tx.xtrace, 20), (tx.xnystrace, 6)]
-SPIKED += [(tx.frobenius_norm_squared, 12)]
+SPIKED = [slow(tx.xtrace, 6), nightly(tx.xtrace, 20), slow(tx.xnystrace, 6)]
+SPIKED += [slow(tx.frobenius_norm_squared, 12)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("estimate", "budget"), SPIKED)
-def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> None:
+def test_intervals_contain_what_the_sketch_misses(estimate: Any, budget: int) -> None:
     """I + c uu*: a probe that is nearly orthogonal to u shows neither trace nor spread. At
-    least 90 %, while the jackknife alone holds 83 to 90 %."""
+    least 90 %, while the jackknife alone covers 83 to 90 %."""
     n, direction = 96, jax.random.normal(jax.random.key(3), (96,))
     direction = direction / jnp.linalg.norm(direction)
     is_norm = estimate is tx.frobenius_norm_squared
@@ -133,33 +126,27 @@ def test_intervals_hold_where_the_sketch_misses(estimate: Any, budget: int) -> N
     def share(c: Any) -> Any:
         operator = matrix_free(lambda v: v + c * direction * (direction @ v), n, PSD)
         truth = n - 1 + (1 + c) ** 2 if is_norm else n + c
-
-        def held(key: Any) -> Any:
-            return contains(estimate(operator, key, budget), truth)
-
-        return jnp.mean(jax.lax.map(held, jax.random.split(KEY, 1000)))
+        covered = lambda key: contains(estimate(operator, key, budget), truth)  # noqa: E731
+        return jnp.mean(jax.lax.map(covered, jax.random.split(KEY, 1000)))
 
     spikes = jnp.array([1e-6, 0.1, 1.0, 3.0])
     shares = jax.jit(lambda spikes: jax.lax.map(share, spikes))(spikes)
     assert jnp.all(shares >= 0.9), shares
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", [4, 20])
+@pytest.mark.parametrize("budget", [slow(4), nightly(20)])
 def test_the_worst_case_of_independent_samples(budget: int) -> None:
     """Rank one and normal probes: chi-squared samples of one degree of freedom. 90 % of
     2000 runs are uncertain by 0.7 %. With k - 1 degrees of freedom it is 82 and 89 %."""
-    direction = jnp.ones(30)
-    operator = function(jnp.outer(direction, direction) / 30)
+    operator = function(jnp.ones((30, 30)) / 30)
 
-    def covered(key: Any) -> tuple[Any, Any]:
-        estimate = tx.hutchinson_trace(operator, key, budget, sampler=tx.normal)
-        usual = tx.Estimate(estimate.value, estimate.standard_error, budget, budget - 1.0)
-        return contains(estimate, 1.0), contains(usual, 1.0)
+    def runs(key: Any) -> Any:
+        found = tx.hutchinson_trace(operator, key, budget, sampler=tx.normal)
+        return found, replace(found, degrees_of_freedom=budget - 1.0)
 
-    holds, usual = repeated(covered, 2000)
-    assert holds.mean() >= 0.885
-    assert usual.mean() < holds.mean()
+    ours, usual = coverage(runs, 1.0, 2000)
+    assert ours >= 0.885
+    assert usual < ours
 
 
 def coupled(i: int, j: int) -> Any:
@@ -171,18 +158,17 @@ SPARSE["triangle"] = coupled(0, 1) + coupled(0, 2) + coupled(1, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [2, 3, 4])
-@pytest.mark.parametrize("sampler", [tx.rademacher, tx.hadamard])
 @pytest.mark.parametrize("name", SPARSE)
-def test_few_signs_that_agree(name: str, sampler: Any, budget: int) -> None:
-    """In 1000 runs. By their spread alone intervals of 2, 3 and 4 signs hold 49, 73 and
-    86 % for a pair, 39, 57 and 68 % for a triangle."""
+def test_few_signs_that_agree(name: str) -> None:
+    """By their spread alone intervals of 2, 3 and 4 signs cover 49, 73 and 86 % for a pair,
+    39, 57 and 68 % for a triangle."""
     operator, truth = function(SPARSE[name]), float(jnp.trace(SPARSE[name]))
+    calls = list(itertools.product((tx.rademacher, tx.hadamard), (2, 3, 4)))
 
-    def covered(key: Any) -> Any:
-        return contains(tx.hutchinson_trace(operator, key, budget, sampler=sampler), truth)
+    def runs(key: Any) -> Any:
+        return [tx.hutchinson_trace(operator, key, k, sampler=draw) for draw, k in calls]
 
-    assert repeated(covered, 1000).mean() >= 0.9
+    assert np.all(coverage(runs, truth, 1000) >= 0.9)
 
 
 @pytest.mark.parametrize("budget", [2, slow(4)])
@@ -221,12 +207,11 @@ def test_signs_that_agree_have_an_error_bar(budget: int, sizes: tuple[int, ...])
     assert tx.hutchinson_trace(plain, KEY, 5).standard_error < 1e-11
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", REST, ids=lambda e: e.name)
-@pytest.mark.parametrize("tagged", [True, False])
-def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
-    """interval(0.95) holds at least 90 % of all entries in 25 runs, for every spectrum. The
-    worst are nearly a multiple of I, and a step at the size of the sketch."""
+@pytest.mark.parametrize("entry", REST, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("tagged", [slow(True), nightly(False)])
+def test_intervals_contain_the_entries(entry: Entry, tagged: bool) -> None:
+    """interval(0.95) contains at least 90 % of all entries in 25 runs, for every spectrum.
+    The worst are nearly a multiple of I, and a step at the size of the sketch."""
     if entry.semidefinite and not tagged:
         return
     n, budget, keys = 200, 36, jax.random.split(KEY, 25)
@@ -236,12 +221,10 @@ def test_intervals_hold_the_entries(entry: Entry, tagged: bool) -> None:
     matrices.append(hermitian(np.linspace(1, 1.01, n)))
     tags = [lx.symmetric_tag, PSD] if tagged else []
 
-    def held(matrix: Any) -> Any:
-        def one(key: Any) -> Any:
-            estimate = entry.estimate(function(matrix, tags), key, budget)
-            return jnp.mean(contains(estimate, entry.truth(matrix)))
-
+    def covered(matrix: Any) -> Any:
+        truth, operator = entry.truth(matrix), function(matrix, tags)
+        one = lambda key: contains(entry.estimate(operator, key, budget), truth)  # noqa: E731
         return jnp.mean(jax.lax.map(one, keys))
 
-    shares = jax.jit(lambda matrices: jax.lax.map(held, matrices))(jnp.stack(matrices))
+    shares = jax.jit(lambda matrices: jax.lax.map(covered, matrices))(jnp.stack(matrices))
     assert jnp.all(shares >= 0.9), shares

@@ -9,12 +9,9 @@ import lineax as lx
 import numpy as np
 import optax
 import pytest
-from jax.experimental import checkify
 
 import traceax as tx
-from tests.calls import CALLS
 from tests.helpers import DRAWN, close, python
-from tests.matrices import hermitian, spectrum
 from tests.tables import ESTIMATORS, REST, Entry, each, flatten
 from tests.wrappers import PSD, function
 
@@ -150,17 +147,3 @@ print("finished")
 @pytest.mark.parametrize("name", HANGS)
 def test_batches_of_lapack_calls_do_not_hang(name: str) -> None:
     assert python("-c", HANGS[name], XLA_FLAGS="") == "finished\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_divided_by_zero(name: str) -> None:
-    """Nor is NaN made where it is not used: `checkify` would report it."""
-
-    def run(matrix: Any, key: Any) -> Any:
-        estimate = CALLS[name](matrix, key)
-        return estimate.value, estimate.standard_error
-
-    checked = jax.jit(checkify.checkify(run, errors=checkify.float_checks))
-    error, _ = checked(hermitian(spectrum("poly", 70)), jax.random.key(0))
-    assert error.get() is None

@@ -74,6 +74,32 @@ def nested(matrix: Any) -> lx.AbstractLinearOperator:
     return -((lx.MatrixLinearOperator(matrix) - third * inner) / two)
 
 
+class Plain(lx.AbstractLinearOperator):
+    """Its abstract methods alone, and what lineax needs to make one."""
+
+    matrix: Any
+
+    def mv(self, vector: Any) -> Any:
+        return self.matrix @ vector
+
+    def as_matrix(self) -> Any:
+        return self.matrix
+
+    def transpose(self) -> Any:
+        return type(self)(self.matrix.T)
+
+    def in_structure(self) -> Any:
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    def out_structure(self) -> Any:
+        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+
+
+NEEDED: Any = (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite)
+for question in NEEDED:
+    question.register(Plain, lambda operator: False)
+
+
 FULL: dict[str, Wrapper] = {
     "Matrix": lx.MatrixLinearOperator,
     "PyTree": pytree,

@@ -1,16 +1,16 @@
 """Small faults in the numerics, one at a time, and which of them the tests find.
 
-`python -m tests.benchmarks.mutants [--count 200] [--seed 0] [--only PART] [--quick]
-[--jobs 2] [--list]`, from the root of the repository; hours for all.
+`python -m tests.benchmarks.mutants [--count 200] [--seed 0] [--only PART] [--of FILE]
+[--quick] [--jobs 2] [--list]`, from the root of the repository; hours for all.
 
 A fault is one change of one expression: a sign, a conjugate or a `stop_gradient` that is
 dropped, a constant that is doubled or one too large, the branches of a `where` swapped, a
 maximum for a minimum, `<` for `>=`, a term of a `hypot` dropped. Faults are drawn at random
 from all that there are, the same for equal seeds, so many from each module as it has
-expressions. Each is made in a copy of the package, on which the tests of `TESTS` run that
-belong to the module: the quick ones, and, unless `--quick`, the slow ones if those find
-nothing. A fault is *found* if a test fails, and by `quick` or `slow` ones. It *survives* if
-none does. The last lines have the shares, and the survivors with the changed line.
+expressions. Each is made in a copy of the package, on which the tests run that `tests.map`
+names for the module: the quick ones, and, unless `--quick`, the slow ones if those find
+nothing. A fault is *found* if a test fails, whose name is printed, or if the tests do not
+end. It *survives* if none fails. The last lines have the shares, and the survivors.
 
 A survivor is a test that is missing, or a change that is no fault: it is in `HARMLESS`, by
 its line, with the reason.
@@ -20,6 +20,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,51 +30,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
-LIMIT = {"quick": 400, "slow": 900}  # seconds
+from tests.map import TESTS, tests_of
 
-# The tests of each module: the folder of its package, or these files.
-TESTS: dict[str, tuple[str, ...]] = {
-    "_linalg": ("tests/linalg", "tests/quadrature"),
-    "_linalg/basis": ("tests/linalg/test_bases.py", "tests/test_exactness.py"),
-    "_linalg/columns": ("tests/linalg/test_columns.py", "tests/test_exactness.py"),
-    "_linalg/conjugate_gradients": ("tests/functions/test_likelihood.py",),
-    "_linalg/jackknife": (
-        "tests/test_statistics.py",
-        "tests/estimators",
-        "tests/quadrature",
-    ),
-    "_linalg/lapack": ("tests/linalg/test_lapack.py", "tests/test_exactness.py"),
-    "_linalg/nystrom": ("tests/test_exactness.py", "tests/test_statistics.py"),
-    "_core/rule": ("tests/test_autodiff.py", "tests/estimators"),
-    "_core/estimate": ("tests/test_contract.py", "tests/core"),
-    "_core/operator": ("tests/core", "tests/test_noise.py"),
-    "_core/pooling": ("tests/core/test_pool.py",),
-    "_core/sparse": ("tests/core", "tests/functions/test_pattern.py"),
-    "_quadrature": ("tests/quadrature", "tests/functions/test_functions.py"),
-    "_quadrature/block_arnoldi": (
-        "tests/functions/test_arnoldi.py",
-        "tests/functions/test_coloured_arnoldi.py",
-    ),
-    "_probes": ("tests/probes", "tests/test_statistics.py"),
-    "_estimators": (
-        "tests/estimators",
-        "tests/test_exactness.py",
-        "tests/test_statistics.py",
-    ),
-    "_functions": ("tests/functions",),
-    "_functions/function_diagonal": ("tests/functions/test_block_diagonal.py",),
-    "_functions/inv_quad_logdet": ("tests/functions/test_likelihood.py",),
-    "_functions/krylov": ("tests/functions/test_krylov.py",),
-    "_functions/neighbours": ("tests/functions/test_whitening.py",),
-    "_functions/structures": ("tests/functions/test_structures.py",),
-    "_functions/whitening": ("tests/functions/test_whitening.py",),
-    "_functions/equations": (
-        "tests/functions/test_whitening.py",
-        "tests/functions/test_likelihood.py",
-    ),
-    "_calculus": ("tests/calculus",),
-}
+ROOT = Path(__file__).parents[2]
+COMPILED = Path(tempfile.gettempdir(), "traceax-mutants")
+LIMIT = {"quick": 900, "slow": 1800}  # seconds
 
 # "module: the changed line" -> why it changes no answer.
 HARMLESS: dict[str, str] = {}
@@ -211,28 +172,31 @@ def is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def tests_of(module: str) -> tuple[str, ...]:
-    return TESTS.get(module, TESTS.get(module.partition("/")[0], ()))
-
-
-def drawn(count: int, seed: int, only: str) -> list[Fault]:
-    """Faults of all modules that have tests, without what is the same twice."""
+def drawn(count: int, seed: int, only: str, report: str = "") -> list[Fault]:
+    """Faults of the numerics, or of those the ones that survive in a report."""
     every = []
     for path in sorted((ROOT / "traceax").rglob("*.py")):
         module = str(path.relative_to(ROOT / "traceax").with_suffix(""))
-        if tests_of(module) and only in module:
+        if "/" in module and module in TESTS and only in module:
             every += list(Source(module).faults())
+    if report:
+        lines = Path(report).read_text().splitlines()
+        left = {line[6:].partition(" | ")[0] for line in lines if line.startswith("none")}
+        return [fault for fault in every if described(fault) in left]
     return sorted(random.Random(seed).sample(every, min(count, len(every))))
 
 
-def found_by(fault: Fault, *, quick: bool) -> str:
-    """Say which tests find a fault: *quick*, *slow* or *none* of them."""
+def found_by(fault: Fault, *, quick: bool) -> tuple[str, str]:
+    """Which tests find it, *quick*, *slow* or *none* of them, and the first that does."""
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))
         path = Path(folder, "traceax", f"{fault.module}.py")
         path.write_text(fault.applied(path.read_text()))
-        tests = tests_of(fault.module)
-        return failing(Path(folder), tests, quick=quick)
+        for kind in ("quick",) if quick else ("quick", "slow"):
+            name = first_failure(Path(folder), tests_of(fault.module), kind)
+            if name is not None:
+                return kind, name
+    return "none", ""
 
 
 def copied(folder: Path) -> None:
@@ -242,46 +206,52 @@ def copied(folder: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", folder)
 
 
-def failing(folder: Path, tests: Sequence[str], *, quick: bool) -> str:
-    """Run the tests on the package in a folder, and say which fail first."""
-    for kind in ("quick",) if quick else ("quick", "slow"):
-        marks = "not slow" if kind == "quick" else "slow"
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", marks]
-        command += [*tests, "-p", "no:cacheprovider"]
-        environment = os.environ | {"PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1"}
-        how: dict[str, Any] = {"cwd": folder, "env": environment, "timeout": LIMIT[kind]}
-        try:
-            done = subprocess.run(command, capture_output=True, check=False, **how)
-        except subprocess.TimeoutExpired:
-            return kind  # a loop that does not end
-        if done.returncode not in (0, 5):  # 5: there are no such tests
-            return kind
-    return "none"
+def first_failure(
+    folder: Path, tests: Sequence[str], kind: str, jobs: int = 0
+) -> str | None:
+    """Run the quick or the slow ones on the package in a folder, until one fails."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", str(jobs), *tests]
+    marks = "slow" if kind == "slow" else "not slow and not nightly"
+    command += ["-m", marks, "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1"}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(COMPILED)}  # most programs are equal
+    how: dict[str, Any] = {"cwd": folder, "env": environment, "timeout": LIMIT[kind]}
+    how |= {"capture_output": True, "text": True, "check": False}
+    try:
+        done = subprocess.run(command, **how)
+    except subprocess.TimeoutExpired:
+        return f"nothing in {LIMIT[kind]} seconds"
+    if done.returncode in (0, 5):  # 5: there are no such tests
+        return None
+    first = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return first[1] if first else done.stdout[-300:]
 
 
-def check_without_faults(every: set[tuple[str, ...]], *, quick: bool) -> None:
-    """All tests must pass on a copy without a fault."""
+def check_without_faults(faults: Sequence[Fault]) -> None:
+    """The quick tests must pass on a copy without a fault (CI runs the slow ones)."""
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))
-        for tests in sorted(every):
-            if (kind := failing(Path(folder), tests, quick=quick)) != "none":
-                sys.exit(f"{kind} tests fail without a fault: {' '.join(tests)}")
+        tests = {name for fault in faults for name in tests_of(fault.module)}
+        if (
+            name := first_failure(Path(folder), sorted(tests), "quick", jobs=2)
+        ) is not None:
+            sys.exit(f"{name} fails without a fault")
 
 
 def main(given: argparse.Namespace) -> None:
-    faults = drawn(given.count, given.seed, given.only)
+    faults = drawn(given.count, given.seed, given.only, given.of)
     if given.list:
         for fault in faults:
             print(described(fault))
         return
-    check_without_faults({tests_of(f.module) for f in faults}, quick=given.quick)
+    check_without_faults(faults)
     found: dict[str, list[Fault]] = {"quick": [], "slow": [], "none": []}
     with ThreadPoolExecutor(given.jobs) as pool:
-        for fault, by in zip(
+        for fault, (by, name) in zip(
             faults, pool.map(lambda f: found_by(f, quick=given.quick), faults), strict=True
         ):
             found[by].append(fault)
-            print(f"{by:<6}{described(fault)}", flush=True)
+            print(f"{by:<6}{described(fault)} | {name}", flush=True)
     harmless = [f for f in found["none"] if line_of(f) in HARMLESS]
     counted = len(faults) - len(harmless)
     quick, slow = len(found["quick"]), len(found["slow"])
@@ -309,6 +279,7 @@ if __name__ == "__main__":
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="a part of the names of modules")
+    parser.add_argument("--of", default="", help="survivors in what an earlier run printed")
     parser.add_argument("--quick", action="store_true", help="quick tests alone")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="do not run them")

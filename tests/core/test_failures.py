@@ -12,8 +12,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
-import traceax as tx
-from tests.helpers import close, leaks_checked, slow
+from tests.helpers import close, leaks_checked, nightly, slow
 from tests.tables import ALL, REST_ALL, Entry
 from tests.wrappers import BANDED, EVERY, part_of
 
@@ -22,48 +21,44 @@ KEY = jax.random.key(3)
 
 # Most faults show in tracing. With these classes XTrace and XDiag are run, too.
 EXECUTED = ("PyTree", "Jacobian", "nested")
-QUICK = (("xtrace", "PyTree"), ("xdiag", "nested"))
-
-
-def pairs(entries: list[Entry], kinds: Any, *dtypes: type) -> list[Any]:
-    every = [(entry, kind, *dtypes) for entry in entries for kind in kinds]
-    return [x if (x[0].name, x[1]) in QUICK else slow(*x) for x in every]
-
-
-def name(x: Any) -> str:
-    return x if isinstance(x, str) else getattr(x, "name", getattr(x, "__name__", ""))
-
+SLOW = ("hutchpp_trace", "xnystrace", "row_norms_squared")
 
 # Classes differ in the application and its adjoint. XTrace meets all classes for the one,
 # XDiag for the other. The other estimators meet the class that holds most of the others.
 XTRACE = [entry for entry in ALL if entry.name == "xtrace"]
 XDIAG = [entry for entry in REST_ALL if entry.name == "xdiag"]
 OTHERS = [entry for entry in ALL + REST_ALL if entry not in XTRACE + XDIAG]
-every_pair = pytest.mark.parametrize(
-    ("entry", "kind", "dtype"),
-    pairs(XTRACE, EVERY, complex)
-    + pairs(XTRACE, ("Matrix", *BANDED), float)
-    + pairs(XDIAG, (*EXECUTED, "Tangent"), complex)
-    + pairs(XDIAG, BANDED, float)
-    + pairs(OTHERS, ("nested",), complex),
-    ids=name,
-)
-most_pairs = pytest.mark.parametrize(
-    ("entry", "kind"),
-    pairs(XTRACE, (*EXECUTED, "Tangent")) + pairs(XDIAG + OTHERS, ("nested",)),
-    ids=name,
-)
+Pair = tuple[Entry, str, Any]
 
 
-def run(entry: Entry, kind: str, matrix: Any) -> tx.Estimate:
-    return entry.of(EVERY[kind](matrix), KEY, BUDGET)
+def pairs(entries: list[Entry], kinds: Any, dtype: Any) -> list[Pair]:
+    return [(entry, kind, dtype) for entry in entries for kind in kinds]
+
+
+def each_pair(table: list[Pair], *quick: tuple[str, str]) -> pytest.MarkDecorator:
+    def marked(entry: Entry, kind: str, dtype: Any) -> Any:
+        if (entry.name, kind) in quick:
+            return entry, kind, dtype
+        is_slow = entry.name in SLOW or kind in ("Jacobian", "Tangent", "Tridiagonal")
+        return (slow if is_slow else nightly)(entry, kind, dtype)
+
+    ids = [f"{entry.name}-{kind}-{dtype.__name__}" for entry, kind, dtype in table]
+    values = [marked(*pair) for pair in table]
+    return pytest.mark.parametrize(("entry", "kind", "dtype"), values, ids=ids)
+
+
+EVERY_PAIR = pairs(XTRACE, EVERY, complex) + pairs(XTRACE, ("Matrix", *BANDED), float)
+EVERY_PAIR += pairs(XDIAG, (*EXECUTED, "Tangent"), complex) + pairs(XDIAG, BANDED, float)
+EVERY_PAIR += pairs(OTHERS, ("nested",), complex)
+MOST_PAIRS = pairs(XTRACE, (*EXECUTED, "Tangent"), float)
+MOST_PAIRS += pairs(XDIAG + OTHERS, ("nested",), float)
 
 
 def loss_of(entry: Entry, kind: str, matrix: Any) -> Any:
-    return entry.contracted(run(entry, kind, matrix).value)
+    return entry.contracted(entry.of(EVERY[kind](matrix), KEY, BUDGET).value)
 
 
-def matrix_for(entry: Entry, kind: str, dtype: Any = float) -> Any:
+def matrix_for(entry: Entry, kind: str, dtype: Any) -> Any:
     matrix = entry.matrix(N, dtype)
     if kind == "Tridiagonal":  # stays semidefinite when its far corners are cut off
         matrix = matrix + 9 * jnp.eye(N, dtype=matrix.dtype)
@@ -81,51 +76,47 @@ def dense(entry: Entry, symmetric: bool) -> Any:
     return jax.jit(jax.value_and_grad(value))
 
 
-@every_pair
+@each_pair(EVERY_PAIR, ("xtrace", "PyTree"), ("xdiag", "nested"))
 def test_transposition(entry: Entry, kind: str, dtype: Any) -> None:
     """The gradient is the transpose of the jvp, and the gradient of the dense operator."""
     matrix = matrix_for(entry, kind, dtype)
     direction = matrix[::-1] * 0.3
     symmetric = lx.is_symmetric(EVERY[kind](matrix))
 
-    def value(matrix: Any) -> Any:
-        return entry.contracted(run(entry, kind, matrix).value).real
-
     @jax.jit
     def forward_and_reverse(matrix: Any) -> Any:
+        value = lambda matrix: loss_of(entry, kind, matrix).real  # noqa: E731
         return jax.jvp(value, (matrix,), (direction,)), jax.grad(value)(matrix)
 
-    (got, slope), gradient = forward_and_reverse(matrix)
+    (got, tangent), gradient = forward_and_reverse(matrix)
     scale = float(jnp.sum(jnp.abs(matrix))) if entry.truth is not jnp.trace else N
-    close(slope, jnp.sum(gradient * direction).real, 1e-12, scale)
+    close(tangent, jnp.sum(gradient * direction).real, 1e-12, scale)
     if entry.name not in ("trace", "diagonal"):  # which are exact, some classes at once
         part, pull_back = jax.vjp(lambda matrix: part_of(kind, matrix), matrix)
-        want, slope = dense(entry, symmetric)(part)
+        want, cotangent = dense(entry, symmetric)(part)
         close(got, want, 1e-12, scale)
-        close(gradient, pull_back(slope)[0], 1e-12, scale)
+        close(gradient, pull_back(cotangent)[0], 1e-12, scale)
     else:
         truth = entry.contracted(entry.truth(part_of(kind, matrix))).real
         close(got, truth, 1e-12, scale)
 
 
-@most_pairs
-def test_symbolic_zeros_and_leaks(entry: Entry, kind: str) -> None:
-    """Closures over tracers, unperturbed operators and modules of arrays and functions, in
-    a scan in vmap in jit, with leak checking."""
-    matrix = matrix_for(entry, kind)
+@each_pair(MOST_PAIRS, ("xtrace", "PyTree"))
+def test_symbolic_zeros_and_leaks(entry: Entry, kind: str, dtype: Any) -> None:
+    """Closures, unperturbed operators and modules, in a scan in vmap in jit."""
+    matrix = matrix_for(entry, kind, dtype)
 
     class Model(eqx.Module):
         matrix: Any
-        activation: Any
-        name: str
+        activation: Any = jnp.sin
+        name: str = "closure"
 
     @jax.jit
-    def slopes(shift: Any, scale: Any) -> Any:
+    def gradients(shift: Any, scale: Any) -> Any:
         def loss(scale: Any, shift: Any) -> Any:
             def step(total: Any, _: None) -> tuple[Any, None]:
-                model = Model(scale * matrix, jnp.sin, "closure")
                 known = loss_of(entry, kind, matrix)  # an unperturbed operator
-                fresh = loss_of(entry, kind, model.matrix)
+                fresh = loss_of(entry, kind, Model(scale * matrix).matrix)
                 return total + shift * known + fresh, None
 
             return jax.lax.scan(step, 0.0, None, length=2)[0].real
@@ -133,48 +124,39 @@ def test_symbolic_zeros_and_leaks(entry: Entry, kind: str) -> None:
         return jax.vmap(jax.grad(loss, (0, 1)), (0, None))(scale, shift)
 
     arguments = 0.5, jnp.array([1.0, 2.0])
-    # On jax 0.12 a jaxpr keeps the tracers that it was made of, and so does Equinox's
-    # closure-converted function inside the operator, in the static part of any
-    # `eqx.filter_custom_jvp`: the checker reports them, though nothing has leaked.
+    # On jax 0.12 a jaxpr keeps the tracers that it was made of, and so does the function in
+    # an operator. The checker reports them, though nothing has leaked.
     stores_arrays = kind in ("Matrix", "PyTree", "Diagonal", "Tridiagonal", "Identity")
     with leaks_checked(on_new_versions=stores_arrays):
-        jax.eval_shape(slopes, *arguments)  # leaks are a matter of tracing
+        jax.eval_shape(gradients, *arguments)  # leaks are a matter of tracing
     if kind not in EXECUTED or entry in OTHERS:
         return
-    by_scale, by_shift = slopes(*arguments)
+    by_scale, by_shift = gradients(*arguments)
     value = loss_of(entry, kind, matrix)
     tolerance = 1e-10 * float(jnp.sum(jnp.abs(matrix) ** entry.degree))
     np.testing.assert_allclose(by_shift, [2 * value] * 2, atol=tolerance)
     if entry.euler:
-        slope = 2 * entry.degree * value * np.array(arguments[1]) ** (entry.degree - 1)
-        np.testing.assert_allclose(by_scale, slope, atol=tolerance)
+        want = 2 * entry.degree * value * np.array(arguments[1]) ** (entry.degree - 1)
+        np.testing.assert_allclose(by_scale, want, atol=tolerance)
 
 
-@most_pairs
-def test_hashing(entry: Entry, kind: str) -> None:
+@each_pair(MOST_PAIRS, ("xdiag", "nested"))
+def test_hashing(entry: Entry, kind: str, dtype: Any) -> None:
     """In while loops, plain and checkpointed, and in a diffrax solver."""
-    matrix = matrix_for(entry, kind)
+    matrix = matrix_for(entry, kind, dtype)
 
     def body(carry: tuple[Any, Any]) -> tuple[Any, Any]:
         i, x = carry
         return i + 1, x + loss_of(entry, kind, x * matrix).real / 1000
 
     def looped(x: Any, kind: Any) -> Any:
-        def more(carry: tuple[Any, Any]) -> Any:
-            return carry[0] < 2
-
-        return eqxi.while_loop(more, body, (0, x), kind=kind, max_steps=2)[1]
+        return eqxi.while_loop(lambda c: c[0] < 2, body, (0, x), kind=kind, max_steps=2)[1]
 
     def solved(x: Any) -> Any:
         field = diffrax.ODETerm(lambda t, y, args: body((0, y))[1] - y)
-        solution = diffrax.diffeqsolve(field, diffrax.Euler(), 0.0, 2.0, 1.0, x)
-        assert solution.ys is not None
-        return solution.ys[0]
+        return diffrax.diffeqsolve(field, diffrax.Euler(), 0.0, 2.0, 1.0, x).ys
 
-    @jax.jit
     def all_of_them(x: Any) -> Any:
-        plain = looped(x, "lax")
-        checkpointed, slope = jax.value_and_grad(looped)(x, "checkpointed")
-        return plain, checkpointed, solved(x), slope
+        return looped(x, "lax"), jax.value_and_grad(looped)(x, "checkpointed"), solved(x)
 
     jax.eval_shape(all_of_them, jnp.array(1.0))  # what is not hashable fails in tracing

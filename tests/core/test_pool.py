@@ -14,7 +14,7 @@ import pytest
 from jax import export
 
 import traceax as tx
-from tests.helpers import cases, close, contains, over_keys, refused
+from tests.helpers import cases, close, contains, nightly, over_keys, refused, slow
 from tests.matrices import general
 from tests.wrappers import PSD, function
 
@@ -40,78 +40,56 @@ def test_weights_are_the_shares_and_errors_add_in_squares() -> None:
     close(jnp.asarray(pooled.degrees_of_freedom), welch, 1e-6)
 
 
-@pytest.mark.parametrize("runs", [1, 3])
-def test_pools_of_exact_estimates_are_exact(runs: int) -> None:
-    """The trace of a stored matrix takes no application."""
+def test_pools_of_exact_estimates_are_exact() -> None:
+    """The trace of a stored matrix takes no matvec."""
     estimate = tx.trace(lx.MatrixLinearOperator(MATRIX), KEY)
-    pooled = tx.pool([estimate] * runs)
-    assert pooled.num_matvecs == pooled.standard_error == 0
-    assert pooled.value == estimate.value
+    for pooled in (tx.pool([estimate]), tx.pool([estimate] * 3)):
+        assert pooled.num_matvecs == pooled.standard_error == 0
+        assert pooled.value == estimate.value
 
 
-def test_the_larger_of_both_errors_counts() -> None:
-    """The spread of the values, or what their standard errors give together."""
-    apart = tx.pool(parts([10.0, 20.0, 15.0], [0.1] * 3, [50] * 3))
-    spread = np.std([10.0, 20.0, 15.0], ddof=1) / 3**0.5
-    close(apart.standard_error, spread, 1e-12)
-    together = tx.pool(parts([10.0] * 3, [0.1] * 3, [50] * 3))
-    close(together.standard_error, 0.1 / 3**0.5, 1e-14)
-
-
-def test_the_error_of_runs_of_one_probe_is_their_spread() -> None:
-    values = jax.random.normal(KEY, (40,))
-    pooled = tx.pool(parts(values, [jnp.inf] * 40, [1] * 40))
-    close(pooled.standard_error, jnp.std(values, ddof=1) / 40**0.5, 1e-12)
-    alone = tx.pool(parts([3.0], [jnp.inf], [1]))
-    assert jnp.isinf(alone.standard_error)
-
-
-def test_an_unknown_error_is_that_of_the_known_parts() -> None:
-    """As if the variance of an application were the same in all parts."""
-    pooled = tx.pool(parts([1.0, 1.0], [jnp.inf, 0.1], [1, 1]))
-    close(pooled.standard_error, 0.1 / 2**0.5, 1e-14)
-    assert pooled.degrees_of_freedom == 9
-    pooled = tx.pool(parts([1.0, 1.0, 1.1], [jnp.inf, 0.1, 0.2], [50, 30, 20]))
-    known = (0.3 * 0.1) ** 2 + (0.2 * 0.2) ** 2
-    close(pooled.standard_error, (known / 0.5) ** 0.5, 1e-14)
+INF, NAN, APART, HALF = np.inf, np.nan, [10.0, 20.0, 15.0], 0.1 / 2**0.5
+KNOWN = (((0.3 * 0.1) ** 2 + (0.2 * 0.2) ** 2) / 0.5) ** 0.5
+ERRORS: dict[str, tuple[list[Any], list[Any], list[int], Any]] = {
+    "the spread is larger": (APART, [0.1] * 3, [50] * 3, np.std(APART, ddof=1) / 3**0.5),
+    "the errors are larger": ([10.0] * 3, [0.1] * 3, [50] * 3, 0.1 / 3**0.5),
+    "one probe alone": ([3.0], [INF], [1], INF),
+    # As if the variance of a matvec were the same in all parts.
+    "one is unknown": ([1.0, 1.0], [INF, 0.1], [1, 1], HALF),
+    "one of three": ([1.0, 1.0, 1.1], [INF, 0.1, 0.2], [50, 30, 20], KNOWN),
     # No less than the distance from the known parts.
-    far = tx.pool(parts([5.0, 1.0], [jnp.inf, 0.1], [30, 10]))
-    close(far.standard_error, ((0.75 * 4) ** 2 + (0.25 * 0.1) ** 2) ** 0.5, 1e-14)
-    # Entry by entry.
-    both = tx.pool(parts([[1.0, 1.0]] * 2, [[jnp.inf, 0.1], [0.1, 0.1]], [10, 10]))
-    close(both.standard_error, jnp.full(2, 0.1 / 2**0.5), 1e-14)
+    "far": ([5.0, 1.0], [INF, 0.1], [30, 10], np.hypot(0.75 * 4, 0.25 * 0.1)),
+    "by entry": ([[1.0] * 2] * 2, [[INF, 0.1], [0.1] * 2], [10, 10], [HALF] * 2),
+    # An exact part knows the error of the mean. One that cost nothing has no weight.
+    "exact and unknown": ([1.0, 2.0], [INF, 0.0], [90, 10], 0.9),
+    "exact and known": ([2.0, 2.0], [0.1, 0.0], [20, 20], 0.05),
+    "free and unknown": ([1.0, 1.0], [INF, 0.0], [1, 0], INF),
+    "free and known": ([1.0, 3.0, 9.0], [0.1, 0.1, 0.0], [20, 20, 0], 1.0),
+    "no number and known": ([1.0, 1.0], [NAN, 0.1], [10, 10], NAN),
+    "no number and unknown": ([1.0, 1.0], [NAN, INF], [10, 10], NAN),
+    "a value that is none": ([1.0, NAN], [0.1, 0.1], [10, 10], NAN),
+    "such a value and unknown": ([1.0, NAN], [0.1, INF], [10, 10], NAN),
+}
 
 
-def test_exact_and_unknown_parts() -> None:
-    """An exact part knows the error of the mean; one that cost nothing has no weight."""
-    pooled = tx.pool(parts([1.0, 2.0], [jnp.inf, 0.0], [90, 10]))
-    close(pooled.standard_error, 0.9, 1e-14)
-    assert tx.pool(parts([2.0, 2.0], [0.1, 0.0], [20, 20])).standard_error == 0.05
-    assert tx.pool(parts([1.0, 1.0], [jnp.inf, 0.0], [1, 0])).standard_error == jnp.inf
-    free = tx.pool(parts([1.0, 3.0, 9.0], [0.1, 0.1, 0.0], [20, 20, 0]))
-    close(free.standard_error, 1.0, 1e-14)
-
-
-def test_errors_that_are_not_numbers_are_seen() -> None:
-    for values, errors in (
-        ([1.0, 1.0], [jnp.nan, 0.1]),
-        ([1.0, 1.0], [jnp.nan, jnp.inf]),
-        ([1.0, jnp.nan], [0.1, 0.1]),
-        ([1.0, jnp.nan], [0.1, jnp.inf]),
-    ):
-        pooled = tx.pool(parts(values, errors, [10, 10]))
-        assert jnp.isnan(pooled.standard_error)
-        assert jnp.isnan(pooled.value) == np.isnan(values).any()
+def test_errors_that_differ_or_are_unknown() -> None:
+    for name, (values, errors, counts, expected) in ERRORS.items():
+        pooled = tx.pool(parts(values, errors, counts))
+        got = np.asarray(pooled.standard_error)
+        np.testing.assert_allclose(got, expected, rtol=1e-14, err_msg=name)
+        assert np.isnan(pooled.value).any() == np.isnan(values).any(), name
+        if name == "one is unknown":
+            assert pooled.degrees_of_freedom == 9
+    values = jax.random.normal(KEY, (40,))
+    pooled = tx.pool(parts(values, [INF] * 40, [1] * 40))
+    close(pooled.standard_error, jnp.std(values, ddof=1) / 40**0.5, 1e-12)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_at_any_scale_in_float32(scale: float) -> None:
     def pooled(scale: Any) -> tx.Estimate:
-        runs = [
-            tx.Estimate(scale * jnp.float32(v), scale * jnp.float32(e), 10, 9.0)
-            for v, e in ((10.0, 0.5), (10.5, 0.4))
-        ]
-        return tx.pool(runs)
+        pairs = scale * jnp.asarray([[10.0, 0.5], [10.5, 0.4]], jnp.float32)
+        return tx.pool([tx.Estimate(value, error, 10, 9.0) for value, error in pairs])
 
     one, other = pooled(jnp.float32(1)), pooled(jnp.float32(scale))
     close(other.value / scale, one.value, 1e-6)
@@ -123,7 +101,7 @@ def run(key: Any, scale: Any = 1.0) -> tx.Estimate:
 
 
 @pytest.mark.slow
-def test_a_batch_is_its_list_also_under_jit_with_its_slope() -> None:
+def test_a_batch_is_its_list_also_under_jit_with_its_derivative() -> None:
     keys = jax.random.split(KEY, 3)
     batch = jax.jit(lambda keys: tx.pool(jax.vmap(run)(keys)))(keys)
     listed = tx.pool([run(key) for key in keys])
@@ -142,36 +120,29 @@ def test_a_batch_is_its_list_also_under_jit_with_its_slope() -> None:
         jax.block_until_ready(jax.grad(error)(1.0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("runs", [2, 8])
-def test_pools_are_as_honest_as_their_parts(runs: int) -> None:
-    """Intervals of 400 pools of different budgets hold the truth."""
+@pytest.mark.parametrize("budgets", [nightly((6, 30)), slow((4, 10, 20, 40) * 2)])
+def test_pools_are_as_honest_as_their_parts(budgets: tuple[int, ...]) -> None:
+    """Intervals of 400 pools of different budgets contain the truth."""
+    operator, truth = function(MATRIX), jnp.trace(MATRIX)
 
     def pooled(key: Any) -> Any:
-        budgets = (4, 10, 20, 40) * (runs // 2) if runs > 2 else (6, 30)
-        keys = jax.random.split(key, len(budgets))
-        pairs, operator = zip(keys, budgets, strict=True), function(MATRIX)
-        each = [tx.hutchinson_trace(operator, key, budget) for key, budget in pairs]
-        whole = tx.pool(each[:runs])
+        runs = zip(jax.random.split(key, len(budgets)), budgets, strict=True)
+        whole = tx.pool([tx.hutchinson_trace(operator, *run) for run in runs])
         return whole.value, contains(whole, truth)
 
-    truth = jnp.trace(MATRIX)
-    value, held = over_keys(pooled, KEY, 400)
-    assert jnp.mean(held) > 0.92
+    value, inside = over_keys(pooled, KEY, 400)
+    assert jnp.mean(inside) > 0.92
     assert abs(jnp.mean(value) - truth) < 5 * jnp.std(value) / 400**0.5
 
 
-ONE = tx.Estimate(jnp.ones(()), jnp.ones(()), 3)
-OTHER = tx.Estimate(jnp.ones(2), jnp.ones(2), 3)
-
-
 def test_wrong_arguments() -> None:
+    one, other = (tx.Estimate(jnp.ones(shape), jnp.ones(shape), 3) for shape in ((), 2))
     words, pool, axis = r"pool\(estimates=.*", tx.pool, r"leading axis.*jax\.vmap"
     refused(TypeError, f"{words}sequence.*got float.*list", pool, 3.0)
     refused(ValueError, f"{words}at least one", pool, [])
-    refused(TypeError, f"{words}got float as number 1", pool, [ONE, 3.0])
-    refused(ValueError, f"{words}one quantity.*number 1", pool, [ONE, OTHER])
-    for alone in (ONE, OTHER):
+    refused(TypeError, f"{words}got float as number 1", pool, [one, 3.0])
+    refused(ValueError, f"{words}one quantity.*number 1", pool, [one, other])
+    for alone in (one, other):
         refused(ValueError, words + axis, pool, alone)
 
 
@@ -206,10 +177,11 @@ def test_estimates_are_pickled_serialised_and_exported(name: str) -> None:
 
 def test_errors_of_quadrature_do_not_average_out() -> None:
     """They have one sign in all runs, so their mean stays. Errors of sampling shrink."""
-    runs = [
-        tx.Estimate(jnp.asarray(10.0), jnp.hypot(3.0, gap), 50, quadrature_error=gap)
-        for gap in (4.0, 2.0, 0.0, 2.0)
-    ]
+
+    def run(gap: float) -> tx.Estimate:
+        return tx.Estimate(jnp.ones(()), jnp.hypot(3.0, gap), 50, quadrature_error=gap)
+
+    runs = list(map(run, (4.0, 2.0, 0.0, 2.0)))
     pooled = tx.pool(runs)
     close(pooled.quadrature_error, 2.0, 1e-14)
     close(pooled.standard_error, np.hypot(1.5, 2.0), 1e-14)
@@ -219,28 +191,28 @@ def test_errors_of_quadrature_do_not_average_out() -> None:
 
 def test_a_quadrature_that_is_not_resolved_stays_visible() -> None:
     """A single step has an unknown error, and a pool of such runs, too."""
-    run = lambda key: tx.slq_trace(  # noqa: E731
-        function(MATRIX + MATRIX.T), jnp.exp, key, num_probes=8, num_steps=1
-    )
-    pooled = tx.pool([run(key) for key in jax.random.split(KEY, 3)])
+
+    def run(key: Any) -> tx.Estimate:
+        operator = function(MATRIX + MATRIX.T)
+        return tx.slq_trace(operator, jnp.exp, key, num_probes=8, num_steps=1)
+
+    pooled = tx.pool(over_keys(run, KEY, 3))
     assert jnp.isinf(pooled.standard_error)
     assert jnp.isinf(pooled.quadrature_error)
 
 
+WIDE = jnp.diag(jnp.geomspace(1e-4, 1.0, 200))
 FUNCTIONS = ["logdet", "function_trace", "slq_trace", "arnoldi_trace"]
 
 
-@pytest.mark.parametrize("name", cases(FUNCTIONS, "slq_trace"))
+@pytest.mark.parametrize("name", cases(FUNCTIONS, "slq_trace", rest=nightly))
 def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> None:
     """Few steps on a wide spectrum leave most of it, many steps next to nothing."""
-    matrix = jnp.diag(jnp.geomspace(1e-4, 1.0, 200))
-    operator = function(matrix, PSD)
 
     def run(steps: int) -> tx.Estimate:
         counts: Any = {"num_probes": 10, "num_steps": steps}
-        if name == "logdet":
-            return tx.logdet(operator, KEY, **counts)
-        return getattr(tx, name)(operator, jnp.log, KEY, **counts)
+        of = () if name == "logdet" else (jnp.log,)
+        return getattr(tx, name)(function(WIDE, PSD), *of, KEY, **counts)
 
     few, many = run(3), run(18)
     assert 0 < many.quadrature_error < few.quadrature_error <= few.standard_error
@@ -248,9 +220,8 @@ def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> Non
 
 
 @pytest.mark.slow
-def test_the_quadrature_error_of_a_trace_is_zero_and_none_has_a_slope() -> None:
-    matrix = jnp.diag(jnp.geomspace(1e-4, 1.0, 200))
-    assert tx.trace(function(matrix, PSD), KEY, 50).quadrature_error == 0
-    gap = lambda s: tx.logdet(function(s * matrix, PSD), KEY, 60).quadrature_error  # noqa: E731
+def test_the_quadrature_error_of_a_trace_is_zero_and_none_has_a_derivative() -> None:
+    assert tx.trace(function(WIDE, PSD), KEY, 50).quadrature_error == 0
+    gap = lambda s: tx.logdet(function(s * WIDE, PSD), KEY, 60).quadrature_error  # noqa: E731
     with pytest.raises(Exception, match="standard_error"):
         jax.grad(gap)(1.0)

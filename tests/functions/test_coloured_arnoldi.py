@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 
 import traceax as tx
-from tests.helpers import close, is_unbiased, over_keys, refused
+from tests.helpers import close, contains, is_unbiased, nightly, over_keys, refused, slow
 from tests.wrappers import function
 
 KEY = jax.random.key(3)
@@ -40,7 +41,7 @@ def estimate(key: Any, budget: int = 240, matrix: Any = SYSTEM, **how: Any) -> t
 
 @pytest.mark.slow
 def test_blocks_are_exact() -> None:
-    """No two dimensions of one colour are connected, and the steps exhaust each block."""
+    """No two indices of one colour are connected, and the steps exhaust each block."""
     block = np.array([[2.0, 1.0, 0.0], [0.5, 3.0, 1.0], [0.0, 0.2, 2.0]])
     matrix = np.kron(np.eye(60), block)
     found = estimate(KEY, 140, matrix, pattern=matrix != 0)
@@ -51,29 +52,25 @@ def test_blocks_are_exact() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [60, 120, 240])
-def test_colours_are_far_better_than_none(budget: int) -> None:
-    coloured, plain = estimate(KEY, budget), estimate(KEY, budget, pattern=None)
-    assert "colours" in coloured.method
-    assert coloured.num_matvecs <= budget
-    assert coloured.standard_error < plain.standard_error / 10
-    assert abs(coloured.value - TRUTH) < 4 * coloured.standard_error
+def test_colours_are_far_better_than_none() -> None:
+    for budget in (60, 240):
+        coloured, plain = estimate(KEY, budget), estimate(KEY, budget, pattern=None)
+        assert "colours" in coloured.method
+        assert max(coloured.num_matvecs, plain.num_matvecs) <= budget
+        assert coloured.standard_error < plain.standard_error / 10
+        assert abs(coloured.value - TRUTH) < 4 * coloured.standard_error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [{}, {"num_probes": 24, "num_steps": 10}])
+@pytest.mark.parametrize("how", [slow({}), nightly({"num_probes": 24, "num_steps": 10})])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_interval_holds(dtype: str, how: dict[str, int]) -> None:
+def test_the_interval_contains_the_truth(dtype: str, how: Any) -> None:
     """One repeat of colours, whose error bar comes from four more probes, and several."""
     matrix = jnp.asarray(SYSTEM, dtype)
     by: Any = {"sampler": SAMPLER} if how else {"pattern": WEIGHTS != 0}
-
-    def one(key: Any) -> tx.Estimate:
-        return tx.arnoldi_trace(function(matrix), jnp.log, key, **by, **how)  # pyright: ignore[reportArgumentType]
-
-    found = over_keys(one, KEY, 200)
-    low, high = found.interval(0.95)
-    assert 0.90 < np.mean((low <= TRUTH) & (high >= TRUTH)) <= 1.0
+    operator: Any = function(matrix)
+    run = lambda key: tx.arnoldi_trace(operator, jnp.log, key, **by, **how)  # noqa: E731
+    found = over_keys(run, KEY, 200)
+    assert jnp.mean(contains(found, TRUTH)) > 0.90
     rms = np.sqrt(np.mean((found.value - TRUTH) ** 2))
     assert np.sqrt(np.mean(np.square(found.standard_error))) < 2.5 * rms
     if dtype == "float64" and how:  # ten steps, whose quadrature has no error
@@ -89,28 +86,41 @@ def test_derivatives_are_those_of_the_estimate() -> None:
 
     def value(rho: Any, shift: Any) -> Any:
         operator = function(jnp.eye(N) - rho * weights)
-        run = tx.arnoldi_trace(
-            operator, lambda x: jnp.log(x + shift), KEY, 240, pattern=SYSTEM != 0
-        )
-        return run.value
+        fn = lambda x: jnp.log(x + shift)  # noqa: E731
+        found = tx.arnoldi_trace(operator, fn, KEY, 240, pattern=SYSTEM != 0)
+        return found.value, found
 
     def exact(rho: Any, shift: Any) -> Any:
         return jnp.linalg.slogdet((1 + shift) * jnp.eye(N) - rho * weights)[1]
 
-    got, want = (jax.grad(f, (0, 1))(0.8, 0.1) for f in (value, exact))
-    close(got[0], want[0], 5e-3)
-    close(got[1], want[1], 5e-3)
-    close(jax.jvp(lambda r: value(r, 0.1), (0.8,), (1.0,))[1], got[0], 1e-9)
+    run = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+    (_, found), got = run(0.8, 0.1)
+    assert abs(found.value - exact(0.8, 0.1)) < 4 * found.standard_error < 1
+    for one, other in zip(got, jax.grad(exact, (0, 1))(0.8, 0.1), strict=True):
+        close(one, other, 5e-3)
+
+
+def test_the_error_bar_of_one_repeat() -> None:
+    """Its square is about twice the sum of the squares of all entries of f(A) between
+    indices of one colour."""
+    sampler: Any = SAMPLER
+    how: Any = {"sampler": sampler, "num_probes": sampler.num_colours, "num_steps": 10}
+    same = (sampler.colours[:, None] == sampler.colours) & ~np.eye(N, dtype=bool)
+    log: Any = scipy.linalg.logm(SYSTEM)
+    operator = function(jnp.asarray(SYSTEM))
+    found = jax.jit(lambda: tx.arnoldi_trace(operator, jnp.log, KEY, **how))()
+    bar = np.sum(2 * log.real**2 * same) ** 0.5
+    assert 0.85 < found.standard_error / bar < 1.2
+    assert abs(found.value - TRUTH) < 3 * found.standard_error
 
 
 @pytest.mark.slow
 def test_complex_operators_and_values() -> None:
     matrix = SYSTEM + 0.3j * np.diag(np.linspace(0, 1, N)) + 0.1j * WEIGHTS
     found = estimate(KEY, 240, matrix)
-    log = float(np.linalg.slogdet(matrix)[1])
-    close(found.value.real, log, 4 * float(found.standard_error) / abs(log))
-    phases = float(np.sum(np.angle(np.linalg.eigvals(matrix))))
-    close(found.value.imag, phases, 4 * float(found.standard_error) / abs(phases))
+    log = np.linalg.slogdet(matrix)[1] + 1j * np.sum(np.angle(np.linalg.eigvals(matrix)))
+    for part in (np.real, np.imag):
+        assert abs(part(found.value) - part(log)) <= 4 * found.standard_error
 
 
 @pytest.mark.slow
@@ -119,15 +129,18 @@ def test_the_sign_of_a_determinant() -> None:
     if one lies alone, and not if there are many."""
     log = lambda x: jnp.log(x.astype(complex))  # noqa: E731
     upper = np.triu(np.full((80, 80), 0.01), 1)
-    alone = function(jnp.asarray(np.diag([-2.0, *np.linspace(1, 3, 79)]) + upper))
-    many = function(jnp.asarray(np.diag(np.linspace(-3, 3.1, 80)) + upper))
-    exact = tx.arnoldi_trace(alone, log, KEY, 80)
+
+    def run(eigenvalues: Any, budget: int) -> tx.Estimate:
+        matrix = jnp.asarray(np.diag(eigenvalues) + upper)
+        return tx.arnoldi_trace(function(matrix), log, KEY, budget)
+
+    alone, many = np.append(-2.0, np.linspace(1, 3, 79)), np.linspace(-3, 3.1, 80)
+    exact = run(alone, 80)
     close(exact.value.imag, np.pi, 1e-9)
     assert exact.num_matvecs == 80
-    rough = tx.arnoldi_trace(alone, log, KEY, 40)
-    assert abs(rough.value.imag - np.pi) < 0.1
-    close(tx.arnoldi_trace(many, log, KEY, 80).value.imag, 39 * np.pi, 1e-9)
-    assert tx.arnoldi_trace(many, log, KEY, 40).standard_error > 1
+    assert abs(run(alone, 40).value.imag - np.pi) < 0.1
+    close(run(many, 80).value.imag, 39 * np.pi, 1e-9)
+    assert run(many, 40).standard_error > 1
 
 
 def test_budgets() -> None:
@@ -137,9 +150,7 @@ def test_budgets() -> None:
         return eqx.filter_eval_shape(tx.arnoldi_trace, operator, jnp.log, KEY, **how)
 
     assert run().num_matvecs == 240
-    assert run(num_matvecs=60).num_matvecs <= 60
     assert run(num_matvecs=60, num_steps=5).num_matvecs == 60
-    assert run(num_probes=4, num_steps=5).num_matvecs == 20
     colours = SAMPLER.num_colours
     both = run(num_probes=2 * colours, num_steps=5, sampler=SAMPLER)
     assert both.num_matvecs == 10 * colours

@@ -1,4 +1,4 @@
-"""What the tables of estimators do not hold inside loops, batches and gradients."""
+"""What is not in the tables of estimators: inside loops, batches and gradients."""
 
 from typing import Any
 
@@ -46,8 +46,8 @@ def test_a_loop_in_a_batch_with_a_gradient(name: str) -> None:
         jax.eval_shape(batch, scales, keys)  # leaks are a matter of tracing
     if name not in EXECUTED:
         return
-    in_loop, in_scan, slopes = batch(scales, keys)
-    value, slope = jax.jit(jax.value_and_grad(scanned))(scales[1], keys[1])
+    in_loop, in_scan, gradients = batch(scales, keys)
+    value, gradient = jax.jit(jax.value_and_grad(scanned))(scales[1], keys[1])
     for got in (in_loop, in_scan):
         close(got[1], value, max(1e-9, DRAWN))
-    close(slopes[1], slope, max(1e-9, 10 * DRAWN))
+    close(gradients[1], gradient, max(1e-9, 10 * DRAWN))

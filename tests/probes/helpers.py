@@ -23,8 +23,8 @@ def grid(*sides: int, closed: bool = False) -> Any:
     """The neighbours in a grid: dense, the last axis fastest."""
     whole = np.zeros((1, 1))
     for side in sides:
-        one, others = np.eye(side), np.eye(whole.shape[0])
-        whole = np.kron(whole, one) + np.kron(others, path(side, closed))
+        step = np.kron(np.eye(len(whole)), path(side, closed))
+        whole = np.kron(whole, np.eye(side)) + step
     return whole
 
 

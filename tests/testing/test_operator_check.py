@@ -1,6 +1,7 @@
 """`check_operator` names what is wrong with an operator, and generated ones are right."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,22 @@ import lineax as lx
 import numpy as np
 import pytest
 
-from tests.helpers import address, cases, outputs, refused
+from tests.helpers import address, nightly, outputs, refused, slow
 from tests.matrices import general, hermitian
-from tests.wrappers import EVERY, function, part_of
+from tests.wrappers import EVERY, PSD, Plain, function, part_of
 from traceax.testing import check_operator, operators
 
 KEY = jax.random.key(0)
 N = 6
 SYMMETRIC = hermitian(1.0 + np.arange(N))
-PSD, NSD = lx.positive_semidefinite_tag, lx.negative_semidefinite_tag
+NSD = lx.negative_semidefinite_tag
 
 
-@pytest.mark.parametrize("kind", cases(EVERY, "Matrix"))
+SLOW = ["PyTree", "Tangent", "nested"]
+REST = [kind for kind in EVERY if kind not in ("Matrix", *SLOW)]
+
+
+@pytest.mark.parametrize("kind", ["Matrix", *map(slow, SLOW), *map(nightly, REST)])
 def test_every_class_is_right(kind: str) -> None:
     check_operator(EVERY[kind](general(N, complex)), KEY)
 
@@ -40,46 +45,41 @@ def test_generated_operators_are_right_and_their_oracle(pair: Any) -> None:
 
 @pytest.mark.slow
 def test_right_tags_and_shapes() -> None:
-    banded = part_of("Tridiagonal", SYMMETRIC)
-    right: list[lx.AbstractLinearOperator] = [
-        lx.MatrixLinearOperator(SYMMETRIC, PSD),
-        lx.MatrixLinearOperator(-SYMMETRIC, NSD),
-        lx.MatrixLinearOperator(jnp.triu(SYMMETRIC), lx.upper_triangular_tag),
-        lx.MatrixLinearOperator(banded, lx.tridiagonal_tag),
-        lx.MatrixLinearOperator(jnp.ones((N, N)), lx.unit_diagonal_tag),
-        lx.MatrixLinearOperator(hermitian(1.0 + np.arange(200), np.float32), PSD),
-        lx.MatrixLinearOperator(jnp.zeros((N, N)), [PSD, NSD]),
-        lx.MatrixLinearOperator(general(N)[:4]),
+    banded, stored = part_of("Tridiagonal", SYMMETRIC), lx.MatrixLinearOperator
+    for operator in (
+        stored(SYMMETRIC, PSD),
+        stored(-SYMMETRIC, NSD),
+        stored(jnp.triu(SYMMETRIC), lx.upper_triangular_tag),
+        stored(banded, lx.tridiagonal_tag),
+        stored(jnp.ones((N, N)), lx.unit_diagonal_tag),
+        stored(hermitian(1.0 + np.arange(200), np.float32), PSD),
+        stored(jnp.zeros((N, N)), [PSD, NSD]),
+        stored(general(N)[:4]),
         Own(general(N, complex)),
-        lx.MatrixLinearOperator(SYMMETRIC.astype(jnp.bfloat16), PSD),
-    ]
-    for operator in right:
+        stored(SYMMETRIC.astype(jnp.bfloat16), PSD),
+    ):
         check_operator(operator, KEY)
 
 
-class Own(lx.AbstractLinearOperator):
+PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
+    "offset": lambda matrix, v: matrix @ v + 1,
+    "conjugate": lambda matrix, v: matrix @ v.conj(),
+    "structure": lambda matrix, v: (matrix @ v)[:-1],
+    "frozen": lambda matrix, v: jax.lax.stop_gradient(matrix) @ v,
+    # Its transpose is 1.1 times the identity.
+    "reverse": lambda matrix, v: jax.lax.custom_linear_solve(
+        lambda x: x, matrix @ v, lambda _, b: b, lambda _, b: 1.1 * b
+    ),
+}
+
+
+class Own(Plain):
     """An operator of a user's class with one fault."""
 
-    matrix: Any
     wrong: str = eqx.field(static=True, default="")
 
     def mv(self, vector: Any) -> Any:
-        product = self.matrix @ vector
-        match self.wrong:
-            case "offset":
-                return product + 1
-            case "conjugate":
-                return self.matrix @ vector.conj()
-            case "structure":
-                return product[:-1]
-            case "frozen":
-                return jax.lax.stop_gradient(self.matrix) @ vector
-            case "reverse":  # its transpose is 1.1 times the identity
-                return jax.lax.custom_linear_solve(
-                    lambda x: x, product, lambda _, b: b, lambda _, b: 1.1 * b
-                )
-            case _:
-                return product
+        return PRODUCTS.get(self.wrong, jnp.matmul)(self.matrix, vector)
 
     def as_matrix(self) -> Any:
         return 2 * self.matrix if self.wrong == "as_matrix" else self.matrix
@@ -87,35 +87,26 @@ class Own(lx.AbstractLinearOperator):
     def transpose(self) -> "Own":
         return self if self.wrong == "transpose" else Own(self.matrix.T)
 
-    def in_structure(self) -> Any:
-        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
 
-    def out_structure(self) -> Any:
-        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
-
-
-QUESTIONS = [lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite]
-for question in QUESTIONS:
-    question.register(Own, lambda _: False)
 lx.conj.register(Own, lambda o: o if o.wrong == "conj" else Own(o.matrix.conj()))
 
 
+FAULTS = {
+    "offset": "mv is linear, A.*off by",
+    "conjugate": "mv is linear, A.*off by",
+    "structure": r"mv .*: must be complex128\[6\], but got complex128\[5\]",
+    "as_matrix": "as_matrix is that of mv: off by",
+    "transpose": "transpose is that of mv, y.*off by",
+    "conj": "lx.conj is that of mv, .*off by",
+    "frozen": "derivative = difference quotient: off by",
+    "reverse": "reverse derivative = forward derivative: off by",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("offset", "mv is linear, A.*off by"),
-        ("conjugate", "mv is linear, A.*off by"),
-        ("structure", r"mv .*: must be complex128\[6\], but got complex128\[5\]"),
-        ("as_matrix", "as_matrix is that of mv: off by"),
-        ("transpose", "transpose is that of mv, y.*off by"),
-        ("conj", "lx.conj is that of mv, .*off by"),
-        ("frozen", "derivative = difference quotient: off by"),
-        ("reverse", "reverse derivative = forward derivative: off by"),
-    ],
-)
-def test_faults_are_named(wrong: str, words: str) -> None:
-    words = rf"check_operator: Own fails:(.|\n)*{words}"
+@pytest.mark.parametrize("wrong", FAULTS)
+def test_faults_are_named(wrong: str) -> None:
+    words = rf"check_operator: Own fails:(.|\n)*{FAULTS[wrong]}"
     refused(AssertionError, words, check_operator, Own(general(N, complex), wrong), KEY)
 
 
@@ -137,7 +128,7 @@ FALSE: list[tuple[str, object, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("question", "tag", "matrix"), FALSE)
 def test_false_tags_are_named(question: str, tag: object, matrix: Any) -> None:
-    """Of a function, because lineax applies only the diagonal of a matrix with that tag."""
+    """Functions have them. lineax applies only the diagonal of a matrix with that tag."""
     words = f"\n- lineax.{question} is true: off by"
     refused(AssertionError, words, check_operator, function(matrix, tag), KEY)
 
@@ -189,13 +180,13 @@ except ValueError as error:
 
 @pytest.mark.slow
 def test_arrays_of_several_processes(tmp_path: Path) -> None:
-    """An operator is checked if each process has all its arrays. The cure that the error
-    names gives each process all arrays."""
+    """Each process must have all arrays. The cure that the error names works."""
     where, words = address(), r"check_operator\(operator=.*arrays of one process.*\(4, 4\)"
     for printed in outputs(tmp_path, *(["-c", PROCESS, where, index] for index in "01")):
         assert re.search(f"{words}.*Gather it by", printed), printed
 
 
+@pytest.mark.slow
 def test_it_shrinks_to_a_matrix_of_one_dimension() -> None:
     phases = (hypothesis.Phase.generate, hypothesis.Phase.shrink)
     how = hypothesis.settings(database=None, derandomize=True, phases=phases)

@@ -50,8 +50,8 @@ A new thing has one place. Copy one of its kind:
 Whatever is public is also in `traceax/__init__.py`, `tests/calls.py`, a page of the
 reference and the changelog; tests fail where one is missing.
 
-Which tests does a change run? Those that have the name of the function or the module in
-theirs, quick and slow ones: `python -m pytest -m "slow or not slow" -k NAME`. The linter
+Which tests does a change run? Those that `tests/map.py` names for its modules, quick and
+slow ones: `python -m pytest -m "slow or not slow" $(python -m tests.map NAME)`. The linter
 and the type checker need extras: `pip install -e ".[test,lint,notebooks,benchmarks]"`, then
 `pre-commit run --all-files`.
 """

@@ -58,10 +58,12 @@ def decompose(matrix: Inexact[Array, "... m m"]) -> Eigen:
     """Decompose a Hermitian matrix, or each one of a batch.
 
     Eigenvalues at the level of rounding become zero. So the logarithm of a singular matrix
-    is infinite, and its square root is not NaN."""
+    is infinite, and its square root is not NaN. (Of projectors with 20 to 1000 rows the
+    lowest eigenvalues were down to -7 eps.)"""
     values, vectors = in_one_loop(lapack.eigh, matrix.shape[:-2], matrix)
-    rounding = 4 * jnp.finfo(values.dtype).eps * largest_of(values)
-    return Eigen(jnp.where(jnp.abs(values) <= rounding, 0, values), vectors)
+    level = jnp.finfo(values.dtype).eps * largest_of(values)
+    is_zero = (values <= 4 * level) & (values >= -16 * level)
+    return Eigen(jnp.where(is_zero, 0, values), vectors)
 
 
 def decompose_above(
