@@ -191,11 +191,11 @@ TESTS: dict[str, list[str]] = {
 }
 
 
-def tests_of(module: str) -> list[str]:
+def files_of(module: str) -> list[str]:
     """The files and folders, from the root of the repository."""
     names = (f"tests/{name}" for name in TESTS[module])
     return [f"{name}.py" if "/test_" in name else name for name in names]
 
 
 if __name__ == "__main__":
-    print(*(name for module in TESTS if sys.argv[1] in module for name in tests_of(module)))
+    print(*(name for module in TESTS if sys.argv[1] in module for name in files_of(module)))

@@ -11,7 +11,7 @@ import pytest
 
 import traceax
 from tests.helpers import python
-from tests.map import TESTS, tests_of
+from tests.map import TESTS, files_of
 from traceax._linalg.columns import column_dots
 
 PACKAGE = Path(traceax.__file__).parent
@@ -77,4 +77,4 @@ def test_every_module_has_tests() -> None:
     modules = {str(p.relative_to(PACKAGE).with_suffix("")) for p in PACKAGE.rglob("*.py")}
     assert {name for name in modules if not name.endswith("__init__")} == TESTS.keys()
     for module in TESTS:
-        assert all((PACKAGE.parent / name).exists() for name in tests_of(module)), module
+        assert all((PACKAGE.parent / name).exists() for name in files_of(module)), module

@@ -12,8 +12,8 @@ names for the module: the quick ones, and, unless `--quick`, the slow ones if th
 nothing. A fault is *found* if a test fails, whose name is printed, or if the tests do not
 end. It *survives* if none fails. The last lines have the shares, and the survivors.
 
-A survivor is a test that is missing, or a change that is no fault: it is in `HARMLESS`, by
-its line, with the reason.
+A survivor is a test that is missing, or a change that is no fault: `HARMLESS` has a part of
+its line, and the reason.
 """
 
 import argparse
@@ -30,14 +30,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.map import TESTS, tests_of
+from tests.map import TESTS, files_of
 
 ROOT = Path(__file__).parents[2]
 COMPILED = Path(tempfile.gettempdir(), "traceax-mutants")
 LIMIT = {"quick": 900, "slow": 1800}  # seconds
 
-# "module: the changed line" -> why it changes no answer.
-HARMLESS: dict[str, str] = {}
+FROZEN = "whoever calls it freezes the result, or has a derivative of its own"
+# "module: a part of the changed line" -> why no change of it is a fault.
+HARMLESS: dict[str, str] = {
+    "_estimators/deltashift: c * (others + grain)": "of a multiple of I b is 0 "
+    "without it, which is as good",
+    "_functions/function_diagonal: times(grain, tested)": "either sign makes the columns "
+    "independent",
+    "_functions/inv_quad_logdet: 4 * t <= shape.width": "which run is made; both are right",
+    "_functions/neighbours: start = min(n, 2 * count)": "the same neighbours, by more work",
+    "_functions/neighbours: min(4 * count + 1, end)": "the same neighbours, by more work",
+    "_functions/whitening: held = jax.lax.stop_gradient(matrix)": "JAX does not "
+    "differentiate the solver of `custom_linear_solve`",
+    "_linalg/krylov: jax.lax.stop_gradient(overlaps)": FROZEN,
+    "_linalg/krylov: held, known = jax.lax.stop_gradient(": FROZEN,
+    "_linalg/krylov: is_twin = ": "twins differ by rounding, whichever of both has it",
+    "_linalg/lapack: jax.lax.stop_gradient(largest_modulus(matrix))": FROZEN,
+    "_linalg/lapack: lift = 10 * eps": "a few rounding errors more, which are taken off",
+    "_quadrature/nodes: if 3 * count < size:": "two ways to compute the same number",
+}
 
 
 class Fault(NamedTuple):
@@ -193,7 +210,7 @@ def found_by(fault: Fault, *, quick: bool) -> tuple[str, str]:
         path = Path(folder, "traceax", f"{fault.module}.py")
         path.write_text(fault.applied(path.read_text()))
         for kind in ("quick",) if quick else ("quick", "slow"):
-            name = first_failure(Path(folder), tests_of(fault.module), kind)
+            name = first_failure(Path(folder), files_of(fault.module), kind)
             if name is not None:
                 return kind, name
     return "none", ""
@@ -231,7 +248,7 @@ def check_without_faults(faults: Sequence[Fault]) -> None:
     """The quick tests must pass on a copy without a fault (CI runs the slow ones)."""
     with tempfile.TemporaryDirectory() as folder:
         copied(Path(folder))
-        tests = {name for fault in faults for name in tests_of(fault.module)}
+        tests = {name for fault in faults for name in files_of(fault.module)}
         if (
             name := first_failure(Path(folder), sorted(tests), "quick", jobs=2)
         ) is not None:
@@ -252,7 +269,7 @@ def main(given: argparse.Namespace) -> None:
         ):
             found[by].append(fault)
             print(f"{by:<6}{described(fault)} | {name}", flush=True)
-    harmless = [f for f in found["none"] if line_of(f) in HARMLESS]
+    harmless = [f for f in found["none"] if is_harmless(f)]
     counted = len(faults) - len(harmless)
     quick, slow = len(found["quick"]), len(found["slow"])
     print(f"\n{counted} faults, {len(harmless)} more change nothing")
@@ -263,11 +280,11 @@ def main(given: argparse.Namespace) -> None:
             print(f"survives: {described(fault)}")
 
 
-def line_of(fault: Fault) -> str:
-    line = (
-        (ROOT / "traceax" / f"{fault.module}.py").read_text().splitlines()[fault.line - 1]
-    )
-    return f"{fault.module}: {line.strip()}"
+def is_harmless(fault: Fault) -> bool:
+    path = ROOT / "traceax" / f"{fault.module}.py"
+    line = path.read_text().splitlines()[fault.line - 1]
+    parts = (key.partition(": ") for key in HARMLESS)
+    return any(fault.module == name and part in line for name, _, part in parts)
 
 
 def described(fault: Fault) -> str:

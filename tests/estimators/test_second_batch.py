@@ -81,6 +81,29 @@ def test_the_shares_against_a_loop(what: str, dtype: Any) -> None:
     assert abs(other[0] - got[1]) > 1e-3
 
 
+def test_the_mixture_of_a_semidefinite_diagonal() -> None:
+    """With weights a_i between 0 and 1: samples a_i g_i + (1 - a_i) f_i, whose variance is
+    1 + mean(a) times that of a mean of independent ones."""
+    n, k = 40, 5
+    matrix = hermitian(1.5 + np.linspace(-1, 1, n) ** 3, complex)
+    block = tx.rademacher(KEY, jax.ShapeDtypeStruct((n,), complex), k).T
+    run = partial(second_batch.mixed_diagonal, LinearMap(function(matrix, PSD)))
+    got, dense, probes = run((block,)), np.asarray(matrix), np.asarray(block)
+    known = products_of_sketch(matrix @ block, block)
+    a = np.asarray(second_batch.shared_weights(known, known.fitted))
+    assert 0.1 < a.mean() < 0.9
+    samples = []
+    for i in range(k):
+        others, w = np.delete(probes, i, axis=1), probes[:, i]
+        sketch = dense @ others
+        low = sketch @ np.linalg.solve(others.conj().T @ sketch, sketch.conj().T)
+        sketched = np.diag(low) + w.conj() * ((dense - low) @ w)
+        samples.append((a[i] * sketched + (1 - a[i]) * w.conj() * (dense @ w)).real)
+    close(got.value, np.mean(samples, axis=0), 1e-10)
+    variance = np.var(samples, axis=0, ddof=1) / k
+    close(got.standard_error, np.sqrt((1 + a.mean()) * variance), 1e-9)
+
+
 def all_batches(dtype: Any) -> tuple[Any, Any]:
     """Probe i is any row of a unitary matrix of its own, in all n^k batches; a fresh one
     any row of another."""

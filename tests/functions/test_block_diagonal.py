@@ -13,8 +13,13 @@ from tests.helpers import close, is_unbiased, nightly, over_keys, slow
 from tests.matrices import hermitian, krylov_basis
 from tests.wrappers import function
 from traceax._core.operator import LinearMap
-from traceax._functions.function_diagonal import SpacesLeftOut
-from traceax._quadrature.block_quadrature import Shape, krylov_run, levels_and_complements
+from traceax._functions.function_diagonal import SpacesLeftOut, _coloured
+from traceax._quadrature.block_quadrature import (
+    Shape,
+    krylov_run,
+    levels_and_complements,
+    shape_for,
+)
 from traceax._quadrature.dense import FunctionMap
 from traceax._quadrature.scalar import MatrixFunction, scalar_function
 
@@ -203,3 +208,10 @@ def test_one_probe_or_step_cannot_tell(num_probes: int, num_steps: int) -> None:
     assert np.all(np.isfinite(estimate.value))
     assert np.all(np.isinf(estimate.standard_error))
     assert estimate.num_matvecs == 6
+
+
+@pytest.mark.parametrize("budget", [60, 240, 1000])
+def test_probes_come_in_whole_repeats_of_the_colours(budget: int) -> None:
+    shape, plain = _coloured(budget, name="", colours=3), shape_for(budget)
+    assert shape.width == max(3, plain.width // 3 * 3)
+    assert budget / 2 < shape.num_matvecs <= budget

@@ -233,6 +233,13 @@ def test_plain_quadrature_is_exact_from_n_steps_of_n_probes() -> None:
         close(got, want, digits)
 
 
+def test_the_density_s_own_grid_does_not_move_with_its_width() -> None:
+    def grid(width: Any) -> Any:
+        return tx.spectral_density(function(jnp.eye(10)), None, KEY, width=width).grid
+
+    assert not jnp.any(jax.jacfwd(grid)(0.2))
+
+
 @pytest.mark.parametrize("n", [10, slow(300)])
 def test_the_density_s_own_grid(n: int) -> None:
     """It spans the eigenvalues that the run sees, costs no more than a given one, and is

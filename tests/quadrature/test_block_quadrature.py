@@ -12,7 +12,7 @@ import traceax as tx
 from tests.helpers import close, contains, is_unbiased, nightly, over_keys, slow
 from tests.matrices import across, hermitian, krylov_basis, remainder, sample
 from tests.wrappers import PSD, function, matrix_free
-from traceax._quadrature.block_quadrature import Shape
+from traceax._quadrature.block_quadrature import Quadrature, Shape
 
 KEY = jax.random.key(2)
 N, SHAPE = 70, Shape(4, 5)
@@ -73,6 +73,29 @@ def test_error_bars_are_as_defined(largest: int, dtype: Any, theta: Any, seed: i
     )
     assert np.argmax(errors) == largest
     close(identity(matrix).standard_error, errors[largest], 1e-6)
+
+
+def test_noise_and_rounding_in_error_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 eps of sizes and value; twice what noise moves, g* blur g; and all bends."""
+    weights, eps = np.array([0.2, 0.5, 0.3]), np.finfo(float).eps
+    blur = np.array([[4.0, 1, 0], [1, 3, 1], [0, 1, 2]])
+    both = jnp.asarray(np.broadcast_to(weights, (1, 1, 2, 3)))
+    made = Quadrature(
+        jnp.eye(3), both, jnp.eye(3)[None], jnp.eye(3), jnp.asarray(blur), None
+    )  # pyright: ignore
+    none = lambda self, values: jnp.zeros(len(values))  # noqa: E731
+    monkeypatch.setattr(Quadrature, "_error_by_theory", none)
+    sizes, rates, bends = (
+        1e15 * np.arange(1.0, 4),
+        np.array([1.0, 2, 3]),
+        np.array([5, 1.0, 2]),
+    )
+    values = np.array([1e14, 2e14, -1e14])
+    given = (jnp.asarray(x[None]) for x in (sizes, rates, bends))
+    error, _ = made.error(jnp.asarray(values[None, None, None]), *given)
+    size = np.linalg.norm(weights * sizes) + abs(weights @ values)
+    noise = 2 * (rates @ blur @ rates) ** 0.5 + weights @ bends
+    close(error, [np.hypot(4 * eps * size, noise)], 1e-9)
 
 
 identity = jax.jit(lambda matrix: estimate(matrix, lambda x: x))
