@@ -35,16 +35,19 @@ def nightly(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.nightly)
 
 
-def cases(values: Iterable[Any], *quick: Any, rest: Any = slow) -> list[Any]:
+def cases(
+    values: Iterable[Any], *quick: Any, some: Iterable[Any] = (), rest: Any = slow
+) -> list[Any]:
     """Parameters of a test, of which only the named ones are in the quick run: by their
-    `name`, their `__name__` or themselves. The rest is slow, or nightly."""
+    `name`, their `__name__` or themselves. `some` are slow, the rest as it is said."""
 
     def name(value: Any) -> Any:
         return getattr(value, "name", getattr(value, "__name__", value))
 
     values = list(values)
-    assert set(quick) <= {name(value) for value in values}
-    return [value if name(value) in quick else rest(value) for value in values]
+    marks = {**dict.fromkeys(some, slow), **dict.fromkeys(quick, lambda value: value)}
+    assert marks.keys() <= {name(value) for value in values}
+    return [marks.get(name(value), rest)(value) for value in values]
 
 
 def given(probes: Any) -> Callable[..., Any]:

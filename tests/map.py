@@ -132,7 +132,10 @@ TESTS: dict[str, list[str]] = {
         "linalg/test_bases",
         "test_exactness",
     ],
-    "_linalg/conjugate_gradients": ["functions/test_likelihood"],
+    "_linalg/conjugate_gradients": [
+        "functions/test_likelihood",
+        "functions/test_whitening",
+    ],
     "_linalg/jackknife": [
         "linalg/test_jackknife",
         "estimators/test_leave_one_out",

@@ -96,8 +96,12 @@ def names(entries: list[Entry]) -> list[str]:
     return [entry.name for entry in entries]
 
 
-def each(entries: list[Entry], *quick: str, rest: Any = slow) -> pytest.MarkDecorator:
-    """A test for the entries of a table; only the named ones are in the quick run, and the
-    rest is slow, or nightly."""
-    chosen = cases(entries, *quick, rest=rest) if quick else entries
+def each(
+    entries: list[Entry], *quick: str, some: Any = (), rest: Any = slow
+) -> pytest.MarkDecorator:
+    """A test for the entries of a table; only the named ones are in the quick run, `some`
+    are slow, and so is the rest, or nightly. All are quick if none is named."""
+    chosen = entries
+    if quick or some:
+        chosen = cases(entries, *quick, some=some, rest=rest)
     return pytest.mark.parametrize("entry", chosen, ids=lambda entry: entry.name)

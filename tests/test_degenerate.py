@@ -119,7 +119,8 @@ CASES = [
 ]
 # What shares its sketch or its quadrature with a case above.
 ALIKE = ("trace, colours", "hutchinson_trace", "xtrace", "xnystrace", "diagonal")
-ALIKE += ("diagonal, colours", "laplacian", "function_diagonal, colours")
+ALIKE += ("diagonal, colours", "laplacian", "function_diagonal, colours", "deltashift")
+ALIKE += ("trace, untagged", "function_diagonal", "frobenius_norm_squared", "arnoldi_trace")
 
 
 def rest(case: Case) -> Any:

@@ -99,7 +99,7 @@ def test_a_definite_matrix(name: str, tmp_path: Path, capsys: Any) -> None:
     assert list(tmp_path.iterdir()) == [file]  # nothing is written
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(240)
 def test_other_matrices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A large one is known to be definite by its diagonal, an indefinite one has no

@@ -173,7 +173,7 @@ def test_quadratic_forms(bits: int | None) -> None:
     check(lambda key: both(key).inv_quad, truth, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_solver_at_a_loose_tolerance_is_no_nan() -> None:
     matrix = jnp.asarray(MATRICES["kernel"] + 0.1 * np.eye(N), jnp.float32)
     solver = lx.CG(rtol=1e-2, atol=1e-2)

@@ -30,7 +30,7 @@ def drawn(draw: Any, *, semidefinite: bool) -> Any:
     return operator, dense, key, draw(st.sampled_from((4, 5, dense.shape[0], 50)))
 
 
-SLOW = ("xtrace", "xnystrace")
+SLOW = ("xtrace",)
 
 
 @pytest.mark.parametrize(

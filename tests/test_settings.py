@@ -202,7 +202,10 @@ def test_without_jit(name: str) -> None:
         close(value, CALLS[name](MATRIX, KEY).value, 1e-9 + DRAWN)
 
 
-@pytest.mark.parametrize("name", cases(CALLS, "xtrace", "arnoldi_trace"))
+CHECKED = ("logdet", "inv_quad_logdet", "function_diagonal", "laplacian", "leaf_traces")
+
+
+@pytest.mark.parametrize("name", cases(CALLS, "xtrace", some=CHECKED, rest=nightly))
 def test_checked_for_errors(name: str) -> None:
     """No NaN, no division by zero and no index out of bounds, not even in unused values.
     (`checkify` fails at an index inside of `jax.checkpoint`, as entries are in `vecchia`;

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import traceax as tx
-from tests.helpers import DRAWN, close, python
+from tests.helpers import DRAWN, close, nightly, python, slow
 from tests.tables import ESTIMATORS, REST, Entry, each, flatten
 from tests.wrappers import PSD, function
 
@@ -23,8 +23,7 @@ def estimate(entry: Entry, matrix: Any, key: Any = KEY) -> tx.Estimate:
     return entry.of(function(matrix), key, BUDGET)
 
 
-@pytest.mark.slow
-@each([ESTIMATORS[-1], REST[2]])
+@each([ESTIMATORS[-1], REST[2]], some=("xdiag",), rest=nightly)
 def test_vmap_is_a_loop(entry: Entry) -> None:
     """Also through the transformations of Equinox and `jax.checkpoint`."""
     matrices = jnp.stack([entry.matrix(N, seed=seed) for seed in range(2)])
@@ -143,7 +142,6 @@ print("finished")
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("name", [slow("pairs"), nightly("threads")])
 def test_batches_of_lapack_calls_do_not_hang(name: str) -> None:
     assert python("-c", HANGS[name], XLA_FLAGS="") == "finished\n"

@@ -39,7 +39,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["cubic", slow("complex"), slow("many values"), nightly("network")]
+    "name", ["cubic", slow("complex"), nightly("many values"), nightly("network")]
 )
 def test_all_pairs_are_exact(name: str) -> None:
     """From n (n + 1) / 2 on, value and gradient, alone and in batches."""

@@ -68,7 +68,7 @@ def test_it_is_hutchpp_or_signs_as_dense_algebra_says(diagonal: float) -> None:
     assert (got.num_matvecs, got.degrees_of_freedom) == (M, (rest - 1) / 3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_used_from_ten_directions_on_and_where_it_can_be() -> None:
     def both(fn: Any, m: int, **how: Any) -> bool:
         """Whether it is what signs without a sketch give."""

@@ -219,7 +219,7 @@ def test_functions_say_which_part_of_their_error_is_quadrature(name: str) -> Non
     assert many.quadrature_error < many.standard_error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_quadrature_error_of_a_trace_is_zero_and_none_has_a_derivative() -> None:
     assert tx.trace(function(WIDE, PSD), KEY, 50).quadrature_error == 0
     gap = lambda s: tx.logdet(function(s * WIDE, PSD), KEY, 60).quadrature_error  # noqa: E731

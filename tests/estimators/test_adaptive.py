@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, refused, slow
+from tests.helpers import close, nightly, refused, slow
 from tests.matrices import general, hermitian, spectrum
 from tests.wrappers import PSD, function
 
 KEY = jax.random.key(4)
 N = 66  # not exact at once
-both_tags = pytest.mark.parametrize("tags", [(), PSD])
+both_tags = pytest.mark.parametrize("tags", [slow(()), nightly(PSD)])
 
 
 def estimate(a: Any, key: Any = KEY, tags: Any = (), limit: Any = 100, **how: Any) -> Any:
     return tx.adaptive_trace(function(a, tags), key, max_matvecs=limit, **how)
 
 
-@pytest.mark.slow
 @both_tags
 def test_it_rarely_fails(tags: Any) -> None:
     """At most 5 % of the answers that claim to be within a tolerance are not, and they
@@ -49,7 +48,6 @@ def test_it_rarely_fails(tags: Any) -> None:
     assert shares["exp", 1e-2] > 0.95  # not by never claiming anything
 
 
-@pytest.mark.slow
 @both_tags
 def test_compiled_and_not_compiled_agree(tags: Any) -> None:
     """Values, gradients and what is spent, at every size, up to exactness."""
@@ -77,7 +75,6 @@ def test_compiled_and_not_compiled_agree(tags: Any) -> None:
     assert len(reached) == 3
 
 
-@pytest.mark.slow
 @both_tags
 def test_a_sketch_that_grew_is_as_good_as_one_in_one_go(tags: Any) -> None:
     """Rank below the probes: exact to rounding, though most of the basis is noise, or a

@@ -160,7 +160,7 @@ def test_sums_over_groups_have_their_own_bars(kind: str, budget: int) -> None:
     assert by(lambda path: 0).value.keys() == {"0"}
 
 
-@pytest.mark.parametrize(("rest", "tag"), [slow(0.0, ()), slow(1e-3, lx.symmetric_tag)])
+@pytest.mark.parametrize(("rest", "tag"), [nightly(0.0, ()), slow(1e-3, lx.symmetric_tag)])
 def test_bars_where_the_rank_is_the_number_of_probes(rest: float, tag: Any) -> None:
     """All samples then have most of their error in common. Intervals for 95 % contained the
     truth in 62 % (both leaves) and 50 % (their sum)."""

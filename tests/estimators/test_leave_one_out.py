@@ -283,7 +283,7 @@ def test_leave_one_out_leaf_traces(form: str) -> None:
     entries, which do not share probes. What shared probes add to the variance is computed
     for the trace, from its jackknife."""
     n, k = 70, 3 if form == "few" else 5
-    matrix = hermitian(spectrum("poly", n))
+    matrix = hermitian(spectrum("exp", n))
     if form != "two-sided":
         matrix = matrix + 0.3 * jnp.triu(matrix)
     operator = two_leaves(matrix, lx.symmetric_tag if form == "two-sided" else ())
@@ -300,6 +300,7 @@ def test_leave_one_out_leaf_traces(form: str) -> None:
         ratio = (k - 1) * np.var(whole) / (samples.sum(1).var(ddof=1) / k)
         half = ratio / (2 * k)
         sharing = max(2, half + (half**2 + ratio) ** 0.5, ratio / 9)
+        assert sharing > 2.5
     sums = np.add.reduceat(samples, [0, n // 3], axis=1)
     close(both_leaves(got.value), sums.mean(0), 1e-11)
     error = (sharing * sums.var(0, ddof=1) / k) ** 0.5

@@ -10,7 +10,7 @@ import lineax as lx
 import pytest
 
 import traceax as tx
-from tests.helpers import close, contains, refused, slow
+from tests.helpers import close, contains, nightly, refused, slow
 from tests.matrices import general
 from tests.tables import row_norms
 from tests.wrappers import function, matrix_free
@@ -28,7 +28,7 @@ def both(operator: Any, budget: int) -> Any:
     return [estimate(operator, KEY, budget) for estimate in estimates]
 
 
-@pytest.mark.parametrize("dtype", [slow("float32"), slow("complex128")])
+@pytest.mark.parametrize("dtype", [nightly("float32"), slow("complex128")])
 def test_rectangular(dtype: Any) -> None:
     """Exact below the sketch's rank, honest above it, differentiable, real."""
     shape = (40, 70) if dtype == "float32" else (70, 40)

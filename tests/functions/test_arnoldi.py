@@ -67,7 +67,7 @@ def test_exact_from_n_applications(name: str) -> None:
         close(jax.jit(derivative(lambda t: value(t)[0]))(0.0), want, digits, scale)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_fn_depends_on() -> None:
     """Second derivatives in the operator are refused. But one in what `fn` depends on may
     come first or second: that reads the same vectors."""

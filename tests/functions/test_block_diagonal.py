@@ -169,7 +169,7 @@ def test_it_is_unbiased_and_its_intervals_contain_the_truth() -> None:
     assert square < 0.4**2 * ((plain - truth) ** 2).mean()
 
 
-@pytest.mark.parametrize("matrix", [slow("complex"), nightly("multiple of I")])
+@pytest.mark.parametrize("matrix", [nightly("complex"), nightly("multiple of I")])
 def test_derivatives_are_unbiased(matrix: Any) -> None:
     """In the operator and the function together; forwards and backwards the same."""
     dtype = complex if matrix == "complex" else float

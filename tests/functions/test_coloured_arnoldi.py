@@ -51,7 +51,7 @@ def test_blocks_are_exact() -> None:
     assert found.num_matvecs <= 140
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_colours_are_far_better_than_none() -> None:
     for budget in (60, 240):
         coloured, plain = estimate(KEY, budget), estimate(KEY, budget, pattern=None)

@@ -15,7 +15,7 @@ import pytest
 
 import traceax as tx
 from tests.core.test_messages import rejected
-from tests.helpers import close, contains, is_unbiased, nightly, over_keys, slow
+from tests.helpers import close, contains, is_unbiased, nightly, over_keys, refused, slow
 from tests.matrices import hermitian, numbers
 from tests.wrappers import PSD, function, matrix_free
 
@@ -82,8 +82,8 @@ def summed(answer: Answer, tags: Any) -> Any:
 PLAIN, BARE = ("float64", PSD), ("float64", SYMMETRIC)
 SINGLE, COMPLEX = ("float32", PSD), ("complex128", PSD)
 QUICK: list[Any] = [("energy", PLAIN), ("own grid", PLAIN)]
-SLOW: list[Any] = [("shifts", PLAIN), ("inverse", PLAIN), ("density", PLAIN)]
-SLOW += [("energy", BARE), ("own grid", SINGLE), ("inverse", COMPLEX)]
+SLOW: list[Any] = [("shifts", PLAIN), ("energy", BARE), ("own grid", SINGLE)]
+SLOW += [("inverse", COMPLEX)]
 CASES = [*QUICK, *(slow(*case) for case in SLOW)]
 for case in product(ANSWERS, (PLAIN, BARE, SINGLE, COMPLEX)):
     CASES += [] if case in [*QUICK, *SLOW] else [nightly(*case)]
@@ -125,7 +125,7 @@ READERS += [lambda run: tx.function_trace(run, jnp.exp)]
 READERS += [lambda run: tx.spectral_density(run, GRID)]
 
 
-@pytest.mark.parametrize(("n", "some"), [(40, 3), (120, 3), slow(90, 5), slow(120, 5)])
+@pytest.mark.parametrize(("n", "some"), [(40, 3), (120, 3), slow(90, 5), nightly(120, 5)])
 def test_all_answers_take_the_matvecs_of_one(n: int, some: int) -> None:
     """The budget of 90 is below n, or reaches it, or is not needed."""
     a, count = counted(n)
@@ -197,7 +197,7 @@ def test_a_run_goes_through_loops_and_maps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("derivative", "constant"), [(jax.grad, True), slow(jax.hessian, False)]
+    ("derivative", "constant"), [(jax.grad, True), nightly(jax.hessian, False)]
 )
 def test_derivatives_of_a_run(derivative: Any, constant: bool) -> None:
     """A constant run leaves the derivative along its operator, which by `tree_at` may be
@@ -292,7 +292,7 @@ def test_messages() -> None:
 OUTLIERS = np.array([2.0, 3.0, 4.0, 5.5, 7.0, 10.0])
 
 
-@pytest.mark.parametrize("keys", [2, slow(40)])
+@pytest.mark.parametrize("keys", [2, nightly(40)])
 def test_weights_of_separated_eigenvalues(keys: int) -> None:
     """A bulk on [0, 1] and six eigenvalues, n = 400: their weights have no noise."""
     n, width = 400, 0.1
@@ -314,3 +314,12 @@ def test_weights_of_separated_eigenvalues(keys: int) -> None:
         of_bulk = [jnp.mean((e.value - truth)[:, :-6] ** 2) for e in (block, plain)]
         assert of_bulk[0] <= of_bulk[1]
         assert jnp.all(jnp.mean(contains(block, truth), axis=0) >= 0.88)
+
+
+def test_the_budget_beside_probes_or_steps() -> None:
+    """It pays for the probes that test the quadrature, too: six, with colours."""
+    colours = tx.probing(np.arange(N) % 5)
+    run = partial(tx.function_diagonal, operator(MATRIX), jnp.exp, KEY, sampler=colours)
+    for how, least in (({"num_steps": 3}, 3 * 7), ({"num_probes": 5}, 5 + 6)):
+        words = rf"function_diagonal\(num_matvecs=.*at least {least}.*got {least - 1}"
+        refused(ValueError, words, run, num_matvecs=least - 1, **how)

@@ -351,7 +351,7 @@ def test_mistakes_are_named() -> None:
         refused(error, message, tx.inv_quad_logdet, function(jnp.eye(N)), **options)
 
 
-@pytest.mark.parametrize("several", [nightly(False), slow(True)])
+@pytest.mark.parametrize("several", [nightly(False), nightly(True)])
 def test_a_guess_saves_steps_and_changes_no_answer(several: bool) -> None:
     """The guess is of a shorter length scale. For derivatives it is a constant."""
     matrix, y = kernel(-1.0), numbers(*((3,) if several else ()), N)

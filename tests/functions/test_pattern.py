@@ -88,7 +88,7 @@ def test_patterns_that_are_too_dense_are_left() -> None:
         tx.logdet(operator, KEY, 60, pattern=grid(5, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_error_bars_beat_those_without_a_pattern() -> None:
     matrix = jnp.asarray(laplacian(PATTERN)) + 0.02 * jnp.eye(132)
     truth = jnp.linalg.slogdet(matrix)[1]

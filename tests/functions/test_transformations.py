@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import pytest
 
 from tests.calls import CALLS, MATRIX, WAYS
-from tests.helpers import DRAWN, cases, close, leaks_checked
+from tests.helpers import DRAWN, cases, close, leaks_checked, nightly
 from tests.tables import ALL, REST_ALL, names
 
 REACHED = CALLS | {name: call for name, call in WAYS.items() if "batched" in name}
 OTHERS = [name for name in REACHED if name not in names(ALL + REST_ALL)]
 
 # Most faults show in tracing. These functions are run, too.
+SOME = ("function_trace", "inv_quad_logdet", "leaf_traces", "deltashift", "vecchia")
 EXECUTED = ("slq_trace", "laplacian", "function_trace", "arnoldi_trace", "leaf_traces")
 
 
-@pytest.mark.parametrize("name", cases(OTHERS, "laplacian"))
+@pytest.mark.parametrize("name", cases(OTHERS, "laplacian", some=SOME, rest=nightly))
 def test_a_loop_in_a_batch_with_a_gradient(name: str) -> None:
     """A while loop around the estimate, and the gradient of a scan, in a batch of scales
     and keys, without leaks. A batch is the loop over what is in it. The zero cotangents

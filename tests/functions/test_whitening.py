@@ -168,7 +168,7 @@ def test_likelihoods(dtype: str) -> None:
         close(*row)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_whitening_divides_errors_by_five_and_saves_steps() -> None:
     white, plain = (likelihood(THETA, KEY, white) for white in (vecchia(THETA), None))
     assert white.logdet.standard_error < 0.2 * plain.logdet.standard_error
@@ -183,7 +183,9 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", [*map(slow, list(WAYS)[:3]), nightly("whole")])
+@pytest.mark.parametrize(
+    "way", [slow("few"), *map(nightly, list(WAYS)[1:3]), nightly("whole")]
+)
 def test_intervals_and_gradients_over_keys(way: str) -> None:
     """Of 200 keys. A constant whitening adds no bias, though the derivative of its trace is
     not known then."""
@@ -378,7 +380,7 @@ def field(side: int, kappa2: Any) -> tuple[Any, Any]:
     return half @ half, abs(laplacian) @ abs(laplacian)
 
 
-@pytest.mark.parametrize("side", [slow(24), nightly(40)])
+@pytest.mark.parametrize("side", [nightly(24), nightly(40)])
 def test_the_gradient_of_a_field(side: int) -> None:
     """A pattern is not used."""
     pattern = field(side, 0.05)[1]
@@ -481,8 +483,8 @@ def test_the_budget_is_kept() -> None:
 
     def spent(key: Any) -> Any:
         white, y = vecchia(THETA), jnp.ones(N)
-        both = tx.inv_quad_logdet(of(MATRIX), y, key, 60, whitening=white)
-        return both.logdet, tx.logdet(of(MATRIX), key, 60, whitening=white)
+        both = tx.inv_quad_logdet(of(MATRIX), y, key, 62, whitening=white)
+        return both.logdet, tx.logdet(of(MATRIX), key, 62, whitening=white)
 
     for found in eqx.filter_eval_shape(spent, KEY):
-        assert 48 < found.num_matvecs <= 60
+        assert 48 < found.num_matvecs <= 62

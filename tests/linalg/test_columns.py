@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import close
 from tests.matrices import numbers
 from traceax._linalg.columns import (
+    Moments,
     adjoint_dot_columns,
     dot_columns,
     largest_modulus,
@@ -50,3 +51,21 @@ def test_products_with_few_columns() -> None:
 def test_sums_of_others_do_not_cancel() -> None:
     x = jnp.asarray([1e20, 1.0, 2.0, 3.0])
     close(sums_of_others(x)[0], 6.0, 0)
+
+
+@pytest.mark.parametrize("dtype", [float, complex])
+def test_moments_of_parts_make_those_of_the_whole(dtype: Any) -> None:
+    """Also if the parts are divided by other scales."""
+    p, q = numbers((4, 6), dtype), abs(numbers((4, 6), seed=1))
+
+    def moments(part: slice, scale: float) -> Moments:
+        x, weights = p[:, part] / scale, q[:, part]
+        r = x - (x.sum(1) / weights.sum(1))[:, None] * weights
+        sums = x, abs(x), r * weights, abs(r) ** 2, weights, weights**2
+        return Moments(*(jnp.asarray(y.sum(1)) for y in sums), scale=jnp.asarray(scale))
+
+    both = moments(slice(0, 2), 1.0).merged(moments(slice(2, 6), 2.0))
+    for got, want in zip(
+        *map(jax.tree.leaves, (both, moments(slice(0, 6), 2.0))), strict=True
+    ):
+        close(got, want, 1e-12, 1.0)

@@ -99,7 +99,7 @@ def mirrored(key: Any, structure: Any, num_probes: int) -> Any:
     return -tx.sphere(key, structure, num_probes)
 
 
-@pytest.mark.parametrize("dtype", [slow(jnp.float32), nightly(float), nightly(complex)])
+@pytest.mark.parametrize("dtype", [nightly(jnp.float32), nightly(float), nightly(complex)])
 def test_a_rotation_invariant_sampler_is_resphered(dtype: Any) -> None:
     """So multiples of I are exact; with a plain function they are not."""
     operator = function(3 * jnp.eye(N, dtype=dtype), PSD)

@@ -75,7 +75,8 @@ def thermal_truth(at: Any) -> Any:
     return thermal(b, traces)
 
 
-@some
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["function_trace", "slq_trace"])
 def test_thermal_means(name: str) -> None:
     """Intervals contain the truth and are no wider than they have to be. Values and
     gradients are unbiased. What Z and H have in common is most of their errors."""
@@ -191,7 +192,7 @@ def test_what_is_not_defined_without_each_probe_stays_as_it_is() -> None:
     assert error < 1e-13
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_traces_that_do_not_matter_may_be_undefined() -> None:
     operator = function(hermitian(np.linspace(-1, 1, N)))
     for run in TRACES.values():

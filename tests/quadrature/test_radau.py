@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import traceax as tx
-from tests.helpers import close, contains, given, over_keys, slow
+from tests.helpers import close, contains, given, nightly, over_keys, slow
 from tests.matrices import hermitian
 from tests.wrappers import PSD, function, matrix_free
 from traceax._linalg.jackknife import bracket_error, quadrature_error
@@ -261,7 +261,7 @@ BELOW_A_GAP = np.append(np.linspace(1e-3, 1e-2, 20), np.linspace(1, 2, 480))
     ("spectrum", "size", "budget", "dtype"),
     [
         (GRAM, 1e-3, 100, np.float32),
-        slow(0.99 ** np.arange(500.0), 1e-6, 240, float),
+        nightly(0.99 ** np.arange(500.0), 1e-6, 240, float),
         slow(BELOW_A_GAP, 1e-6, 40, np.float32),
     ],
 )

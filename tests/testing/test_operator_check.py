@@ -24,7 +24,7 @@ SYMMETRIC = hermitian(1.0 + np.arange(N))
 NSD = lx.negative_semidefinite_tag
 
 
-SLOW = ["PyTree", "Tangent", "nested"]
+SLOW = ["Tangent", "nested"]
 REST = [kind for kind in EVERY if kind not in ("Matrix", *SLOW)]
 
 
@@ -33,7 +33,7 @@ def test_every_class_is_right(kind: str) -> None:
     check_operator(EVERY[kind](general(N, complex)), KEY)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @hypothesis.settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @hypothesis.given(pair=operators(sizes=(1, 3)))
 def test_generated_operators_are_right_and_their_oracle(pair: Any) -> None:
@@ -178,7 +178,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_arrays_of_several_processes(tmp_path: Path) -> None:
     """Each process must have all arrays. The cure that the error names works."""
     where, words = address(), r"check_operator\(operator=.*arrays of one process.*\(4, 4\)"
@@ -195,7 +195,7 @@ def test_it_shrinks_to_a_matrix_of_one_dimension() -> None:
     assert dense.shape == (1, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generated_operators_are_of_every_class() -> None:
     drawn: set[str] = set()
 

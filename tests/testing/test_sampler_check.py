@@ -15,14 +15,14 @@ from traceax.testing import check_sampler
 COUNTER = count()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_independent_samplers_are_right() -> None:
     check_sampler(tx.rademacher, num_probes=2)
     check_sampler(tx.sphere)
     check_sampler(tx.normal)
 
 
-@pytest.mark.parametrize("sampler", [slow(tx.orthogonal), nightly(tx.hadamard)])
+@pytest.mark.parametrize("sampler", [nightly(tx.orthogonal), nightly(tx.hadamard)])
 def test_samplers_without_replacement_are_right_and_not_independent(sampler: Any) -> None:
     check_sampler(sampler, independent=False)
     check_sampler(sampler, independent=False, num_probes=6)  # all that there are
@@ -91,7 +91,7 @@ def test_faults_are_named(sampler: Any, words: str) -> None:
     refused(AssertionError, words, check_sampler, sampler)
 
 
-@pytest.mark.parametrize("sampler", [slow(tx.normal), nightly(tx.rademacher)])
+@pytest.mark.parametrize("sampler", [nightly(tx.normal), nightly(tx.rademacher)])
 def test_small_errors_of_length_and_mean_are_seen(sampler: Any) -> None:
     for change, words in [
         (lambda z: 1.02 * z, r"E\|z\|\^2 = n: off by 0.2"),
