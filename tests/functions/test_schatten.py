@@ -108,17 +108,3 @@ def test_the_budget_is_kept(budget: int) -> None:
     """By the operator and its adjoint together."""
     run = lambda: tx.schatten_norm(function(jnp.ones((300, 200))), 1, KEY, budget)  # noqa: E731
     assert budget / 2 < eqx.filter_eval_shape(run).num_matvecs <= budget
-
-
-def test_exact_answers_apply_the_shorter_side() -> None:
-    """Of a tall operator not the adjoint, which JAX does not know here."""
-    matrix = np.random.default_rng(1).normal(size=(60, 40))
-    shape = jax.ShapeDtypeStruct((60,), float)
-
-    def apply(v: Any) -> Any:
-        host = lambda v: np.asarray(v) @ matrix.T  # noqa: E731
-        return jax.pure_callback(host, shape, v, vmap_method="broadcast_all")
-
-    operator = lx.FunctionLinearOperator(apply, jax.ShapeDtypeStruct((40,), float))
-    found = tx.schatten_norm(operator, 1, KEY, 50)
-    close(found.value, truth(jnp.asarray(matrix), 1), 1e-12)

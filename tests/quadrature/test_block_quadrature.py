@@ -80,16 +80,12 @@ def test_noise_and_rounding_in_error_bars(monkeypatch: pytest.MonkeyPatch) -> No
     weights, eps = np.array([0.2, 0.5, 0.3]), np.finfo(float).eps
     blur = np.array([[4.0, 1, 0], [1, 3, 1], [0, 1, 2]])
     both = jnp.asarray(np.broadcast_to(weights, (1, 1, 2, 3)))
-    made = Quadrature(
-        jnp.eye(3), both, jnp.eye(3)[None], jnp.eye(3), jnp.asarray(blur), None
-    )  # pyright: ignore
+    parts = both, jnp.zeros((2, 1, 3)), jnp.eye(3), jnp.asarray(blur), jnp.ones(3, bool)
+    made = Quadrature(jnp.eye(3), *parts)
     none = lambda self, values: jnp.zeros(len(values))  # noqa: E731
     monkeypatch.setattr(Quadrature, "_error_by_theory", none)
-    sizes, rates, bends = (
-        1e15 * np.arange(1.0, 4),
-        np.array([1.0, 2, 3]),
-        np.array([5, 1.0, 2]),
-    )
+    sizes, rates = 1e15 * np.arange(1.0, 4), np.array([1.0, 2, 3])
+    bends = np.array([5, 1.0, 2])
     values = np.array([1e14, 2e14, -1e14])
     given = (jnp.asarray(x[None]) for x in (sizes, rates, bends))
     error, _ = made.error(jnp.asarray(values[None, None, None]), *given)

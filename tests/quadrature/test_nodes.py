@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.helpers import close
 from traceax._quadrature.nodes import slopes_at
-from traceax._quadrature.scalar import _unbiased
+from traceax._quadrature.scalar import ScalarFunction, _unbiased
 
 
 def test_rates_are_derivatives_or_secants() -> None:
@@ -21,7 +21,7 @@ def test_rates_are_derivatives_or_secants() -> None:
 def test_the_jackknife_removes_a_bias() -> None:
     """It is that of g(t) and the g(t - d_i), also where they are not symmetric."""
     total, shifts = jnp.array([2.0]), jnp.array([[0.3, -0.5, 0.4, -0.2]])
-    cube = lambda t: t**3  # noqa: E731
+    cube = ScalarFunction(lambda t: t**3)
     want = 8 + 3 * np.mean(8 - (2 - np.asarray(shifts)) ** 3)
     close(_unbiased(cube, total, shifts), [want], 1e-12)
     close(_unbiased(cube, total, None), [8.0], 1e-15)
