@@ -106,11 +106,12 @@ TESTS: dict[str, list[str]] = {
         "functions/test_functions",
     ],
     "_functions/function_trace": [
+        "functions/test_schatten",
         "functions/test_functions",
         "functions/test_logdet",
         "quadrature/test_combination",
     ],
-    "_functions/inv_quad_logdet": ["functions/test_likelihood"],
+    "_functions/inv_quad_logdet": ["functions/test_likelihood", "functions/test_whitening"],
     "_functions/krylov": ["functions/test_krylov"],
     "_functions/neighbours": ["functions/test_whitening"],
     "_functions/slq": [

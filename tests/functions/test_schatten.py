@@ -12,6 +12,9 @@ import pytest
 import traceax as tx
 from tests.helpers import cases, close, contains, over_keys
 from tests.wrappers import PSD, function
+from traceax._core.operator import LinearMap
+from traceax._estimators.call import begin
+from traceax._functions.exact_functions import exact_power_sum
 from traceax._quadrature.block_quadrature import bend_at_edge
 
 KEY = jax.random.key(11)
@@ -108,3 +111,11 @@ def test_the_budget_is_kept(budget: int) -> None:
     """By the operator and its adjoint together."""
     run = lambda: tx.schatten_norm(function(jnp.ones((300, 200))), 1, KEY, budget)  # noqa: E731
     assert budget / 2 < eqx.filter_eval_shape(run).num_matvecs <= budget
+
+
+def test_exact_answers_apply_the_shorter_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tall operator not the adjoint."""
+    matrix = jnp.asarray(np.random.default_rng(1).normal(size=(61, 41)))
+    monkeypatch.setattr(LinearMap, "adjoint", None)
+    call = begin("schatten_norm", function(matrix), KEY, 50, square=False)
+    close(exact_power_sum(call, jnp.asarray(1.0)).value, truth(matrix, 1), 1e-12)

@@ -102,7 +102,9 @@ def test_errors() -> None:
     refused(kind, r"colours=.*float64.*\.astype\(int\)", probing, np.ones(3))
     refused(kind, "colours=.*traced", traced, jnp.arange(3))
     refused(value, "colours=.*4 rows.*got 5", probing(np.arange(5)), KEY, space, 5)
-    refused(value, "colours=.*multiple of 4", probing(np.arange(4)), KEY, space, 6)
+    refused(
+        value, "colours=.*multiple of 4.*Draw 4 or 8", probing(np.arange(4)), KEY, space, 6
+    )
     how: Any = {"sampler": probing(np.arange(N) % 9)}
     words = r"hutchinson_diagonal\(num_matvecs=.*at least 9.*colour.*got 8"
     refused(value, words, tx.hutchinson_diagonal, a, KEY, 8, **how)

@@ -51,7 +51,7 @@ Whatever is public is also in `traceax/__init__.py`, `tests/calls.py`, a page of
 reference and the changelog; tests fail where one is missing.
 
 Which tests does a change run? Those that `tests/map.py` names for its modules, quick and
-slow ones: `python -m pytest -m "slow or not slow" $(python -m tests.map NAME)`. The linter
+slow ones: `python -m pytest -m "not nightly" $(python -m tests.map NAME)`. The linter
 and the type checker need extras: `pip install -e ".[test,lint,notebooks,benchmarks]"`, then
 `pre-commit run --all-files`.
 """
