@@ -10,7 +10,10 @@ import pytest
 import traceax as tx
 from tests.helpers import close
 from tests.matrices import general, hermitian
+from tests.wrappers import PSD, function
+from traceax._core.operator import LinearMap
 from traceax._estimators import krylov_nystrom as nystrom
+from traceax._estimators import second_batch
 from traceax._estimators.readouts import LeafSums, each, leave_one_out
 from traceax._estimators.xdiag import xdiag_samples, xnysdiag_samples
 from traceax._estimators.xtrace import xtrace_of
@@ -67,6 +70,12 @@ def test_semidefinite_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.linalg.norm(fitted.left, axis=1) ** 2
     rounding = xnysdiag_samples(known, fitted).rounding
     close(rounding, 4 * EPS * (rows + rows.mean()) + 3 * NOISE / N, 1e-12)
+
+    share = float(second_batch.shared_weights(known, fitted).mean())
+    assert 0.05 < share < 0.95
+    run = second_batch.mixed_diagonal(LinearMap(function(matrix, PSD)), (probes,))
+    forms = 4 * EPS * np.abs(probes * known.sketch).mean(axis=1)
+    close(run.standard_error, known.scale * (share * rounding + (1 - share) * forms), 1e-6)
 
     leaves = LeafSums((4, 8), (0, 1))
     values, errors = nystrom.leaf_by_leaf(known, jnp.ones(K), leaves)

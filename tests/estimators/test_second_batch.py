@@ -88,7 +88,7 @@ def test_the_mixture_of_a_semidefinite_diagonal() -> None:
     matrix = hermitian((1.0 + np.arange(n)) ** -0.5, complex)
     block = tx.rademacher(KEY, jax.ShapeDtypeStruct((n,), complex), k).T
     run = partial(second_batch.mixed_diagonal, LinearMap(function(matrix, PSD)))
-    got, dense, probes = run((block,)), np.asarray(matrix), np.asarray(block)
+    got, dense, probes = jax.jit(run)((block,)), np.asarray(matrix), np.asarray(block)
     known = products_of_sketch(matrix @ block, block)
     a = np.asarray(second_batch.shared_weights(known, known.fitted))
     assert 0.1 < a.mean() < 0.9

@@ -238,7 +238,7 @@ def test_the_density_s_own_grid_does_not_move_with_its_width() -> None:
         operator = function(jnp.diag(jnp.linspace(1.0, 2.0, 300)))
         return tx.spectral_density(operator, None, KEY, 60, width=width).grid
 
-    assert not jnp.any(jax.jacfwd(grid)(0.2))
+    assert not jnp.any(jax.jit(jax.jacfwd(grid))(0.2))
 
 
 @pytest.mark.parametrize("n", [10, slow(300)])

@@ -125,7 +125,9 @@ READERS += [lambda run: tx.function_trace(run, jnp.exp)]
 READERS += [lambda run: tx.spectral_density(run, GRID)]
 
 
-@pytest.mark.parametrize(("n", "some"), [(40, 3), (120, 3), slow(90, 5), nightly(120, 5)])
+@pytest.mark.parametrize(
+    ("n", "some"), [(40, 3), slow(120, 3), slow(90, 5), nightly(120, 5)]
+)
 def test_all_answers_take_the_matvecs_of_one(n: int, some: int) -> None:
     """The budget of 90 is below n, or reaches it, or is not needed."""
     a, count = counted(n)

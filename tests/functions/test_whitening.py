@@ -292,6 +292,7 @@ def test_single_precision_without_noise() -> None:
     assert abs(float(white.trace) - np.trace(whole @ matrix @ whole.T)) <= 0.05 * N
 
 
+@pytest.mark.slow
 def test_units() -> None:
     """In float32, whose squares these are beyond."""
     theta = [-0.7, -2.3]
@@ -401,6 +402,7 @@ def test_the_gradient_of_a_field(side: int) -> None:
     assert jnp.mean(contains(found, truth)) >= 0.85
 
 
+@pytest.mark.slow
 def test_a_sparse_precision_whose_pattern_is_not_used() -> None:
     """If it is stored, the value is exact without W."""
     matrix, pattern = field(12, 0.05)
