@@ -3,10 +3,9 @@
 float32 is asked for by name where it is meant. Most of the suite's time is compilation, so
 the compiler is told not to optimise, and to use the emitters that take a third of the time
 of its newer ones (TRACEAX_COMPILER=default leaves it as users have it). The workers share
-compiled programs in a folder that is deleted at the end, if JAX_COMPILATION_CACHE_DIR names
-no other. A test of a compiled program
-starts a process of its own. LAPACK is given one thread, because its threads and those of
-JAX compete. jaxtyping and beartype check the annotations of the package in every test.
+compiled programs in a folder that is deleted at the end, if TRACEAX_COMPILED names no
+other. A test of a compiled program starts a process of its own. LAPACK is given one thread,
+because its threads and those of JAX compete. jaxtyping and beartype check the annotations of the package in every test.
 """
 
 import gc
@@ -25,7 +24,8 @@ if os.environ.get("TRACEAX_COMPILER") != "default":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers inherit the folder
     COMPILED = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", COMPILED.name)
+    folder = os.environ.get("TRACEAX_COMPILED", COMPILED.name)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -231,7 +231,7 @@ def first_failure(
     marks = "slow" if kind == "slow" else "not slow and not nightly"
     command += ["-m", marks, "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(folder), "OPENBLAS_NUM_THREADS": "1"}
-    environment |= {"JAX_COMPILATION_CACHE_DIR": str(COMPILED)}  # most programs are equal
+    environment |= {"TRACEAX_COMPILED": str(COMPILED)}  # most programs are equal
     how: dict[str, Any] = {"cwd": folder, "env": environment, "timeout": LIMIT[kind]}
     how |= {"capture_output": True, "text": True, "check": False}
     try:
