@@ -5,7 +5,8 @@ the compiler is told not to optimise, and to use the emitters that take a third 
 of its newer ones (TRACEAX_COMPILER=default leaves it as users have it). The workers share
 compiled programs in a folder that is deleted at the end, if TRACEAX_COMPILED names no
 other. A test of a compiled program starts a process of its own. LAPACK is given one thread,
-because its threads and those of JAX compete. jaxtyping and beartype check the annotations of the package in every test.
+because its threads and those of JAX compete. jaxtyping and beartype check the annotations
+of the package in every test.
 """
 
 import gc
